@@ -1,0 +1,44 @@
+# make quickstart: from nothing to a trained tiny model.  make test: every test this machine can run.
+VENV ?= .venv
+BIN := $(VENV)/bin
+ASSETS := assets/tiny
+
+.PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
+
+install:  ## virtual environment with pinned dependencies
+	@tools/install.sh $(VENV)
+
+system:  ## Debian packages for the tests on a real Slurm (as root)
+	@tools/install_system.sh
+
+assets: install  ## the tiny model, its tokenizer and its prompts
+	@$(BIN)/python tools/make_tiny_model.py --out $(ASSETS)
+
+quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core, SGLang, no GPU
+	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml
+
+test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
+	$(BIN)/python -m pytest
+
+test-fast: install  ## unit and golden tests, seconds
+	$(BIN)/python -m pytest tests/unit tests/golden
+
+test-gpu: install  ## the checks that need CUDA
+	$(BIN)/python -m pytest tests/gpu -m gpu
+
+lint: install  ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install  ## mend the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+jobs: install  ## write jobs/*.sbatch anew from their recipes
+	$(BIN)/python tools/make_jobs.py
+
+clean:  ## forget the environment and what was made (runs/ stays)
+	rm -rf $(VENV) assets build dist *.egg-info

@@ -1,0 +1,86 @@
+"""Who am I in this allocation: pure reading of what Slurm put into the environment.
+
+Comes in: a mapping of environment variables and the machine's host name. Goes out: ``Facts``. Outside Slurm the
+answer is one node with a job id made from the process id, so that two local runs do not share ports or folders.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+class FactsError(ValueError):
+    """The environment does not say what an agent must know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """This node's place: ``hosts[rank]`` is this host, ``hosts[0]`` the head."""
+
+    host: str
+    rank: int
+    hosts: tuple[str, ...]
+    job_id: str
+    restart_count: int
+    in_slurm: bool
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def head_host(self) -> str:
+        return self.hosts[0]
+
+
+def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
+    """Place of this agent among its peers.
+
+    Raises:
+        FactsError: inside a job but not inside a job step, or Slurm's values contradict each other.
+    """
+    job_id = environ.get("SLURM_JOB_ID")
+    if job_id is None:
+        return Facts(hostname, 0, (hostname,), f"l{os.getpid()}", 0, in_slurm=False)
+    if "SLURM_NODEID" not in environ:
+        raise FactsError("SLURM_NODEID is unset inside a Slurm job: start one agent a node with srun, not by hand")
+    # The step's own list counts: a step may run on fewer nodes than the job has, and node ids count within the step.
+    key = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    hosts = expand_hosts(environ.get(key, ""))
+    rank = int(environ["SLURM_NODEID"])
+    if rank >= len(hosts):
+        raise FactsError(f"SLURM_NODEID={rank} but {key}={environ.get(key)!r} names {len(hosts)} hosts")
+    return Facts(hosts[rank], rank, hosts, job_id, int(environ.get("SLURM_RESTART_COUNT", "0")), in_slurm=True)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Slurm's compact host list in full: ``n[01-03,7],gpu-a`` -> n01 n02 n03 n7 gpu-a (man scontrol, show hostnames).
+
+    Raises:
+        FactsError: unbalanced brackets or a range that is not one.
+    """
+    if text.count("[") != text.count("]"):
+        raise FactsError(f"host list {text!r}: brackets do not match")
+    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    return tuple(host for item in items for host in _expand_item(item))
+
+
+def _expand_item(item: str) -> Iterator[str]:
+    parts = re.split(r"\[([^\]]*)\]", item)  # literal, ranges, literal, ranges, ..., literal
+    choices = [[part] if index % 2 == 0 else _expand_ranges(part) for index, part in enumerate(parts)]
+    return ("".join(combination) for combination in itertools.product(*choices))
+
+
+def _expand_ranges(text: str) -> list[str]:
+    names: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
+            raise FactsError(f"host list: {part!r} is not a number or a range")
+        first, last = match[1], match[2] or match[1]
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names

@@ -1,0 +1,51 @@
+"""Files of an attempt that other processes read: written whole or not at all.
+
+Invariant: a reader on any node sees no file, or the complete file. Everything is made for the owner alone (0600).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Put ``text`` at ``path``, replacing what was there (write beside it, fsync, rename)."""
+    os.replace(_write_beside(path, text), path)
+
+
+def write_first(path: Path, text: str) -> bool:
+    """Put ``text`` at ``path`` unless somebody did before; True when this call did.
+
+    link(2) fails when the name exists, on NFS as well, which rename cannot promise.
+    """
+    beside = _write_beside(path, text)
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return False
+    finally:
+        beside.unlink()
+    return True
+
+
+def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
+    """The last lines of a log; what is wrong with it when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"({path} cannot be read: {error.strerror})"
+    return "\n".join(lines[-num_lines:]) if lines else f"({path} is empty)"
+
+
+def _write_beside(path: Path, text: str) -> Path:
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return beside

@@ -1,0 +1,69 @@
+"""What the batch script, the agents and the driver agree on: files of an attempt, exit codes, the cluster's shape.
+
+This is the only module of ``bootstrap`` that the trainer imports; stdlib only. An attempt is one start of a job:
+``RUN/attempts/K`` with K the Slurm restart count.
+
+    STOP           written by whoever first learns that the run must end soon (JSON: reason); the driver polls it
+    secret         made by the batch script (or by a single local agent), 0600; authenticates agents, Ray and engines
+    verdict        one word for the batch script: done | requeue | failed | config
+    verdict.json   the same with its cause, for people
+    agent-HOST.log, driver.log
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+STOP_FILE = "STOP"
+SECRET_FILE = "secret"
+VERDICT_FILE = "verdict"
+VERDICT_JSON = "verdict.json"
+DRIVER_LOG = "driver.log"
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything consistent is committed, start me again
+EXIT_CONFIG = 78  # EX_CONFIG: starting again cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the allocation as the rendezvous saw it."""
+
+    host: str
+    ip: str
+    ifname: str
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster that is up. The agent writes it as one JSON line to the driver's standard input.
+
+    ``ray_address`` is ``IP:PORT`` of the head; ``nodes[0]`` is the head; ``port_base`` starts the block of
+    ``port_count`` TCP ports that this job may use for its own services on every node.
+    """
+
+    ray_address: str
+    attempt_dir: str
+    nodes: tuple[Node, ...]
+    port_base: int
+    port_count: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        raw = json.loads(text)
+        raw["nodes"] = tuple(Node(**node) for node in raw["nodes"])
+        return cls(**raw)
+
+    @property
+    def stop_file(self) -> Path:
+        return Path(self.attempt_dir) / STOP_FILE
+
+    @property
+    def secret(self) -> str:
+        return (Path(self.attempt_dir) / SECRET_FILE).read_text().strip()

@@ -1,0 +1,287 @@
+"""The head's agent: brings the nodes together, hands the cluster to the driver, watches, gives the verdict.
+
+Comes in: facts, options, the secret, the stop request. Goes out: one ``Cluster`` line on the driver's standard input,
+``verdict.json`` and ``verdict``. Invariants: the driver starts first, so that its imports overlap with the bring-up;
+it gets its line only when every node's Ray is up, and an end of file without a line when that cannot be; the verdict
+is written before anything is torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from bootstrap.facts import Facts
+from bootstrap.files import tail, write_atomic
+from bootstrap.handoff import DRIVER_LOG, EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, SECRET_FILE, Cluster, Node
+from bootstrap.local_ray import LocalRay, RayError
+from bootstrap.network import (
+    LOOPBACK_IFNAME,
+    LOOPBACK_IP,
+    NetworkError,
+    ifname_of,
+    ip_of,
+    local_addresses,
+    reachable_addresses,
+)
+from bootstrap.options import Options
+from bootstrap.ports import PortBlock, claim_block, ephemeral_floor
+from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
+from bootstrap.rendezvous import (
+    HEAD_FILE,
+    BringupError,
+    Link,
+    LinkLost,
+    NodeReport,
+    Reception,
+    check_versions,
+    describe_missing,
+    head_document,
+    installed_versions,
+)
+from bootstrap.supervise import Kept, StopRequest
+from bootstrap.verdict import Outcome, Verdict, decide, write_verdict
+
+logger = logging.getLogger(__name__)
+
+_DRIVER_END_GRACE_S = 10.0
+_NODES_END_S = 30.0
+# A node's end often reaches the driver (as an exception of Ray) before it reaches us.
+_LOSS_MAY_FOLLOW_S = 3.0
+_DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
+
+
+class HeadAgent:
+    """The life of one attempt, seen from its first node."""
+
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+        self._facts = facts
+        self._options = options
+        self._stop = stop
+        self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
+        self._reception = Reception(secret, facts.hosts, self._on_joined)
+        loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = loop.create_future()
+        self._stopped_before_loss = False
+        self._ray_up = {rank: loop.create_future() for rank in range(1, len(facts.hosts))}
+        self._following: list[asyncio.Task[None]] = []
+        self._ending = False
+        self._claim: socket.socket | None = None
+        self._ray: LocalRay | None = None
+
+    async def run(self) -> Verdict:
+        """Until everything has ended; the verdict is on disk by then."""
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        driver, driver_input = await self._start_driver()
+        bringup = asyncio.create_task(self._bring_up())
+        try:
+            outcome = await self._outcome_of_bringup(driver, bringup)
+            if outcome is None:
+                logger.info("the cluster is up after %.1f s", loop.time() - started_at)
+                await asyncio.to_thread(_write_line, driver_input, bringup.result().to_json())
+                outcome = await self._outcome_of_run(driver)
+            else:
+                os.close(driver_input)
+            verdict = decide(outcome)
+            write_verdict(self._options.attempt_dir, verdict)
+            logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
+        finally:
+            self._ending = True
+            bringup.cancel()
+            await asyncio.wait([bringup])
+        await self._tear_down(driver, keep_logs=verdict.verdict == "failed")
+        return verdict
+
+    async def _start_driver(self) -> tuple[Kept, int]:
+        reading_end, writing_end = os.pipe()
+        log = os.open(self._options.attempt_dir / DRIVER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            driver = await Kept.start(
+                "the driver", self._options.driver, environ=self._environ, stdio=(reading_end, log)
+            )
+        finally:
+            os.close(reading_end)
+            os.close(log)
+        return driver, writing_end
+
+    async def _outcome_of_bringup(self, driver: Kept, bringup: asyncio.Task[Cluster]) -> Outcome | None:
+        """None when the cluster is up and the driver waits for it."""
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await _first_of(bringup, driver.exited, self._lost, stopped)
+        stopped.cancel()
+        if driver.exited.done():
+            return self._driver_ended(driver)
+        if self._lost.done():
+            return Outcome(bringup_error=self._lost.result())
+        if bringup.done():
+            error = bringup.exception()
+            if error is None:
+                return None
+            if not isinstance(error, (BringupError, RayError, NetworkError, OSError)):
+                logger.error("bring-up failed", exc_info=error)
+            return Outcome(bringup_error=str(error) or repr(error))
+        return Outcome(stop_requested=True)  # nothing has begun that would have to be saved
+
+    async def _outcome_of_run(self, driver: Kept) -> Outcome:
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await _first_of(driver.exited, self._lost, stopped)
+        if not driver.exited.done() and not self._lost.done():
+            logger.info("a stop was requested; the driver has %.0f s", self._options.stop_grace_s)
+            await _first_of(driver.exited, self._lost, timeout_s=self._options.stop_grace_s)
+        stopped.cancel()
+        if driver.exited.done() and driver.exited.result() not in _DELIBERATE_EXITS:
+            await _first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
+        if self._lost.done() and not driver.exited.done():
+            logger.error("%s; the driver has %.0f s", self._lost.result(), self._options.loss_grace_s)
+            self._stop.write(self._lost.result())
+            await _first_of(driver.exited, timeout_s=self._options.loss_grace_s)
+        return self._driver_ended(driver)
+
+    def _driver_ended(self, driver: Kept) -> Outcome:
+        return Outcome(
+            driver_code=driver.exited.result() if driver.exited.done() else None,
+            driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
+            lost=self._lost.result() if self._lost.done() else None,
+            stop_requested=self._stop.requested.is_set() if not self._lost.done() else self._stopped_before_loss,
+        )
+
+    async def _bring_up(self) -> Cluster:
+        try:
+            async with asyncio.timeout(self._options.bringup_deadline_s):
+                # The bound socket holds the block of ports for as long as this attempt lives.
+                ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
+                reports = await self._gather(ports)
+                await self._start_ray(reports[0], ports)
+                for link in self._reception.links.values():
+                    await link.send({"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base})
+                await asyncio.gather(*self._ray_up.values())
+        except TimeoutError:
+            raise BringupError(self._describe_wait()) from None
+        nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
+        job_ports = ports.job_ports
+        return Cluster(
+            f"{reports[0].ip}:{ports.gcs}", str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
+        )
+
+    def _bind_ip(self) -> str:
+        """Where to listen for the nodes; a node alone stays off the network unless told otherwise."""
+        ifname = self._options.socket_ifname
+        alone = len(self._facts.hosts) == 1
+        if ifname == LOOPBACK_IFNAME or (alone and not ifname):
+            return LOOPBACK_IP
+        # Without the user's word, which interface reaches the nodes is not known before they have come.
+        return ip_of(ifname, local_addresses()) if ifname else ""
+
+    async def _gather(self, ports: PortBlock) -> list[NodeReport]:
+        """Reports of all nodes by rank, once all have joined; the connections tell the addresses."""
+        facts, options = self._facts, self._options
+        ip, ifname = self._bind_ip(), options.socket_ifname or LOOPBACK_IFNAME
+        if len(facts.hosts) > 1:
+            assert self._claim is not None
+            await self._reception.open(self._claim)
+            published = reachable_addresses(local_addresses())
+            if options.socket_ifname:
+                published = tuple(address for address in published if address.ifname == options.socket_ifname)
+            write_atomic(options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
+            await self._reception.complete.wait()
+            ip = _only_local_ip(self._reception.links.values())
+            ifname = ifname_of(ip, local_addresses())
+        own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname)
+        reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
+        check_versions(reports)
+        for report in reports:
+            logger.info("%-16s %-15s %-10s %d GPUs", report.host, report.ip, report.ifname, report.num_gpus)
+        return reports
+
+    async def _start_ray(self, own: NodeReport, ports: PortBlock) -> None:
+        options = self._options
+        node = RayNode(
+            ip=own.ip,
+            head_ip=own.ip,
+            ports=ports,
+            temp_dir=temp_dir(self._facts),
+            num_cpus=len(os.sched_getaffinity(0)),
+            num_gpus=options.num_gpus,
+            object_store_memory=options.object_store_memory,
+        )
+        environ = ray_environment(self._environ, ports, own.ifname)
+        self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{own.host}.log")
+        await self._ray.wait_started()
+        self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
+
+    def _on_own_ray_end(self, _: asyncio.Future[int]) -> None:
+        if self._ray is not None:
+            self._lose(f"{self._facts.host}: {self._ray.describe_end()}")
+
+    def _on_joined(self, report: NodeReport, link: Link) -> None:
+        self._following.append(asyncio.create_task(self._follow(report, link)))
+
+    async def _follow(self, report: NodeReport, link: Link) -> None:
+        """Listen to a node until its connection ends."""
+        try:
+            while True:
+                message = await link.receive()
+                if message["kind"] == "ray_up":
+                    self._ray_up[report.rank].set_result(None)
+                elif message["kind"] == "lost":
+                    self._lose(f"{report.host}: {message['cause']}")
+        except LinkLost as error:
+            self._lose(f"{report.host} is gone: {error}")
+
+    def _lose(self, cause: str) -> None:
+        if not self._ending and not self._lost.done():
+            self._stopped_before_loss = self._stop.requested.is_set()
+            self._lost.set_result(cause)
+
+    def _describe_wait(self) -> str:
+        """Who kept the bring-up waiting, with the last lines of what they wrote."""
+        within = f"within {self._options.bringup_deadline_s:.0f} s"
+        attempt_dir = self._options.attempt_dir
+        if missing := self._reception.missing():
+            logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
+            return f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
+        late = [self._facts.hosts[rank] for rank, up in self._ray_up.items() if not up.done()]
+        if self._ray is None or not self._ray.started.done():
+            late = [self._facts.host]
+        return f"Ray did not come up {within} on:\n" + describe_missing(late, attempt_dir, "ray-HOST.log")
+
+    async def _tear_down(self, driver: Kept, *, keep_logs: bool) -> None:
+        for link in self._reception.links.values():
+            with suppress(LinkLost):
+                await link.send({"kind": "end"})
+        await driver.end(_DRIVER_END_GRACE_S)  # before Ray, whose loss it would report at length
+        driver.release()
+        if self._ray is not None:
+            kept_logs = self._options.attempt_dir / f"ray-{self._facts.host}"
+            await self._ray.end(kept_logs if keep_logs else None)
+        if self._following:
+            await asyncio.wait(self._following, timeout=_NODES_END_S)
+        for link in self._reception.links.values():
+            link.close()
+        self._reception.close()
+        if self._claim is not None:
+            self._claim.close()
+
+
+async def _first_of(*awaited: asyncio.Future[object], timeout_s: float | None = None) -> None:
+    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _only_local_ip(links: Sequence[Link]) -> str:
+    """The head's address, which all nodes must have reached it under."""
+    reached = {link.local_ip: link.peer_ip for link in links}
+    if len(reached) > 1:
+        ways = ", ".join(f"{peer} reached {local}" for local, peer in reached.items())
+        raise NetworkError(f"the nodes came in over different networks ({ways}); choose one with --socket-ifname")
+    return next(iter(reached))
+
+
+def _write_line(descriptor: int, text: str) -> None:
+    """Write a line and close; a driver that has ended in the meantime is noticed by its exit."""
+    with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
+        stream.write(text + "\n")

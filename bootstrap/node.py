@@ -1,0 +1,140 @@
+"""The agent of every node but the head: join, run Ray, tell the head how it goes, end when told.
+
+Comes in: facts, options, the secret. Goes out: nothing but messages to the head; the head writes the verdict. Only
+when the head is gone without a word does a node leave one, so that the batch script and people learn why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bootstrap.facts import Facts
+from bootstrap.files import write_first
+from bootstrap.handoff import SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from bootstrap.local_ray import LocalRay, RayError
+from bootstrap.network import ifname_of, ip_of, local_addresses
+from bootstrap.options import Options
+from bootstrap.ports import PortBlock, candidate_blocks, ephemeral_floor
+from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
+from bootstrap.rendezvous import (
+    HEAD_FILE,
+    BringupError,
+    Link,
+    LinkLost,
+    NodeReport,
+    installed_versions,
+    join,
+    published_candidates,
+)
+from bootstrap.supervise import StopRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_CAUSE_CHARS = 8_000
+
+
+class NodeAgent:
+    """One node's part of an attempt."""
+
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+        self._facts = facts
+        self._options = options
+        self._secret = secret
+        self._stop = stop
+        self._ray: LocalRay | None = None
+
+    async def run(self) -> None:
+        """Until the head says that it is over.
+
+        Raises:
+            BringupError: the head was not found in time.
+        """
+        link = await self._join()
+        if link is None:
+            return
+        try:
+            await self._serve(link)
+        except LinkLost as error:
+            cause = f"{self._facts.host} lost the head {self._facts.head_host}: {error}"
+            logger.error("%s", cause)
+            if write_first(self._options.attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})):
+                write_first(self._options.attempt_dir / VERDICT_FILE, "failed\n")
+        finally:
+            if self._ray is not None:
+                await self._ray.end(self._options.attempt_dir / f"ray-{self._facts.host}")
+            link.close()
+
+    async def _join(self) -> Link | None:
+        """The link to the head; None when a stop was requested first, for then there is nothing to join."""
+        facts, options = self._facts, self._options
+        ifname = options.socket_ifname
+        source_ip = ip_of(ifname, local_addresses()) if ifname else None
+        report = NodeReport(facts.host, facts.rank, options.num_gpus, installed_versions())
+        joining = asyncio.create_task(
+            join(
+                report,
+                secret=self._secret,
+                candidates=self._candidates,
+                ifname_of=lambda ip: ifname_of(ip, local_addresses()),
+                source_ip=source_ip,
+            )
+        )
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await asyncio.wait([joining, stopped], timeout=options.bringup_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            return joining.result()
+        joining.cancel()
+        if stopped.done():
+            return None
+        tried = ", ".join(f"{host}:{port}" for host, port in self._candidates())
+        raise BringupError(
+            f"{facts.host} did not find the head {facts.head_host} within {options.bringup_deadline_s:.0f} s "
+            f"(tried {tried}); is port {tried.partition(',')[0]} open between the nodes?"
+        )
+
+    def _candidates(self) -> Sequence[tuple[str, int]]:
+        """The head's name at the job's first port, then what the head has published."""
+        attempt_dir = self._options.attempt_dir
+        if (attempt_dir / VERDICT_FILE).exists():
+            raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+        by_name = (self._facts.head_host, next(candidate_blocks(self._facts.job_id, ephemeral_floor())).rendezvous)
+        return [by_name, *published_candidates(attempt_dir / HEAD_FILE)]
+
+    async def _serve(self, link: Link) -> None:
+        order = await link.receive()
+        if order["kind"] == "end":
+            return
+        life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
+        told_to_end = asyncio.create_task(link.receive())
+        await asyncio.wait([life, told_to_end], return_when=asyncio.FIRST_COMPLETED)
+        if not told_to_end.done():
+            cause = str(life.exception())
+            logger.error("%s", cause)
+            await link.send({"kind": "lost", "cause": cause[:_MAX_CAUSE_CHARS]})
+        life.cancel()
+        await told_to_end
+
+    async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
+        """Start Ray, say so, and raise when it ends."""
+        facts, options = self._facts, self._options
+        node = RayNode(
+            ip=link.local_ip,
+            head_ip=head_ip,
+            ports=PortBlock(port_base),
+            temp_dir=temp_dir(facts),
+            num_cpus=len(os.sched_getaffinity(0)),
+            num_gpus=options.num_gpus,
+            object_store_memory=options.object_store_memory,
+        )
+        base = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
+        environ = ray_environment(base, node.ports, ifname_of(node.ip, local_addresses()))
+        self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{facts.host}.log")
+        await self._ray.wait_started()
+        await link.send({"kind": "ray_up"})
+        await asyncio.wait([self._ray.kept.exited])
+        raise RayError(self._ray.describe_end())

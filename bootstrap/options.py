@@ -1,0 +1,39 @@
+"""What an agent is told on its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One agent's orders; ``driver`` is the command that the head runs."""
+
+    attempt_dir: Path
+    num_gpus: int
+    socket_ifname: str | None
+    bringup_deadline_s: float
+    stop_grace_s: float
+    loss_grace_s: float
+    object_store_memory: int | None
+    driver: tuple[str, ...]
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Read the command line; leaves with usage and exit code 2 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.agent", description="One agent a node.")
+    parser.add_argument("--attempt-dir", type=Path, required=True, help="folder of this attempt, shared by all nodes")
+    parser.add_argument("--num-gpus", type=int, required=True, help="GPUs of this node that Ray may give away")
+    parser.add_argument("--socket-ifname", help="network interface to use; found by itself unless given")
+    parser.add_argument("--bringup-deadline-s", type=float, default=600.0, help="until every node's Ray is up")
+    parser.add_argument("--stop-grace-s", type=float, default=600.0, help="for the driver after a stop request")
+    parser.add_argument("--loss-grace-s", type=float, default=10.0, help="for the driver after a node was lost")
+    parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
+    parser.add_argument("driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs")
+    options = vars(parser.parse_args(argv))
+    options["attempt_dir"] = options["attempt_dir"].resolve()
+    options["driver"] = tuple(options["driver"])
+    return Options(**options)

@@ -1,0 +1,114 @@
+"""A block of TCP ports that belongs to one job on all its nodes.
+
+Comes in: the job id and the floor of the kernel's ephemeral range. Goes out: ``PortBlock``. Blocks lie below that
+floor, because a port above it can be taken by anybody's outgoing connection between the check and the use.
+
+    base + 0          the agents' rendezvous; held for the whole job, which is what claims the block on the head
+    base + 1 ... 15   Ray's own services
+    base + 16 ... 599 Ray's workers
+    base + 600 ... 999 the job's own services (engines, router, torch stores)
+"""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK_SIZE = 1000
+NUM_SERVICE_PORTS = 16
+_FIRST_JOB_PORT = 600
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class PortError(Exception):
+    """No block of ports can be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortBlock:
+    """Where everything of one job listens."""
+
+    base: int
+
+    @property
+    def rendezvous(self) -> int:
+        return self.base
+
+    @property
+    def gcs(self) -> int:
+        return self.base + 1
+
+    @property
+    def service_ports(self) -> range:
+        """Ports that have to be free before Ray starts."""
+        return range(self.base + 1, self.base + NUM_SERVICE_PORTS)
+
+    @property
+    def worker_ports(self) -> range:
+        return range(self.base + NUM_SERVICE_PORTS, self.base + _FIRST_JOB_PORT)
+
+    @property
+    def job_ports(self) -> range:
+        return range(self.base + _FIRST_JOB_PORT, self.base + BLOCK_SIZE)
+
+
+def ephemeral_floor(path: Path = _EPHEMERAL_RANGE) -> int:
+    """First port that the kernel hands to outgoing connections; 32768 where it does not say."""
+    try:
+        return int(path.read_text().split()[0])
+    except OSError:
+        return 32768
+
+
+def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
+    """All blocks below ``floor``, the job's own first.
+
+    Neighbouring job ids begin at different blocks, so that jobs which share a node rarely try the same.
+
+    Raises:
+        PortError: no block fits below ``floor``.
+    """
+    lowest = 10_000 if floor >= 20_000 else 1_200  # some sites start the ephemeral range at 9000
+    num_blocks = (floor - lowest) // BLOCK_SIZE
+    if num_blocks < 1:
+        raise PortError(f"ephemeral ports start at {floor}; {BLOCK_SIZE} ports from {lowest} on are needed below that")
+    first = int(job_id) if job_id.isdigit() else zlib.crc32(job_id.encode())
+    for offset in range(num_blocks):
+        yield PortBlock(lowest + (first + offset) % num_blocks * BLOCK_SIZE)
+
+
+def busy_ports(ports: range) -> list[int]:
+    """Those on which somebody listens."""
+    return [port for port in ports if not _is_free(port)]
+
+
+def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socket.socket]:
+    """The first free block and the bound (not yet listening) rendezvous socket, which holds it while it is open.
+
+    Raises:
+        PortError: every block is in use.
+    """
+    for block in candidate_blocks(job_id, floor):
+        claim = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            claim.bind((bind_ip, block.rendezvous))
+        except OSError:
+            claim.close()
+            continue
+        if not busy_ports(block.service_ports):
+            return block, claim
+        claim.close()
+    raise PortError(f"every block of {BLOCK_SIZE} ports below {floor} is in use; another node or fewer jobs are needed")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are winding down do not count
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

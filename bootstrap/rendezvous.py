@@ -1,0 +1,265 @@
+"""Where the agents of an allocation meet: the head listens, every other node connects and proves itself.
+
+Comes in: facts, the attempt's secret, a deadline. Goes out: one ``Link`` a node, and what each node said of itself.
+Invariants: a peer that cannot prove that it holds the secret gets no byte and changes nothing; the address of the
+connection that was formed is the address used for everything else; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import platform
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bootstrap.files import tail
+from bootstrap.messages import Codec, Message, MessageError, hello_key, new_nonce, session_key
+from bootstrap.network import Address
+
+logger = logging.getLogger(__name__)
+
+HEAD_FILE = "head.json"
+_HANDSHAKE_S = 10.0
+_RETRY_S = 0.2
+_STAGGER_S = 0.5
+# A node that loses power sends no end of connection: the kernel asks and gives up after about 8 s.
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 2, 2, 3
+
+
+class BringupError(Exception):
+    """The nodes did not come together; says who is missing or who does not fit."""
+
+
+class LinkLost(Exception):
+    """The other agent is gone: connection closed, machine dead, or talk that is not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node says of itself when it joins."""
+
+    host: str
+    rank: int
+    num_gpus: int
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    ip: str = ""  # as the connection shows it
+    ifname: str = ""
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions that must be equal on all nodes; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("ray", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def check_versions(reports: Sequence[NodeReport]) -> None:
+    """Raises BringupError that names every node which differs from the majority, and in what."""
+    odd: list[str] = []
+    for name in sorted({name for report in reports for name in report.versions}):
+        counts = Counter(report.versions.get(name) for report in reports)
+        usual = counts.most_common(1)[0][0]
+        odd += [
+            f"{report.host} has {name} {report.versions.get(name)}, the others {usual}"
+            for report in reports
+            if report.versions.get(name) != usual
+        ]
+    if odd:
+        raise BringupError("; ".join(odd) + ": use the same environment or image on every node")
+
+
+class Link:
+    """A conversation with another agent, message by message."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.codec = codec
+        _keep_alive(writer.get_extra_info("socket"))
+
+    @property
+    def local_ip(self) -> str:
+        return self._writer.get_extra_info("sockname")[0]
+
+    @property
+    def peer_ip(self) -> str:
+        return self._writer.get_extra_info("peername")[0]
+
+    async def send(self, message: Message) -> None:
+        """Raises LinkLost when the other side is gone."""
+        try:
+            self._writer.write(self.codec.pack(message))
+            await self._writer.drain()
+        except OSError as error:
+            raise LinkLost(str(error)) from error
+
+    async def receive(self) -> Message:
+        """The next message. Raises LinkLost when there will be none."""
+        try:
+            while (message := self.codec.unpack()) is None:
+                data = await self._reader.read(65_536)
+                if not data:
+                    raise LinkLost("the connection was closed")
+                self.codec.feed(data)
+        except (OSError, MessageError) as error:
+            raise LinkLost(str(error)) from error
+        return message
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Reception:
+    """The head's side: takes hellos until every expected node has joined."""
+
+    def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
+        self._secret = secret
+        self._hosts = hosts
+        self._on_joined = on_joined
+        self.links: dict[int, Link] = {}
+        self.reports: dict[int, NodeReport] = {}
+        self.complete = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        if len(hosts) == 1:
+            self.complete.set()
+
+    async def open(self, listener: socket.socket) -> None:
+        """Start to take connections on a bound socket."""
+        self._server = await asyncio.start_server(self._on_connection, sock=listener, backlog=len(self._hosts) + 16)
+
+    def close(self) -> None:
+        """Take no more connections; the links stay."""
+        if self._server is not None:
+            self._server.close()
+
+    def missing(self) -> list[str]:
+        """Hosts that have not joined."""
+        return [host for rank, host in enumerate(self._hosts) if rank != 0 and rank not in self.links]
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer, Codec(hello_key(self._secret), "head"))
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                report = await self._admit(link)
+        except (LinkLost, TimeoutError, ValueError, TypeError, KeyError) as error:
+            logger.warning("turned away a connection from %s: %s", link.peer_ip, error or type(error).__name__)
+            link.close()
+            return
+        self.links[report.rank], self.reports[report.rank] = link, report
+        logger.info("%s joined from %s (%s)", report.host, report.ip, report.ifname)
+        self._on_joined(report, link)
+        if not self.missing():
+            self.complete.set()
+
+    async def _admit(self, link: Link) -> NodeReport:
+        hello = await link.receive()
+        nonce = new_nonce()
+        await link.send({"kind": "welcome", "echo": hello["nonce"], "nonce": nonce})
+        link.codec.rekey(session_key(self._secret, hello["nonce"], nonce))
+        joined = await link.receive()  # only now is it known that the hello was not a recording
+        report = NodeReport(**joined["report"])
+        if not (0 < report.rank < len(self._hosts)) or report.rank in self.links:
+            raise ValueError(f"{report.host} says it is node {report.rank}, which is taken or does not exist")
+        if report.ip != link.peer_ip:
+            raise ValueError(f"{report.host} calls itself {report.ip}: address translation between nodes cannot work")
+        return report
+
+
+async def join(
+    report: NodeReport,
+    *,
+    secret: bytes,
+    candidates: Callable[[], Sequence[tuple[str, int]]],
+    ifname_of: Callable[[str], str],
+    source_ip: str | None = None,
+) -> Link:
+    """A node's side: try all places where the head may be until one proves to be it.
+
+    ``candidates`` is asked anew each round, because the head publishes its addresses at its own time. Waits without
+    end; the caller sets the deadline.
+    """
+    while True:
+        link = await _first_to_answer(candidates(), secret, source_ip)
+        if link is not None:
+            said = {**asdict(report), "ip": link.local_ip, "ifname": ifname_of(link.local_ip)}
+            await link.send({"kind": "joined", "report": said})
+            return link
+        await asyncio.sleep(_RETRY_S)
+
+
+def head_document(port: int, addresses: Sequence[Address]) -> str:
+    """Text of the head's file: where it listens."""
+    return json.dumps({"port": port, "addresses": [address.ip for address in addresses]}) + "\n"
+
+
+def published_candidates(head_file: Path) -> list[tuple[str, int]]:
+    """Addresses that the head has written down; none while it has not."""
+    try:
+        published = json.loads(head_file.read_text())
+    except (OSError, ValueError):
+        return []
+    return [(ip, published["port"]) for ip in published["addresses"]]
+
+
+def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
+    """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced)."""
+    return "\n".join(f"{host}: {tail(attempt_dir / log_name.replace('HOST', host), 8)}" for host in missing)
+
+
+async def _first_to_answer(candidates: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
+    """The link to the first candidate that proves to be the head; the others are given up."""
+
+    async def attempt(index: int, host: str, port: int) -> Link:
+        await asyncio.sleep(index * _STAGGER_S)  # an earlier candidate is preferred, not awaited (RFC 8305)
+        return await _connect(host, port, secret, source_ip)
+
+    attempts = [asyncio.create_task(attempt(index, *candidate)) for index, candidate in enumerate(candidates)]
+    links: list[Link] = []
+    for finished in asyncio.as_completed(attempts):
+        with suppress(OSError, LinkLost, TimeoutError, ValueError, KeyError):
+            links.append(await finished)
+            break
+    for task in attempts:
+        task.cancel()
+    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+        if isinstance(outcome, Link) and outcome is not links[0]:
+            outcome.close()
+    return links[0] if links else None
+
+
+async def _connect(host: str, port: int, secret: bytes, source_ip: str | None) -> Link:
+    local = (source_ip, 0) if source_ip else None
+    async with asyncio.timeout(_HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(host, port, family=socket.AF_INET, local_addr=local)
+        link = Link(reader, writer, Codec(hello_key(secret), "node"))
+        try:
+            nonce = new_nonce()
+            await link.send({"kind": "hello", "nonce": nonce})
+            welcome = await link.receive()
+            if welcome["echo"] != nonce:
+                raise LinkLost("the welcome is a recording")
+        except BaseException:
+            link.close()
+            raise
+        link.codec.rekey(session_key(secret, nonce, welcome["nonce"]))
+        return link
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    give_up_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

@@ -1,0 +1,155 @@
+"""The CPU stand-in for what megatron-core 0.16 takes from CUDA. A no-op on a machine with CUDA.
+
+In: the imports of ``megatron.core`` modules. Out: the same modules, usable on a CPU with gloo. ``install`` puts one
+import hook in front of them; what it changes stays inside those modules:
+
+1. their global name ``torch`` is a proxy. It answers for the few ``torch.cuda`` calls and for factories with
+   ``device="cuda"``; everything else comes from the real torch;
+2. the optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``: these constants are rewritten
+   in the modules' code (in memory, the bytecode cache keeps the original);
+3. ``megatron.core.jit`` compiles nothing, and the random-state helpers use the CPU generator.
+
+Invariant: torch itself, its classes and what other libraries see of it are untouched. A patched ``torch.empty_like``
+would leave buffers of transformers' models uninitialised, without an error.
+
+This module goes away when megatron-core asks ``torch.accelerator`` (or the device of a parameter) instead of CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
+
+PACKAGE = "megatron.core"
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "tensor", "zeros", "zeros_like")
+TYPE_NAMES = {
+    f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
+}  # as Tensor.type() spells them
+
+
+def install() -> None:
+    """Watch for imports of ``megatron.core``; call it before the first one. Calling it again does nothing.
+
+    Raises RuntimeError when ``megatron.core`` was imported without it on a machine that has no CUDA.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules and not _has_cuda():
+        raise RuntimeError("megatron.core was imported before rlpost.actor; import rlpost.actor first on a CPU")
+    sys.meta_path.insert(0, _Finder())
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of megatron.core as Python would, and loads them with ``_Loader``."""
+
+    proxy: types.ModuleType | None = None
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        if _has_cuda():
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            self.proxy = self.proxy or _torch_proxy()
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.proxy)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, fullname: str, path: str, proxy: types.ModuleType) -> None:
+        super().__init__(fullname, path)
+        self.proxy = proxy
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        code = super().get_code(fullname)
+        return None if code is None else _with_cpu_type_names(code)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        import torch
+
+        super().exec_module(module)
+        if module.__dict__.get("torch") is torch:
+            module.torch = self.proxy  # type: ignore[attr-defined]
+        if adapt := _ADAPTERS.get(module.__name__):
+            adapt(module)
+
+
+def _with_cpu_type_names(constant: Any) -> Any:
+    """The same code object (or constant of one) with the names of CUDA tensor types replaced, nested ones included."""
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(_with_cpu_type_names(inner) for inner in constant.co_consts))
+    if isinstance(constant, tuple):
+        return tuple(_with_cpu_type_names(inner) for inner in constant)
+    return TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
+
+
+class _Proxy(types.ModuleType):
+    """A module with some names of its own and all others of the real one."""
+
+    def __init__(self, real: types.ModuleType, own: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(own, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def _torch_proxy() -> types.ModuleType:
+    import torch
+
+    cpu = torch.device("cpu")
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = cpu
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    cuda = _Proxy(
+        torch.cuda,
+        {
+            "current_device": lambda: cpu,
+            "synchronize": nothing,
+            "empty_cache": nothing,
+            "manual_seed": lambda seed: torch.manual_seed(seed),
+            "get_rng_state": lambda *args: torch.get_rng_state(),
+            "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        },
+    )
+    return _Proxy(torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}})
+
+
+def _adapt_jit(module: types.ModuleType) -> None:
+    """Decorators of later imports then leave their small functions alone; torch.compile would need a C++ compiler."""
+    module.disable_jit_fuser()
+
+
+def _adapt_random(module: types.ModuleType) -> None:
+    """These two reach for CUDA generators through private names of torch."""
+    import torch
+
+    module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+
+_ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _adapt_jit,
+    "megatron.core.tensor_parallel.random": _adapt_random,
+}

@@ -1,0 +1,46 @@
+"""Policy losses: pure functions of per-token tensors. Aggregation is not done here.
+
+In: 1-D tensors over the response tokens of a micro-batch (suffix T). Out: the loss of each token and per-token
+statistics. The caller multiplies by ``token_weights``, whose denominators count the global batch; the plain sum over
+all micro-batches and ranks is then the loss, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def policy_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new - old).
+
+    Args: float tensors of shape [T]. Gradients flow through ``logprobs_T`` only. Returns the loss [T] and, detached,
+    ``ppo_kl`` = old - new [T] and ``clip_frac`` [T], which is 1 where clipping took over.
+    Source: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10.
+    """
+    log_ratio = logprobs_T - old_logprobs_T.detach()
+    ratio = log_ratio.exp()
+    plain = -ratio * advantages_T
+    clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantages_T
+    loss_T = torch.maximum(plain, clipped)
+    stats = {"ppo_kl": -log_ratio.detach(), "clip_frac": (clipped > plain).detach().float()}
+    return loss_T, stats
+
+
+def token_weights(sample_lengths: Tensor, *, num_samples: int, num_tokens: int, per_token: bool) -> Tensor:
+    """The weight of each token such that the sum of loss x weight over the global batch is the loss.
+
+    Args: ``sample_lengths`` [T], integer: how many loss-masked tokens the sample of each token has. ``num_samples`` and
+    ``num_tokens`` count the global batch. Returns [T] float32: 1 / num_tokens with ``per_token``, else
+    1 / (length x num_samples), the mean over samples of the mean over each sample's tokens.
+    """
+    if per_token:
+        return torch.full(sample_lengths.shape, 1.0 / num_tokens, dtype=torch.float32, device=sample_lengths.device)
+    return 1.0 / (sample_lengths.clamp(min=1).float() * num_samples)

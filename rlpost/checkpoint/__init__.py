@@ -1,0 +1,1 @@
+"""Commit protocol and the state that one commit holds."""

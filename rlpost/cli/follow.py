@@ -1,0 +1,120 @@
+"""Follow a run to its end: its driver's log as it grows, over all attempts, then what came out.
+
+In: the run's folder and the job id. Out: lines on standard output and an exit code. Asks Slurm rarely; everything
+else is read from the run's folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from rlpost.metrics.writer import eval_rewards, read_metrics
+from slurm.client import POLL_S, job_state
+from slurm.run_folder import RunFolder
+
+LOG_POLL_S = 0.5
+EXIT_CODES = {"done": 0, "requeue": 75, "config": 2}
+
+
+def follow(run: RunFolder, job_id: str) -> int:
+    """Print the driver's log until the job is over; returns 0 when the run is done.
+
+    The first Ctrl-C of a local run asks it to stop at the next checkpoint; the second leaves at once.
+    """
+    is_over = _local_is_over(job_id) if job_id.startswith("local-") else _slurm_is_over(job_id)
+    log = _LogTail(run.attempts)
+    interrupted = False
+    while True:
+        try:
+            over = is_over()
+            log.print_new()
+            if over:
+                break
+            time.sleep(LOG_POLL_S)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            print("stopping; the run commits a checkpoint first (Ctrl-C again: leave now)")
+    return _conclude(run)
+
+
+class _LogTail:
+    """Prints what is new in the driver's log of the newest attempt."""
+
+    def __init__(self, attempts: Path) -> None:
+        self._attempts = attempts
+        self._current: Path | None = None
+        self._offset = 0
+
+    def print_new(self) -> None:
+        latest = self._attempts / "latest"
+        attempt = latest.resolve() if latest.exists() else None
+        if attempt is not None and attempt != self._current:
+            self._print_rest()
+            self._current, self._offset = attempt, 0
+            print(f"--- attempt {attempt.name}: {attempt}", flush=True)
+        self._print_rest()
+
+    def _print_rest(self) -> None:
+        if self._current is None or not (path := self._current / "driver.log").exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        if whole:
+            print(whole.decode(errors="replace"), end="", flush=True)
+
+
+def _local_is_over(job_id: str) -> Callable[[], bool]:
+    pid = int(job_id.removeprefix("local-"))
+
+    def is_over() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return is_over
+
+
+def _slurm_is_over(job_id: str) -> Callable[[], bool]:
+    asked = -POLL_S
+    over = False
+
+    def is_over() -> bool:
+        nonlocal asked, over
+        if time.monotonic() - asked >= POLL_S:
+            asked, over = time.monotonic(), job_state(job_id).is_over
+        return over
+
+    return is_over
+
+
+def _conclude(run: RunFolder) -> int:
+    verdict_file = run.attempts / "latest" / "verdict"
+    verdict = verdict_file.read_text().strip() if verdict_file.exists() else "failed"
+    if verdict != "done":
+        cause = run.attempts / "latest" / "verdict.json"
+        print(f"ended: {verdict}" + (f"\n{cause.read_text().strip()}" if cause.exists() else ""))
+        return EXIT_CODES.get(verdict, 1)
+    print("\n".join(summary(run)))
+    return 0
+
+
+def summary(run: RunFolder) -> list[str]:
+    """What came out of a finished run, in lines: first and last reward of each evaluation set, and the files."""
+    lines = read_metrics(run.metrics)
+    found = []
+    for name in sorted({name for line in lines for name in eval_rewards(line)}):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        (first_step, first), (last_step, last) = points[0], points[-1]
+        change = f"{first:.3f} at step {first_step:.0f} -> {last:.3f} at step {last_step:.0f}"
+        found.append(f"reward on {name.split('/')[1]}: {change}")
+    return [*found, f"metrics {run.metrics}", f"reward curve {run.report / 'reward.png'}"]

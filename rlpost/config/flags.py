@@ -1,0 +1,145 @@
+"""Flags, made from the settings tree: ``--n-samples-per-prompt`` sets ``rollout.n_samples_per_prompt``.
+
+In: command-line words. Out: the given values as text, by group and key, exactly as a TOML file would give them; types
+and ranges are checked once, for files and flags alike, in ``rlpost.config.load``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from rlpost.config.tree import Config, Group
+from rlpost.errors import ConfigError
+
+Values = dict[str, dict[str, Any]]
+
+
+def groups() -> dict[str, type[Group]]:
+    """The groups of the tree by their TOML table name."""
+    return {name: typing.cast(type[Group], field.annotation) for name, field in Config.model_fields.items()}
+
+
+def fields() -> dict[str, str]:
+    """Every key of the tree and the group it belongs to."""
+    return {key: name for name, group in groups().items() for key in group.model_fields}
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with one flag for every leaf of the tree; ``parse`` turns its result into ``Values``.
+
+    The recipe is the first word, before any flag: behind a flag of many values it could not be told from them.
+    """
+    usage = f"{prog} [RECIPE.toml] [--flag value ...]"
+    made = argparse.ArgumentParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    made.set_defaults(recipe=None)
+    for name, group in groups().items():
+        section = made.add_argument_group(f"[{name}]", (group.__doc__ or "").strip().splitlines()[0])
+        for key, field in group.model_fields.items():
+            section.add_argument(flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field))
+    return made
+
+
+def flag(key: str) -> str:
+    """The flag of a key."""
+    return "--" + key.replace("_", "-")
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Values]:
+    """Parse the words of a command line. Raises ConfigError for flags that nobody knows.
+
+    The namespace holds ``recipe`` and what the caller added to the parser; the values hold the settings that were
+    given, with every ``--sglang-X`` that is not of the tree under ``sglang``.
+    """
+    words = list(arguments)
+    recipe = words.pop(0) if words and not words[0].startswith("-") else None
+    words, extra = _take_pass_through(words)
+    namespace, unknown = made.parse_known_args(words)
+    if unknown:
+        raise ConfigError(_unknown_word(unknown[0], made))
+    namespace.recipe = recipe
+    values: Values = {"sglang": extra} if extra else {}
+    for dest, value in list(vars(namespace).items()):
+        if "." in dest:
+            name, key = dest.split(".")
+            values.setdefault(name, {})[key] = value
+            delattr(namespace, dest)
+    return namespace, values
+
+
+def _take_pass_through(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split off each ``--sglang-X [values]`` for SGLang's own ServerArgs: no value is true, several are a list."""
+    rest: list[str] = []
+    extra: dict[str, list[str]] = {}
+    key = None
+    for word in words:
+        if word.startswith("--"):
+            name, given, value = word.partition("=")
+            key = name[2:].replace("-", "_")
+            if not key.startswith("sglang_") or key in fields():
+                key = None
+            else:
+                extra[key] = [value] if given else []
+                continue
+        if key is None:
+            rest.append(word)
+        else:
+            extra[key].append(word)
+    return rest, {key: _literals(values) for key, values in extra.items()}
+
+
+def _unknown_word(word: str, made: argparse.ArgumentParser) -> str:
+    from rlpost.config.load import suggestion
+
+    if not word.startswith("-"):
+        return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
+    name = word.partition("=")[0]
+    known = [option for action in made._actions for option in action.option_strings]
+    return f"{name}: unknown setting{suggestion(name, known)}; --help lists every setting"
+
+
+def _literals(values: Sequence[str]) -> Any:
+    if not values:
+        return True
+    parsed = [_literal(value) for value in values]
+    return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _literal(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _shape(field: FieldInfo) -> dict[str, Any]:
+    """How argparse should read a field: a switch, several words or one."""
+    help_text = (field.description or "").replace("%", "%%")
+    kinds = _kinds(field.annotation)
+    if kinds == [bool]:
+        return {"nargs": "?", "const": "true", "metavar": "BOOL", "help": help_text}
+    default = "" if field.default in (None, "", ()) else f" (default: {field.default})"
+    choices = [
+        str(word) for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)
+    ]
+    if choices:
+        return {"metavar": "{" + ",".join(choices) + "}", "help": help_text + default}
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
+        return {"nargs": "*", "metavar": "X", "help": help_text + default}
+    return {"metavar": getattr(kinds[0], "__name__", "X").upper(), "help": help_text + default}
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types an annotation admits, without None and without their metadata."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
+    return [] if annotation is type(None) else [annotation]

@@ -1,0 +1,138 @@
+"""From files and flags to one ``Config``: defaults < recipe < cluster profile < flags.
+
+In: paths of TOML files and the values of flags. Out: a validated tree and where each given value came from. Every
+fault is reported at once, each on a line of its own that names the key, the value, where it stands and what is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from rlpost.config.flags import Values, fields, flag, groups
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+
+FLAG = "the command line"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A tree and, for each ``group.key`` that was given, where."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None) -> Loaded:
+    """Merge TOML ``files`` (later ones win) and flags (they win over files) over the defaults.
+
+    Relative paths are taken from ``base``, the working directory unless given. Raises ConfigError.
+    """
+    merged: Values = {}
+    origins: dict[str, str] = {}
+    problems: list[str] = []
+    for values, origin in [*((read_toml(path), str(path)) for path in files), (flag_values, FLAG)]:
+        problems += unknown_keys(values, origin)
+        for group, entries in values.items():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                merged.setdefault(group, {})[key] = value
+                origins[f"{group}.{key}"] = origin
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(fault, origins) for fault in error.errors())) from None
+    return Loaded(absolute_paths(config, base or Path.cwd()), origins)
+
+
+def read_toml(path: Path) -> Values:
+    """The tables of a TOML file. Raises ConfigError when it is missing or broken."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        known = f"; there are {', '.join(near)}" if near else ""
+        raise ConfigError(f"{path}: no such file{known}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def unknown_keys(values: Values, origin: str) -> list[str]:
+    """One line for each table or key of ``values`` that the tree does not have."""
+    problems = []
+    tables, owner = groups(), fields()
+    for group, entries in values.items():
+        if group not in tables:
+            problems.append(f"{origin}: unknown table [{group}]{suggestion(group, tables)}; known: {', '.join(tables)}")
+            continue
+        if not isinstance(entries, dict):
+            problems.append(
+                f"{origin}: {group} = {entries!r}: [{group}] is a table; write its keys below a line [{group}]"
+            )
+            continue
+        for key in entries:
+            if key in tables[group].model_fields or (group == "sglang" and key.startswith("sglang_")):
+                continue
+            hint = f"; it belongs into [{owner[key]}]" if key in owner else suggestion(key, tables[group].model_fields)
+            problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
+    return problems
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'X'?`` when something known is near, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _describe(fault: Any, origins: dict[str, str]) -> str:
+    where = [str(part) for part in fault["loc"][:2]]
+    name = ".".join(where)
+    origin = origins.get(name, "the defaults")
+    needed = fault["msg"].removeprefix("Value error, ")
+    spelled = f" ({flag(where[1])})" if len(where) > 1 else ""
+    return f"{name}{spelled} = {fault['input']!r} from {origin}: {needed[0].lower()}{needed[1:]}"
+
+
+def absolute_paths(config: Config, base: Path) -> Config:
+    """The same settings with every path absolute, seen from ``base``: a job may run in another folder."""
+    update: dict[str, Any] = {}
+    for name, group in groups().items():
+        node = getattr(config, name)
+        changed = {
+            key: str(base / Path(value).expanduser())
+            for key, field in group.model_fields.items()
+            if _is_path(field) and (value := getattr(node, key))
+        }
+        if name == "eval":
+            pairs = list(node.eval_prompt_data)
+            pairs[1::2] = [str(base / Path(path).expanduser()) for path in pairs[1::2]]
+            changed["eval_prompt_data"] = tuple(pairs)
+        update[name] = node.model_copy(update=changed)
+    return config.model_copy(update=update)
+
+
+def _is_path(field: FieldInfo) -> bool:
+    """Whether a field, or a part of its union, is annotated as FilePath."""
+    parts = typing.get_args(field.annotation)
+    return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)
+
+
+def dump(config: Config) -> str:
+    """The whole tree as JSON text for ``run.json``; ``parse_dump`` reads it back to an equal tree."""
+    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+
+
+def parse_dump(text: str) -> Config:
+    """The inverse of ``dump``."""
+    return Config.model_validate_json(text)

@@ -1,0 +1,104 @@
+"""From the content of a prompt to its text and token ids; the only place that loads a tokenizer.
+
+Comes in: a Hugging Face folder; a string or a list of chat messages. Goes out: text and ids. transformers is imported
+when the first tokenizer is loaded; the checks need no import and run on the login node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError, DataError
+
+Content = str | Sequence[Mapping[str, Any]]
+
+# Any one of them is enough for transformers to build a tokenizer.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+
+
+def check_tokenizer_folder(path: str | Path) -> None:
+    """Make sure that a folder holds a tokenizer.
+
+    Raises:
+        ConfigError: naming the folder and what it lacks.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"--hf-checkpoint {folder}: no such folder; give a Hugging Face folder on this file system")
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: no tokenizer in it; it needs one of {', '.join(VOCABULARIES)} "
+            "(copy them from the model's page)"
+        )
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        raise ConfigError(f"--hf-checkpoint {folder}: tokenizer_config.json is missing; copy it from the model's page")
+    _read_json(settings)
+
+
+def eos_token_ids(path: str | Path) -> tuple[int, ...]:
+    """Ids that end an answer of the model in this folder, sorted: those of its generation config and of its config.
+
+    Raises:
+        ConfigError: neither file names any.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        ids.update([value] if isinstance(value, int) else value or [])
+    if not ids:
+        raise ConfigError(
+            f"--hf-checkpoint {path}: neither generation_config.json nor config.json has an eos_token_id, "
+            "so no answer would ever end; add it"
+        )
+    return tuple(sorted(ids))
+
+
+class PromptTokenizer:
+    """Calls turn content into (text, token ids)."""
+
+    def __init__(self, path: str | Path, *, apply_chat_template: bool = False) -> None:
+        check_tokenizer_folder(path)
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        self._apply_chat_template = apply_chat_template
+        if apply_chat_template and not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"--apply-chat-template: the tokenizer in {path} has no chat template; leave the flag out"
+            )
+
+    def __call__(self, content: Content) -> tuple[str, tuple[int, ...]]:
+        """Text and ids of one prompt; a string becomes one user message where the chat template applies.
+
+        Raises:
+            DataError: a list of messages without the chat template, or nothing to generate from.
+        """
+        text = self._text(content)
+        # A chat template writes the special tokens itself.
+        ids = self._tokenizer.encode(text, add_special_tokens=not self._apply_chat_template)
+        if not ids:
+            raise DataError(f"a prompt without a token: {content!r}")
+        return text, tuple(ids)
+
+    def _text(self, content: Content) -> str:
+        if self._apply_chat_template:
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not isinstance(content, str):
+            raise DataError("a prompt is a list of messages; --apply-chat-template turns it into text")
+        return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a JSON object is needed, got {type(value).__name__}")
+    return value

@@ -1,0 +1,56 @@
+"""Every error that rlpost raises for a person to read.
+
+    RlpostError
+      ConfigError(ValueError)      a setting, a recipe or a file named by one is wrong; found before anything runs
+      DataError(ValueError)        a prompt file or a recorded rollout cannot be used
+      RolloutError                 generation failed
+        EngineDied                 an inference engine ended by itself
+      WeightError(ValueError)      names or shapes of weights do not fit
+      SyncError                    an engine did not take the weights it was sent
+      CheckpointError              a checkpoint cannot be committed or read
+      PlacementError               the cluster does not offer what the run needs
+      Preempted                    a stop was requested; what is consistent has been committed
+
+A message holds the key or path, what was got, what is needed and how to fix it. Errors cross process borders
+inside Ray, so each is made from one string and stays picklable.
+"""
+
+
+class RlpostError(Exception):
+    """Base of all of them."""
+
+
+class ConfigError(RlpostError, ValueError):
+    """A setting or a file it names is wrong."""
+
+
+class DataError(RlpostError, ValueError):
+    """A prompt file or a recorded rollout cannot be used."""
+
+
+class RolloutError(RlpostError):
+    """Generation failed."""
+
+
+class EngineDied(RolloutError):
+    """An inference engine ended by itself."""
+
+
+class WeightError(RlpostError, ValueError):
+    """Names or shapes of weights do not fit."""
+
+
+class SyncError(RlpostError):
+    """An engine did not take the weights it was sent."""
+
+
+class CheckpointError(RlpostError):
+    """A checkpoint cannot be committed or read."""
+
+
+class PlacementError(RlpostError):
+    """The cluster does not offer what the run needs."""
+
+
+class Preempted(RlpostError):
+    """A stop was requested while a phase ran; the caller commits what is consistent and leaves."""

@@ -1,0 +1,54 @@
+"""``metrics.jsonl``: one line a step, always.
+
+In: numbers under stable names ``area/name[_unit]``. Out: a file in which every step stands exactly once and in order,
+also after a crash or a resume: lines beyond the step that a run resumes from are cut off before it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class MetricsWriter:
+    """Appends to one file; a line is on disk when ``write`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rewind(self, step: int) -> None:
+        """Forget every line after ``step``, and a torn last line."""
+        lines = [line for line in read_metrics(self._path) if line["step"] <= step]
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of ``step``."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file; none when it is missing; a torn last line is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
+    """The names ``eval/SET/reward_mean`` that stand in a line."""
+    return sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean"))

@@ -1,0 +1,1 @@
+"""Placement, Ray workers, the loop, preemption."""

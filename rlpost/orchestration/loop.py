@@ -1,0 +1,141 @@
+"""The loop: generate, train, synchronise, evaluate, save. This page and little else.
+
+    prompts -> generate -> groups -> train -> sync (version checked) -> [evaluate] -> metrics line -> [save]
+
+In: the stages (real ones on a cluster, or fakes in one process), the state to start from and the settings. Out: the
+state at the end. Invariants: ``RunState`` changes only when a step's training is complete; what a checkpoint holds is
+such a state; a step's metrics line is written exactly once, after its evaluation. A stop request ends any phase, and
+the last consistent state is saved before the loop leaves with ``Preempted``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from rlpost.checkpoint.state import RunState
+from rlpost.config.tree import Config
+from rlpost.data.cursor import PromptCursor
+from rlpost.errors import Preempted
+from rlpost.metrics.progress import progress_line
+from rlpost.metrics.writer import MetricsWriter
+from rlpost.orchestration.batches import rollout_metrics
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.types import Prompt, SampleGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Stages(Protocol):
+    """What the loop asks of the cluster. Each may raise Preempted at a point where nothing is half done."""
+
+    async def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
+        """Answers to each prompt, scored."""
+
+    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+        """All optimizer steps of a rollout; returns their metrics."""
+
+    async def sync(self, policy_version: int) -> None:
+        """Bring the trainer's weights to every engine and check the version on each."""
+
+    async def evaluate(self) -> Mapping[str, float]:
+        """Metrics on held-out prompts."""
+
+    async def save(self, state: RunState) -> None:
+        """Commit a checkpoint that holds ``state`` and the trainer's weights and optimizer."""
+
+
+class Loop:
+    """Takes a run from one state to the next until its last step."""
+
+    def __init__(
+        self, stages: Stages, config: Config, *, cursor: PromptCursor, metrics: MetricsWriter, stop: StopRequest
+    ) -> None:
+        self._stages = stages
+        self._config = config
+        self._cursor = cursor
+        self._metrics = metrics
+        self._stop = stop
+        self.state = RunState()
+
+    async def run(self, state: RunState, *, saved: bool) -> RunState:
+        """Train from ``state`` to the last step; ``saved`` tells whether a checkpoint holds it already.
+
+        Returns the final state, saved. Raises Preempted after the last consistent state was saved.
+        """
+        self.state, self._saved = state, state if saved else None
+        first, started = state.step, time.monotonic()
+        try:
+            await self._stages.sync(state.policy_version)
+            await self._settle()
+            while self.state.step < self._config.rollout.num_rollout:
+                self._stop.check()
+                metrics = await self._step()
+                self._report(metrics, steps_done=self.state.step - first, elapsed_s=time.monotonic() - started)
+        except Preempted as request:
+            logger.warning("%s; saving step %d", request, self.state.step)
+            await self._save()
+            raise
+        await self._save()
+        return self.state
+
+    async def _step(self) -> Mapping[str, float]:
+        """One generate + train + sync round and what follows from it."""
+        metrics: dict[str, float] = {}
+        with _timed(metrics, "time/step_s"):
+            with _timed(metrics, "time/generate_s"):
+                prompts = self._cursor.take(self._config.rollout.rollout_batch_size)
+                groups = await self._stages.generate(prompts, self.state.step)
+            metrics |= rollout_metrics(groups)
+            with _timed(metrics, "time/train_s"):
+                metrics |= await self._stages.train(groups)
+            self.state = self.state.trained(self._cursor.state(), metrics)
+            with _timed(metrics, "time/sync_s"):
+                await self._stages.sync(self.state.policy_version)
+        metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
+        self.state = replace(self.state, pending=metrics)
+        return await self._settle()
+
+    async def _settle(self) -> Mapping[str, float]:
+        """Evaluate if due, write the metrics line of the step, save if due."""
+        if self.state.pending is None:
+            return {}
+        metrics = dict(self.state.pending)
+        if self._evaluation_due():
+            with _timed(metrics, "time/eval_s"):
+                metrics |= await self._stages.evaluate()
+        if metrics:
+            self._metrics.write(self.state.step, metrics)
+        self.state = self.state.settled()
+        interval = self._config.checkpoint.save_interval
+        if interval is not None and self.state.step and self.state.step % interval == 0:
+            await self._save()
+        return metrics
+
+    def _evaluation_due(self) -> bool:
+        settings, step = self._config.eval, self.state.step
+        if settings.eval_interval is None:
+            return False
+        if step == 0:
+            return not settings.skip_eval_before_train
+        return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
+
+    async def _save(self) -> None:
+        if self.state != self._saved:
+            await self._stages.save(self.state)
+            self._saved = self.state
+
+    def _report(self, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> None:
+        total = self._config.rollout.num_rollout
+        logger.info("%s", progress_line(self.state.step, total, metrics, steps_done=steps_done, elapsed_s=elapsed_s))
+
+
+@contextmanager
+def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - started

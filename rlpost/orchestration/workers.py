@@ -1,0 +1,129 @@
+"""Ray, at the edge: plain classes run in Ray workers, one a slot. The only file that imports ray.
+
+In: a way to make an object and the slots to make it in. Out: a group that is called like one object and answers with
+one result a worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the worker
+and shows the end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bootstrap.handoff import Cluster
+from rlpost.errors import PlacementError, RlpostError
+from rlpost.orchestration.placement import Offer, Slot
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_LINES = 15
+
+
+def connect(cluster: Cluster) -> list[Offer]:
+    """Join the cluster as its driver; returns what each node offers, head first, in the rendezvous's order.
+
+    Raises PlacementError when Ray does not know a node that the rendezvous saw.
+    """
+    ray.init(
+        address=cluster.ray_address,
+        namespace="rlpost",
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        _node_ip_address=cluster.nodes[0].ip,
+    )
+    alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    missing = [f"{node.host} ({node.ip})" for node in cluster.nodes if node.ip not in alive]
+    if missing:
+        raise PlacementError(f"Ray does not know {', '.join(missing)}; it has {', '.join(sorted(alive))}")
+    return [
+        Offer(alive[node.ip]["NodeID"], node.ip, int(alive[node.ip]["Resources"].get("GPU", 0)))
+        for node in cluster.nodes
+    ]
+
+
+class _Worker:
+    """Holds one plain object in a process of its own; its output goes to a log file of its own."""
+
+    def __init__(self, make: Callable[[], Any], log_path: str, env: dict[str, str]) -> None:
+        os.environ.update(env)  # before anything heavy is imported here
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
+        )
+        self._target = make()
+
+    def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        found = getattr(self._target, method)
+        return found(*arguments, **keywords) if callable(found) else found
+
+
+class WorkerGroup:
+    """One worker a slot; worker ``i`` holds what ``makes[i]`` returns in its process."""
+
+    def __init__(
+        self,
+        makes: Sequence[Callable[[], Any]],
+        slots: Sequence[Slot],
+        *,
+        name: str,
+        log_dir: Path,
+        env: dict[str, str],
+    ) -> None:
+        self._names = [f"{name} {index} on {slot.ip}" for index, slot in enumerate(slots)]
+        self._logs = [log_dir / f"{name}-{index}.log" for index in range(len(slots))]
+        self._workers = [
+            ray.remote(_Worker)
+            .options(
+                num_cpus=0,
+                num_gpus=slot.num_gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
+                max_concurrency=1,
+            )
+            .remote(make, str(log), env)
+            for make, slot, log in zip(makes, slots, self._logs, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``method`` (or read an attribute) on every worker, with the same arguments; results in order."""
+        return await self.call_each(method, [arguments] * len(self))
+
+    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
+        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order."""
+        pairs = zip(self._workers, arguments, strict=True)
+        references = [worker.call.remote(method, own, keywords) for worker, own in pairs]
+        tasks = [asyncio.ensure_future(self._one(i, reference)) for i, reference in enumerate(references)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, index: int, reference: Any) -> Any:
+        try:
+            return await reference
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RlpostError):
+                raise error.cause from None
+            raise RlpostError(f"{self._names[index]} failed:\n{error}") from None
+        except ray.exceptions.RayError as error:
+            raise RlpostError(f"{self._names[index]} died: {error}\n{self._log_tail(index)}") from None
+
+    def _log_tail(self, index: int) -> str:
+        path = self._logs[index]
+        lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
+        return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])

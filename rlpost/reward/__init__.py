@@ -1,0 +1,1 @@
+"""Reward functions: pure, one a name."""

@@ -1,0 +1,1 @@
+"""SGLang engines behind a router, generation, evaluation."""

@@ -1,0 +1,158 @@
+"""Talking to one engine: every control request that rlpost makes of an SGLang server.
+
+Comes in: the engine's address and key. Goes out: parsed answers, or an error that names engine, path, status and body.
+The field names are those of SGLang 0.5.17 to 0.5.23 (``sglang/srt/managers/io_struct.py``). A client holds no
+connection: control requests are few, and so it may be used from any event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+
+from rlpost.errors import EngineDied, RolloutError
+from rlpost.types import Bucket
+
+SECRETS = ("api_key", "admin_api_key", "launch_command")
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """The header that engines and router ask for."""
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineClient:
+    """One engine under ``url`` (``http://HOST:PORT``).
+
+    All methods raise ``EngineDied`` when nobody answers there and ``RolloutError`` for a late answer or a refusal.
+    """
+
+    url: str
+    api_key: str = field(repr=False)
+    timeout_s: float = 60.0
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stop generating. Requests under way are ended (abort), begun anew later (retract) or frozen (in_place)."""
+        await self.request("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self.request("POST", "/continue_generation", {})
+
+    async def begin_weight_update(self) -> bool:
+        """Open a session of weight updates; False where there is no such thing (up to 0.5.20), which is fine."""
+        return await self.request("POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True) is not None
+
+    async def end_weight_update(self) -> None:
+        """Close the session; only after ``begin_weight_update`` said True."""
+        await self.request("POST", "/end_weight_update", {})
+
+    async def init_update_group(
+        self, *, address: tuple[str, int], first_rank: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join the process group that weights arrive over; returns when all ``world_size`` ranks have joined.
+
+        Rank 0 is the sender at ``address``; this engine takes ``first_rank`` and those after it, one a GPU.
+        """
+        host, port = address
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self.request("POST", "/init_weights_update_group", body)
+
+    async def destroy_update_group(self, group_name: str) -> None:
+        """Leave the process group."""
+        await self.request("POST", "/destroy_weights_update_group", {"group_name": group_name})
+
+    async def update_weights(self, bucket: Bucket, *, group_name: str, version: int | None = None) -> None:
+        """Receive one bucket, broadcast by rank 0 as a single uint8 tensor, and load it.
+
+        ``version`` is given with the last bucket of an update and names the whole of it. The cache is left alone:
+        whoever updates flushes once at the end.
+        """
+        body = {
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "weight_version": None if version is None else str(version),
+        }
+        await self.request("POST", "/update_weights_from_distributed", body)
+
+    async def flush_cache(self) -> None:
+        """Drop the prefix cache; refused while requests run."""
+        await self.request("POST", "/flush_cache", None)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End the request ``rid``, or all; each returns what it has so far."""
+        await self.request("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    async def model_info(self) -> dict[str, Any]:
+        """Model path, architecture, ``weight_version``."""
+        return await self.request("GET", "/model_info", None)
+
+    async def weight_version(self) -> str:
+        """The version of the last completed update; ``"0"`` before the first."""
+        return str((await self.model_info())["weight_version"])
+
+    async def server_info(self) -> dict[str, Any]:
+        """All settings of the server and its load, without the keys."""
+        return _without_secrets(await self.request("GET", "/server_info", None))
+
+    async def checksum(self) -> list[dict[str, str]]:
+        """A checksum of each weight, by SGLang's own (fused) names; one mapping a tensor-parallel rank.
+
+        Up to 0.5.21 an engine can do this with CUDA only and refuses without.
+        """
+        answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None, *, missing_ok: bool = False) -> Any:
+        """One request; parsed JSON, or the text when it is none; None for a 404 with ``missing_ok``."""
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=authorization(self.api_key), timeout=timeout) as session,
+                session.request(method, self.url + path, json=body) as response,
+            ):
+                status, text = response.status, await response.text()
+        except TimeoutError as error:
+            raise RolloutError(
+                f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineDied(f"engine {self.url}: {method} {path} failed: {error or type(error).__name__}") from error
+        if status == 404 and missing_ok:
+            return None
+        answer = _parsed(text)
+        if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
+            raise RolloutError(f"engine {self.url}: {method} {path} answered {status}: {text[:500]}")
+        return answer
+
+
+def _without_secrets(value: Any) -> Any:
+    """The same without the keys of the API, which SGLang repeats at several depths."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(inner) for key, inner in value.items() if key not in SECRETS}
+    if isinstance(value, list):
+        return [_without_secrets(inner) for inner in value]
+    return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,206 @@
+"""One SGLang engine, and the router before all of them, as things that can be started and stopped.
+
+Comes in: model, address, key, settings. Goes out: an address that answers, or an error with the end of the log. Both
+are plain classes that hold one process each; who places them on nodes is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import RolloutError
+from rlpost.rollout.process import ServerProcess
+from rlpost.types import EngineAddress
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+LONGEST_GENERATION_S = 4 * 3600  # of one request; the router hangs up after it
+INITIAL_VERSION = "0"  # what an engine calls the weights of its model folder
+
+
+class Engine:
+    """One SGLang server."""
+
+    def __init__(
+        self, *, model_path: str, api_key: str, server_args: Mapping[str, Any], log_path: str | Path, num_gpus: int = 1
+    ) -> None:
+        self._model_path = model_path
+        self._api_key = api_key
+        self._server_args = dict(server_args)
+        self._log_path = log_path
+        self._num_gpus = num_gpus
+        self._server: ServerProcess | None = None
+        self.url = ""
+
+    def start(self, host: str, port: int, *, deadline_s: float) -> EngineAddress:
+        """Start the server on ``host:port`` and return when it takes requests.
+
+        Raises:
+            EngineDied: the process ended; with the end of its log.
+            RolloutError: it was not ready within ``deadline_s`` seconds; it is stopped.
+        """
+        started = time.monotonic()
+        self.url = f"http://{host}:{port}"
+        self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
+        self._server.spawn(
+            {
+                "host": host,
+                "port": port,
+                "model_path": self._model_path,
+                "api_key": self._api_key,
+                "tp_size": self._num_gpus,
+                "weight_version": INITIAL_VERSION,
+                **self._server_args,
+            }
+        )
+        try:
+            self._server.wait_ready(deadline_s)
+        except RolloutError:
+            self.stop()
+            raise
+        logger.info("engine %s ready after %.1f s", self.url, time.monotonic() - started)
+        return EngineAddress(url=self.url, num_gpus=self._num_gpus)
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._server is not None and self._server.alive()
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with the end of the log, unless its process runs."""
+        if self._server is not None and not self._server.alive():
+            raise self._server.died()
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server else None
+
+    def stop(self) -> None:
+        """End the server and everything it started."""
+        if self._server is not None:
+            self._server.stop()
+
+
+class Router:
+    """The balancer before the engines. The same key guards both: clients show it here, the router shows it there."""
+
+    def __init__(self, *, policy: str, api_key: str, log_path: str | Path) -> None:
+        self._policy = policy
+        self._api_key = api_key
+        self._log_path = log_path
+        self._server: ServerProcess | None = None
+        self.url = ""
+
+    def start(self, host: str, port: int, *, deadline_s: float) -> str:
+        """Start it on ``host:port`` without engines; return its URL once it answers.
+
+        Raises:
+            EngineDied: the process ended; with the end of its log.
+            RolloutError: it did not answer within ``deadline_s`` seconds; it is stopped.
+        """
+        self.url = f"http://{host}:{port}"
+        self._server = ServerProcess("router", f"router {self.url}", self._log_path)
+        self._server.spawn(router_arguments(host, port, policy=self._policy, api_key=self._api_key))
+        deadline = time.monotonic() + deadline_s
+        while not self._answers():
+            if self._server.wait_exit(POLL_S):
+                raise self._server.died()
+            if time.monotonic() > deadline:
+                tail = self._server.log_tail()
+                self.stop()
+                raise RolloutError(f"router {self.url} does not answer after {deadline_s:.0f} s; {tail}")
+        return self.url
+
+    def add_engines(self, urls: Iterable[str], *, deadline_s: float) -> None:
+        """Register engines and return when the router finds all of them healthy.
+
+        Raises:
+            RolloutError: naming those that are not healthy after ``deadline_s`` seconds.
+        """
+        wanted = set(urls)
+        for url in sorted(wanted):
+            self._call("POST", "/workers", {"url": url, "api_key": self._api_key})
+        deadline = time.monotonic() + deadline_s
+        while missing := wanted - self._healthy():
+            if self._server is None or self._server.wait_exit(POLL_S):
+                raise RolloutError(f"router {self.url} ended while it waited for {sorted(missing)}")
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"router {self.url}: not healthy after {deadline_s:.0f} s: {', '.join(sorted(missing))}; "
+                    "can this node reach them?"
+                )
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._server is not None and self._server.alive()
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with the end of the log, unless its process runs."""
+        if self._server is not None and not self._server.alive():
+            raise self._server.died()
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._server is not None:
+            self._server.stop()
+
+    def _answers(self) -> bool:
+        try:
+            self._call("GET", "/liveness", None)
+        except RolloutError:
+            return False
+        return True
+
+    def _healthy(self) -> set[str]:
+        workers = self._call("GET", "/workers", None)["workers"]
+        return {worker["url"] for worker in workers if worker["is_healthy"]}
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        """One request; the parsed JSON of its answer, or None when that is not JSON."""
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"},
+        )
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a site's proxy
+        try:
+            with direct.open(request, timeout=10) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            raise RolloutError(f"router {self.url}: {method} {path} answered {error.code}: {error.read()!r}") from error
+        except OSError as error:
+            raise RolloutError(f"router {self.url}: {method} {path} failed: {error}") from error
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None
+
+
+def router_arguments(host: str, port: int, *, policy: str, api_key: str) -> dict[str, Any]:
+    """Fields of the router's RouterArgs.
+
+    Engines are added one by one after their own start, so the first check comes at once; a request may take as long
+    as a generation takes; at the end nobody waits for requests that nobody wants.
+    """
+    return {
+        "host": host,
+        "port": port,
+        "policy": policy,
+        "api_key": api_key,
+        "worker_startup_check_interval": 1,
+        "worker_startup_timeout_secs": 60,
+        "request_timeout_secs": LONGEST_GENERATION_S,
+        "shutdown_grace_period_secs": 1,
+        # Requests come in waves: one burst of failures would shut out healthy engines for a minute. The health check
+        # takes a dead engine out, and requests that met it are tried again elsewhere.
+        "disable_circuit_breaker": True,
+        "log_level": "warn",
+    }

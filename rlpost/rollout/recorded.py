@@ -1,0 +1,78 @@
+"""The scored groups of a step in a file, to look at or to train on again without generating.
+
+Comes in: groups, and a path with ``{rollout_id}`` in it. Goes out: one JSON line a group, replaced as a whole, which
+reads back to equal groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError, DataError
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+PLACEHOLDER = "{rollout_id}"
+
+
+def recorded_path(template: str, rollout_id: int) -> Path:
+    """The file of one step.
+
+    Raises:
+        ConfigError: the path has no ``{rollout_id}``, so that every step would replace the last.
+    """
+    if PLACEHOLDER not in template:
+        raise ConfigError(
+            f"recorded rollouts: {template!r} needs {PLACEHOLDER} in it; every step has a file of its own"
+        )
+    return Path(template.replace(PLACEHOLDER, str(rollout_id)))
+
+
+def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) -> Path:
+    """Write the groups of one step; a reader sees all of them or none."""
+    path = recorded_path(template, rollout_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w") as file:
+        file.writelines(json.dumps(asdict(group), ensure_ascii=False) + "\n" for group in groups)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    return path
+
+
+def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
+    """The groups of one step, as they were written.
+
+    Raises:
+        DataError: naming file, line and what is wrong with it.
+    """
+    path = recorded_path(template, rollout_id)
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the recorded rollout of step {rollout_id}: {error}") from error
+    groups = []
+    for number, line in enumerate(lines, 1):
+        try:
+            groups.append(_group(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {number}: not a recorded group ({type(error).__name__}: {error}); "
+                "record it again with --save-debug-rollout-data"
+            ) from error
+    return groups
+
+
+def _group(raw: dict[str, Any]) -> SampleGroup:
+    samples = []
+    for scored in raw["samples"]:
+        fields = dict(scored["sample"])
+        for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
+            fields[name] = tuple(fields[name])
+        samples.append(ScoredSample(Sample(**fields), scored["reward"]))
+    return SampleGroup(raw["prompt_id"], tuple(samples))

@@ -1,0 +1,68 @@
+"""How answers are drawn, as one frozen value and as the fields of SGLang's sampling parameters.
+
+Comes in: the tables ``[rollout]`` and ``[eval]`` and the ids that end an answer of this model. Goes out:
+``SamplingParams``. Only what rlpost sets is sent, since SGLang refuses fields that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.config.tree import EvalConfig, RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Temperature 0 is greedy.
+
+    A stop id is part of the answer's ids and log-probs; a stop string is part of its ids and cut off its text.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def to_sglang(self) -> dict[str, Any]:
+        """The field ``sampling_params`` of ``POST /generate``."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+        }
+
+
+def rollout_sampling(rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> SamplingParams:
+    """What training samples with."""
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=tuple(sorted({*rollout.rollout_stop_token_ids, *eos_token_ids})),
+    )
+
+
+def eval_sampling(evaluation: EvalConfig, rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> SamplingParams:
+    """What evaluation samples with: its own settings, and those of the rollout where it has none."""
+    inherited = rollout_sampling(rollout, eos_token_ids)
+    return SamplingParams(
+        max_new_tokens=_given(evaluation.eval_max_response_len, inherited.max_new_tokens),
+        temperature=_given(evaluation.eval_temperature, inherited.temperature),
+        top_p=_given(evaluation.eval_top_p, inherited.top_p),
+        top_k=inherited.top_k,
+        stop=inherited.stop,
+        stop_token_ids=inherited.stop_token_ids,
+    )
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value

@@ -1,0 +1,151 @@
+"""The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
+
+Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N}``, with the fields of SGLang's
+``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them and therefore never stands in a
+command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
+
+Invariants: the server ends when standard input ends, so it never outlives the process that started it; the key is
+blotted out of the log; without CUDA the engine gets the stand-ins of ``sglang_on_cpu`` and settings that run there, and
+whatever the caller set himself wins.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+STAND_INS = Path(__file__).with_name("sglang_on_cpu")
+WITHOUT_CUDA: Mapping[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "disable_custom_all_reduce": True,
+    "skip_server_warmup": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 16384,
+    "max_running_requests": 64,
+}
+
+
+def engine_arguments(given: Mapping[str, Any], *, has_cuda: bool) -> dict[str, Any]:
+    """The fields of ServerArgs: what was given, over what a machine without CUDA needs."""
+    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given}
+
+
+def end_with_parent(ready_fd: int) -> None:
+    """Leave a process behind that kills this process group when standard input ends: its other end is the parent's.
+
+    A process and not a thread, for the router never lets go of Python's global lock.
+    """
+    if os.fork() == 0:
+        os.close(ready_fd)  # its end-of-file is the server's own to give
+        while os.read(0, 4096):
+            pass
+        os.killpg(0, signal.SIGKILL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def blot_out(secret: str | None) -> None:
+    """Replace the secret in every log record of this process; SGLang logs all its arguments at the start."""
+    if not secret:
+        return
+    make = logging.getLogRecordFactory()
+
+    def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        message = record.getMessage()
+        if secret in message:
+            record.msg, record.args = message.replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(make_without_secret)
+
+
+def use_stand_ins() -> None:
+    """Make the stand-ins importable here and in the processes that SGLang starts."""
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
+    sys.path.insert(0, str(STAND_INS))
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
+    """Serve until killed. ``ready_fd`` gets a line when the first request may come, and end-of-file if it never may."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        use_stand_ins()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = ServerArgs(**engine_arguments(arguments, has_cuda=has_cuda))
+    if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
+        server_args.resolve_once()
+    try:
+        launch_server(server_args, launch_callback=lambda: os.write(ready_fd, b"ready\n"))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def run_router(arguments: Mapping[str, Any]) -> None:
+    """Balance until killed. Not by way of ``sglang_router.launch_router``: that imports all of SGLang, for seconds.
+
+    Its metrics cannot be turned off and have one default port, which two routers on a node would fight over.
+    """
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics_port = probe.getsockname()[1]
+    metrics = {"prometheus_host": "127.0.0.1", "prometheus_port": metrics_port}
+    Router.from_args(RouterArgs(**{**metrics, **arguments})).start()
+
+
+def read_line(fd: int) -> str:
+    """One line, read without taking anything that follows it."""
+    line = bytearray()
+    while byte := os.read(fd, 1):
+        if byte == b"\n":
+            break
+        line += byte
+    return line.decode()
+
+
+def main(argv: list[str]) -> int:
+    """Read the arguments and be the server that ``argv`` names."""
+    if argv not in (["engine"], ["router"]):
+        print("usage: python -m rlpost.rollout.server engine|router < ONE_LINE_OF_JSON", file=sys.stderr)
+        return 2
+    document = json.loads(read_line(0))
+    arguments = document["arguments"]
+    ready_fd = int(document["ready_fd"])
+    os.set_inheritable(ready_fd, False)  # its end-of-file must mean that this very process is gone
+    end_with_parent(ready_fd)
+    blot_out(arguments.get("api_key"))
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    if argv == ["engine"]:
+        run_engine(arguments, ready_fd)
+    else:
+        run_router(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

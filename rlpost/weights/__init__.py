@@ -1,0 +1,1 @@
+"""Hugging Face weights into Megatron, back again, and on to the engines."""

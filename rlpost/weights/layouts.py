@@ -1,0 +1,74 @@
+"""Layouts: how several Hugging Face tensors lie in one Megatron parameter, and how that is cut for tensor parallelism.
+
+``merge`` and ``split`` turn full tensors of one side into those of the other; ``shard`` and ``join`` cut and restore
+a full Megatron tensor. Each pair is inverse bit by bit: values are moved, never computed with. Works on meta tensors
+too, which is how shapes are planned without data.
+
+Linear weights are [out, in]. Megatron's qkv has, for each query group, the group's queries, its key and its value one
+below the other. Its gated weight has [gate; up] in every shard, so cutting the full [gate; up] regroups it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from rlpost.errors import WeightError
+from rlpost.weights.names import Dimensions, Layout
+
+
+def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> torch.Tensor:
+    """Full Hugging Face tensors -> the full Megatron tensor (without padding of the vocabulary)."""
+    if layout == "qkv":
+        tail = tensors[0].shape[1:]
+        by_group = [tensor.reshape(dims.num_query_groups, -1, *tail) for tensor in tensors]
+        return torch.cat(by_group, dim=1).reshape(-1, *tail)
+    return torch.cat(list(tensors)) if layout == "gated" else tensors[0]
+
+
+def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
+    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is cut off."""
+    if layout == "qkv":
+        tail = tensor.shape[1:]
+        groups = tensor.reshape(dims.num_query_groups, -1, *tail)
+        num_query_rows = groups.size(1) - 2 * dims.head_dim
+        parts = groups.split([num_query_rows, dims.head_dim, dims.head_dim], dim=1)
+        return tuple(part.reshape(-1, *tail).contiguous() for part in parts)
+    if layout == "gated":
+        return tuple(part.contiguous() for part in tensor.chunk(2))
+    return (tensor[: dims.vocab_size].contiguous() if layout == "vocabulary" else tensor,)
+
+
+def shard(tensor: torch.Tensor, layout: Layout, *, dim: int, rank: int, size: int) -> torch.Tensor:
+    """The part of a full Megatron tensor that tensor-parallel ``rank`` of ``size`` holds, cut along ``dim``.
+
+    Raises WeightError when it cannot be cut evenly; rows of a vocabulary are padded with zeros instead.
+    """
+    if size == 1:
+        return tensor
+    if layout == "gated":
+        return torch.cat([_part(half, 0, rank, size) for half in tensor.chunk(2)])
+    if layout == "vocabulary":
+        tensor = F.pad(tensor, (0, 0, 0, -tensor.size(0) % size))
+    return _part(tensor, dim, rank, size)
+
+
+def join(shards: Sequence[torch.Tensor], layout: Layout, *, dim: int) -> torch.Tensor:
+    """The full Megatron tensor from the shards of all tensor-parallel ranks, in order."""
+    if len(shards) == 1:
+        return shards[0]
+    if layout == "gated":
+        halves = [part.chunk(2) for part in shards]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(list(shards), dim=dim)
+
+
+def _part(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    if tensor.size(dim) % size:
+        raise WeightError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {dim} for "
+            f"tensor_model_parallel_size={size}; choose a size that divides {tensor.size(dim)}"
+        )
+    return tensor.chunk(size, dim=dim)[rank]

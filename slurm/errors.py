@@ -1,0 +1,38 @@
+"""Every error of this package.
+
+SlurmError
+  SpecError(ValueError)       a value of a job spec cannot go into a batch script
+  NodelistError(ValueError)   a host list cannot be read
+  RunFolderError              a run folder is taken or is not one
+  SnapshotError               the code cannot be copied
+  SubmitError                 sbatch did not take the job
+  JobError                    Slurm does not know the job, or it did not get there in time
+"""
+
+
+class SlurmError(Exception):
+    """Base of all of them."""
+
+
+class SpecError(SlurmError, ValueError):
+    """A value of a job spec cannot go into a batch script."""
+
+
+class NodelistError(SlurmError, ValueError):
+    """A host list cannot be read."""
+
+
+class RunFolderError(SlurmError):
+    """A run folder is taken or is not one."""
+
+
+class SnapshotError(SlurmError):
+    """The code cannot be copied."""
+
+
+class SubmitError(SlurmError):
+    """sbatch did not take the job."""
+
+
+class JobError(SlurmError):
+    """Slurm does not know the job, or it did not get there in time."""

@@ -1,0 +1,99 @@
+"""Submission through submitit: to Slurm where there is one, to this machine where there is not.
+
+Comes in: a ``JobSpec`` and the run's folder. Goes out: a job id. submitit writes and submits the batch script; the
+text of the script is ours (``render``), because submitit's own starts a pickled function in every task, knows no
+agents and requeues from inside a container that may have no scontrol.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import submitit
+
+from slurm.errors import SubmitError
+from slurm.local import LocalAttempt
+from slurm.render import render_sbatch
+from slurm.run_folder import RunFolder, write_atomic
+from slurm.spec import JobSpec
+
+
+class RunExecutor(submitit.SlurmExecutor):
+    """submitit's Slurm executor with our batch script.
+
+    Args:
+        folder: submitit's own folder.
+        script: text of the batch script.
+        num_nodes: tasks of the job, one a node.
+    """
+
+    def __init__(self, folder: Path, *, script: str, num_nodes: int) -> None:
+        super().__init__(folder=folder)
+        self._script = script
+        self.update_parameters(nodes=num_nodes, ntasks_per_node=1)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+    def submit_script(self) -> str:
+        """Write the script into submitit's folder, sbatch it, return the job id."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # submitit calls this "not recommended" for a reason that does not touch us: such a job has no pickled result.
+        return self._submit_command("").job_id
+
+
+def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
+    """The spec with every place given: this interpreter, this run, its log next to it."""
+    return replace(
+        spec,
+        home=spec.home or str(home),
+        python=spec.python or sys.executable,
+        run_folder=spec.run_folder or str(run.root),
+        output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
+    )
+
+
+def submit(spec: JobSpec, run: RunFolder, *, home: Path, local: bool) -> str:
+    """Submit a run and return its job id: Slurm's, or ``local-PID`` for a run on this machine.
+
+    Args:
+        spec: the job; places it leaves open are filled by ``completed``.
+        run: the run's folder, made already.
+        home: folder with the code to run, as a rule ``run.code``.
+        local: run here, under submitit's LocalExecutor.
+
+    Raises:
+        SubmitError: sbatch refused (holds what it said), or several nodes were asked for on this machine.
+    """
+    spec = completed(spec, run, home=home)
+    if local:
+        return _submit_locally(spec, run)
+    script = render_sbatch(spec)
+    write_atomic(run.script, script, mode=0o700)
+    try:
+        job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes).submit_script()
+    except RuntimeError as error:
+        raise SubmitError(f"sbatch did not take {run.script}: {error}") from error
+    run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
+    return job_id
+
+
+def _submit_locally(spec: JobSpec, run: RunFolder) -> str:
+    if spec.nodes != 1:
+        raise SubmitError(f"nodes={spec.nodes} but without Slurm (none found, or --local) there is only this one")
+    assert spec.home and spec.python
+    # The process must import this package wherever the user stands.
+    python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])
+    executor = submitit.LocalExecutor(folder=run.submitit, python=python)
+    executor.update_parameters(
+        timeout_min=math.ceil(spec.time_limit_s / 60) + 1,  # the attempt itself ends in time; this is the safety net
+        signal_delay_s=spec.signal_lead_s + 60,
+        gpus_per_node=spec.num_gpus_per_node,
+    )
+    job_id = f"local-{executor.submit(LocalAttempt(spec)).job_id}"
+    run.ledger.append("submitted", job_id=job_id, nodes=1)
+    return job_id

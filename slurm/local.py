@@ -1,0 +1,91 @@
+"""A run on this machine alone, without Slurm: what submitit's LocalExecutor calls in a process of its own.
+
+Comes in: the commands of an attempt. Goes out: the verdict. What the batch script does on a cluster (signals into
+the STOP file, the verdict into an exit) is done here for one agent. There is no requeue: submit again to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm.errors import SlurmError
+from slurm.run_folder import RunFolder, write_atomic
+from slurm.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttempt:
+    """Call it to run one attempt to its end. Picklable: plain values of a spec whose places are all given."""
+
+    spec: JobSpec
+
+    def __call__(self) -> str:
+        """Start the agent, wait for it, return the verdict: ``done`` or ``requeue`` (stopped; can go on).
+
+        Raises:
+            SlurmError: the attempt failed or left no verdict; names the folder to look into.
+        """
+        assert self.spec.home and self.spec.run_folder
+        attempt_dir = RunFolder(Path(self.spec.run_folder)).new_attempt()
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, _: request_stop(attempt_dir, signal.Signals(received).name))
+        with (attempt_dir / "agent-local.log").open("wb") as log:
+            agent = subprocess.Popen(
+                agent_command(self.spec, attempt_dir),
+                cwd=self.spec.home,
+                env=local_environment(dict(os.environ), self.spec.home),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # signals reach it through STOP only, as on a cluster
+            )
+        try:
+            code = agent.wait(timeout=self.spec.time_limit_s)
+        except subprocess.TimeoutExpired:
+            agent.kill()  # what it started ends with it
+            raise SlurmError(f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended") from None
+        verdict = read_verdict(attempt_dir)
+        logger.info("agent ended (exit %d), verdict: %s", code, verdict)
+        if verdict in ("done", "requeue"):
+            return verdict
+        raise SlurmError(f"attempt {attempt_dir.name} ended with verdict {verdict!r}; see {attempt_dir}")
+
+
+def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
+    """The agent's command line, the same as in the batch script."""
+    assert spec.python and spec.run_folder
+    agent = [spec.python, "-u", "-m", "bootstrap.agent", "--attempt-dir", str(attempt_dir)]
+    driver = [spec.python, "-u", "-m", "rlpost.train", "--cluster-from-stdin", "--run-folder", spec.run_folder]
+    num_gpus = ["--num-gpus", str(spec.num_gpus_per_node)]
+    return [*agent, *num_gpus, *spec.agent_args, "--", *driver, *spec.driver_args]
+
+
+def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:
+    """The environment of the agent: nothing of a scheduler, so that it knows itself alone."""
+    kept = {key: value for key, value in inherited.items() if not key.startswith(SCHEDULER_PREFIXES)}
+    return {**kept, "PYTHONPATH": home, "RLPOST_HOME": home}
+
+
+def request_stop(attempt_dir: Path, what: str) -> None:
+    """Leave the STOP file unless somebody has."""
+    stop = attempt_dir / "STOP"
+    if not stop.exists():
+        write_atomic(stop, json.dumps({"reason": f"signal {what} to the local run"}) + "\n")
+
+
+def read_verdict(attempt_dir: Path) -> str:
+    """The agents' one word, or ``none``."""
+    try:
+        return (attempt_dir / "verdict").read_text().strip() or "none"
+    except FileNotFoundError:
+        return "none"

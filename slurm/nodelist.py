@@ -1,0 +1,57 @@
+"""Slurm's compact host lists in full, without asking Slurm. Pure; ``scontrol show hostnames`` gives the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from slurm.errors import NodelistError
+
+MAX_HOSTS = 65536  # more is a typing error, and would fill the memory
+
+_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """Host names in Slurm's order: ``n[01-03,07],gpu-a1`` is n01 n02 n03 n07 gpu-a1. Repetitions stay.
+
+    Numbers keep the width of a range's first; of several brackets in one name the last runs fastest.
+
+    Raises:
+        NodelistError: shows the list and the part that is wrong.
+    """
+    hosts: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _ITEM.match(text, position)
+        if match is None:
+            raise NodelistError(f"host list {text!r}: no host name at {text[position : position + 20]!r}")
+        position = match.end()
+        if position < len(text):
+            if text[position] != "," or position + 1 == len(text):
+                raise NodelistError(f"host list {text!r}: {text[position:]!r} cannot follow {match[0]!r}")
+            position += 1
+        hosts += _expand_item(match[0], text)
+        if len(hosts) > MAX_HOSTS:
+            raise NodelistError(f"host list {text!r}: more than {MAX_HOSTS} hosts")
+    return tuple(hosts)
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+    parts = re.split(r"\[([^\]]*)\]", item)  # literal, ranges, literal, ...
+    choices = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(words) for words in itertools.product(*choices)]
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise NodelistError(f"host list {text!r}: {part!r} is neither a number nor a range")
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < MAX_HOSTS:
+            raise NodelistError(f"host list {text!r}: the range {part!r} runs backwards or is longer than {MAX_HOSTS}")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -1,0 +1,199 @@
+"""The folder of a run on the shared file system: its paths, how it is made, and its ledger.
+
+    RUN/  run.json  code/  job.sbatch  ledger.jsonl  metrics.jsonl  attempts/  checkpoints/  report/  submitit/
+
+Comes in: a path and the resolved settings as JSON text. Goes out: a ``RunFolder``.
+
+Invariants: the folder is its owner's alone (0700) and its files too (0600); run.json appears whole; a folder that
+holds another run is never taken over by accident; a line of the ledger is on disk when ``append`` returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from slurm.errors import RunFolderError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. Making the value touches nothing."""
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        """The resolved settings."""
+        return self.root / "run.json"
+
+    @property
+    def code(self) -> Path:
+        """The code as it was submitted."""
+        return self.root / "code"
+
+    @property
+    def script(self) -> Path:
+        """The batch script as it was submitted."""
+        return self.root / "job.sbatch"
+
+    @property
+    def ledger(self) -> Ledger:
+        """What happened to the run, one line an event."""
+        return Ledger(self.root / "ledger.jsonl")
+
+    @property
+    def metrics(self) -> Path:
+        """One line a step, written by the driver."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """One folder a start of the job; ``latest`` points to the last."""
+        return self.root / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """Plots and tables."""
+        return self.root / "report"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own files."""
+        return self.root / "submitit"
+
+    def new_attempt(self) -> Path:
+        """Make the folder of a new attempt, with a number that no attempt has had, and point ``latest`` to it."""
+        self.attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number = 0
+        while True:
+            try:
+                (self.attempts / str(number)).mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                number += 1
+        link = self.attempts / f".latest.{secrets.token_hex(4)}"
+        link.symlink_to(str(number))
+        link.replace(self.attempts / "latest")
+        return self.attempts / str(number)
+
+
+def create_run_folder(root: Path, run_json: str, *, resume: bool = False) -> RunFolder:
+    """Make the folder of a run, or enter it again, and leave the settings in run.json.
+
+    Args:
+        root: where; parents are made as needed.
+        run_json: the resolved settings, a JSON object.
+        resume: go on with the run that is there, with these settings from now on.
+
+    Raises:
+        RunFolderError: another run, or something that is no run, is there.
+    """
+    folder = RunFolder(root.absolute())
+    if folder.root.exists() and not folder.root.is_dir():
+        raise RunFolderError(f"run folder {folder.root} is a file; choose another name with --run-folder")
+    if not resume and folder.root.exists():
+        _refuse_another_run(folder, run_json)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    folder.root.chmod(0o700)  # mkdir's mode is subject to the umask, and the folder may be older
+    for path in (folder.attempts, folder.checkpoints, folder.report, folder.submitit):
+        path.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(folder.run_json, run_json if run_json.endswith("\n") else run_json + "\n")
+    return folder
+
+
+def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
+    try:
+        there = json.loads(folder.run_json.read_text())
+    except FileNotFoundError:
+        if any(folder.root.iterdir()):
+            raise RunFolderError(
+                f"run folder {folder.root} is not empty and holds no run.json; choose another with --run-folder, "
+                "or --resume to go on with what is there"
+            ) from None
+        return
+    except ValueError as error:
+        raise RunFolderError(f"{folder.run_json} is not JSON ({error}); choose another --run-folder") from error
+    new = json.loads(run_json)
+    if there != new:
+        changed = ", ".join(_differences(there, new)[:5])
+        raise RunFolderError(
+            f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
+            "--run-folder, or --resume to go on with that run under the new settings"
+        )
+
+
+def _differences(there: Any, new: Any, key: str = "") -> list[str]:
+    if not (isinstance(there, dict) and isinstance(new, dict)):
+        return [] if there == new else [f"{key or 'run.json'}: {there!r} there, {new!r} now"]
+    keys = sorted(set(there) | set(new))
+    found = (_differences(there.get(k), new.get(k), f"{key}.{k}" if key else k) for k in keys)
+    return [line for lines in found for line in lines]
+
+
+def write_atomic(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Put text at ``path``. A reader sees the file that was there or the whole new one, also after a crash."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """An append-only file of JSON lines, each with ``time`` (UTC, ISO 8601) and ``event``."""
+
+    path: Path
+
+    def append(self, event: str, **details: Any) -> None:
+        """Add a line; it is on disk when this returns. ``details`` must be JSON values."""
+        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
+        line = json.dumps(entry) + "\n"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = "\n" + line  # whoever wrote last was cut off: leave its line broken, not ours
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All entries in order; lines that a crash cut off are left out. Empty without a file."""
+        try:
+            lines = self.path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                continue
+        return entries

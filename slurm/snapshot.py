@@ -1,0 +1,87 @@
+"""The code as it was when the job was submitted, in RUN/code: what a requeue runs.
+
+Comes in: the project's folder. Goes out: a copy of its tracked files, uncommitted changes and new files included,
+ignored ones left out; or, where the project is no git checkout, of its packages.
+
+Invariant: ``target`` appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm.errors import SnapshotError
+
+PACKAGES = ("rlpost", "bootstrap", "slurm", "jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What was copied. ``commit`` is None outside git and before the first commit."""
+
+    commit: str | None
+    is_dirty: bool
+    num_files: int
+
+
+def snapshot_code(source: Path, target: Path) -> Snapshot:
+    """Copy the code below ``source`` to ``target``, replacing what is there.
+
+    Raises:
+        SnapshotError: git does not list the files, or there is no code.
+    """
+    source, target = source.resolve(), target.absolute()
+    in_git = (source / ".git").exists()
+    paths = _git_files(source) if in_git else _package_files(source)
+    own = target if target.parent == source else target.parent  # the run's folder, with all its checkpoints
+    paths = [path for path in paths if not (source / path).is_relative_to(own)]
+    if not paths:
+        raise SnapshotError(f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}")
+    beside = target.with_name(f".{target.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(mode=0o700, parents=True)
+    num_files = 0
+    for path in paths:
+        num_files += _copy(source / path, beside / path)
+    if target.exists():
+        shutil.rmtree(target)
+    beside.rename(target)
+    commit = _git_line(source, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
+    return Snapshot(commit, in_git and bool(_git_line(source, "status", "--porcelain")), num_files)
+
+
+def _copy(file: Path, to: Path) -> int:
+    """Copy one entry of git's list; the number of files."""
+    if not file.is_symlink() and not file.exists():
+        return 0  # deleted, and the deletion is not committed
+    if file.is_dir() and not file.is_symlink():  # a repository inside the repository, or the place of one
+        return snapshot_code(file, to).num_files if (file / ".git").exists() else 0
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(file, to, follow_symlinks=False)
+    return 1
+
+
+def _git_files(source: Path) -> list[Path]:
+    command = ["git", "-C", str(source), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, capture_output=True)
+    except FileNotFoundError as error:
+        raise SnapshotError(f"{source} is a git checkout but there is no git command here; install git") from error
+    if done.returncode != 0:
+        raise SnapshotError(f"git does not list the files of {source}: {os.fsdecode(done.stderr).strip()}")
+    return sorted({Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name})
+
+
+def _package_files(source: Path) -> list[Path]:
+    files = (path for package in PACKAGES for path in (source / package).rglob("*"))
+    kept = (path.relative_to(source) for path in files if "__pycache__" not in path.parts)
+    return sorted(path for path in kept if not (source / path).is_dir() or (source / path).is_symlink())
+
+
+def _git_line(source: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True)
+    return done.stdout.strip() or None

@@ -1,0 +1,80 @@
+"""What Slurm says about a job, as values. Pure: text of ``scontrol show job`` in, ``JobInfo`` out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """Slurm's job states that make a difference to us (man squeue, JOB STATE CODES); all others are UNKNOWN."""
+
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETING = "COMPLETING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    DEADLINE = "DEADLINE"
+    NODE_FAIL = "NODE_FAIL"
+    BOOT_FAIL = "BOOT_FAIL"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    PREEMPTED = "PREEMPTED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def is_over(self) -> bool:
+        """The job will not run again unless somebody requeues it."""
+        return self not in _ALIVE
+
+
+_ALIVE = frozenset(
+    (
+        JobState.PENDING,
+        JobState.CONFIGURING,
+        JobState.RUNNING,
+        JobState.SUSPENDED,
+        JobState.COMPLETING,
+        JobState.UNKNOWN,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """One job. ``exit_code`` is that of the batch script; ``nodelist`` is compact and empty while it waits."""
+
+    job_id: str
+    state: JobState
+    num_restarts: int = 0
+    reason: str = ""
+    nodelist: str = ""
+    exit_code: int = 0
+
+
+def parse_state(text: str) -> JobState:
+    """A state as squeue, scontrol or sacct write it (``CANCELLED by 0``, ``RUNNING+``)."""
+    word = re.split(r"[ +,]", text.strip(), maxsplit=1)[0]
+    return JobState(word) if word in JobState.__members__ else JobState.UNKNOWN
+
+
+def parse_job(text: str) -> JobInfo:
+    """The first line of ``scontrol --oneliner show job``; state UNKNOWN when there is none."""
+    line = next(iter(text.splitlines()), "")
+    # Values such as Comment may hold blanks and even KEY=VALUE: of each key the first counts.
+    values: dict[str, str] = {}
+    for key, value in re.findall(r"(?:^|\s)(\w+)=(\S*)", line):
+        values.setdefault(key, value)
+    nodelist = values.get("NodeList", "")
+    return JobInfo(
+        job_id=values.get("JobId", ""),
+        state=parse_state(values.get("JobState", "")),
+        num_restarts=int(values.get("Restarts", "0")),
+        reason=values.get("Reason", ""),
+        nodelist="" if nodelist == "(null)" else nodelist,
+        exit_code=int(values.get("ExitCode", "0:0").partition(":")[0]),
+    )

@@ -1,0 +1,121 @@
+"""The Slurm lab's configuration files, as text.
+
+Comes in: ``LabOptions`` and the lab's folder. Goes out: slurm.conf, gres.conf, cgroup.conf and the hosts file.
+Pure: nothing here touches the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLER = "ctl"
+SUBNET = "10.77.0"
+FIRST_NODE_HOST = 11
+
+
+@dataclass(frozen=True, slots=True)
+class LabOptions:
+    """What a test may choose about its cluster. Times in seconds.
+
+    ``cred_expire_s`` decides how long a requeued job stays ineligible (value + 1); Slurm 22.05 takes no less than 5.
+    """
+
+    num_gpus_per_node: int = 8
+    grace_time_s: int = 10
+    kill_wait_s: int = 5
+    send_user_signal: bool = True
+    proctrack: str = "linuxproc"
+    num_cpus_per_node: int = 16
+    cred_expire_s: int = 5
+    slurmd_timeout_s: int = 20
+
+
+def node_names(num_nodes: int) -> tuple[str, ...]:
+    """``("n01", "n02", ...)``."""
+    return tuple(f"n{i:02d}" for i in range(1, num_nodes + 1))
+
+
+def address(name: str) -> str:
+    """IPv4 address of the controller or of a node."""
+    if name == CONTROLLER:
+        return f"{SUBNET}.1"
+    return f"{SUBNET}.{FIRST_NODE_HOST - 1 + int(name.removeprefix('n'))}"
+
+
+def hosts(num_nodes: int) -> str:
+    """/etc/hosts of every machine of the lab."""
+    lines = ["127.0.0.1 localhost"]
+    lines += [f"{address(name)} {name}" for name in (CONTROLLER, *node_names(num_nodes))]
+    return "\n".join(lines) + "\n"
+
+
+def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
+    """slurm.conf: three partitions of which ``low`` is preempted, with requeue, by the two above it."""
+    user_signal = "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
+    low = "PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1"
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={name} NodeAddr={address(name)} CPUs={options.num_cpus_per_node} "
+        f"RealMemory=64000 Gres=gpu:{options.num_gpus_per_node} State=UNKNOWN"
+        for name in node_names(num_nodes)
+    )
+    return f"""\
+ClusterName=lab
+SlurmctldHost={CONTROLLER}({address(CONTROLLER)})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={base}/munge.socket,cred_expire={options.cred_expire_s}
+CryptoType=crypto/munge
+SlurmctldPort=6817
+SlurmdPort=6818
+StateSaveLocation={base}/state
+SlurmdSpoolDir={base}/spool/%n
+SlurmctldPidFile={base}/slurmctld.pid
+SlurmdPidFile={base}/slurmd-%n.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdLogFile={base}/log/slurmd-%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+ProctrackType=proctrack/{options.proctrack}
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,preempt_youngest_first,requeue_setup_env_fail
+{user_signal}PriorityType=priority/basic
+MessageTimeout=10
+SlurmctldTimeout=30
+SlurmdTimeout={options.slurmd_timeout_s}
+InactiveLimit=0
+KillWait={options.kill_wait_s}
+MinJobAge=3600
+UnkillableStepTimeout=20
+TreeWidth=64
+{nodes}
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=5 PreemptMode=OFF
+{low} PreemptMode=REQUEUE GraceTime={options.grace_time_s}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def gres_conf(base: Path, options: LabOptions) -> str:
+    """gres.conf: device files that stand for GPUs."""
+    return f"AutoDetect=off\nName=gpu File={base}/dev/nvidia[0-{options.num_gpus_per_node - 1}]\n"
+
+
+def cgroup_conf() -> str:
+    """cgroup.conf; read only with ``proctrack="cgroup"``."""
+    constrain = "".join(f"Constrain{what}=no\n" for what in ("Cores", "RAMSpace", "Devices"))
+    return f"CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n{constrain}"

@@ -1,0 +1,180 @@
+"""What the lab does to the machine: commands, locks, network namespaces and processes that can be named for good.
+
+Thin functions without state; ``lab.py`` decides. Every namespace of a lab begins with the lab's prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.cluster import lab_config
+from tests.cluster.lab_config import CONTROLLER
+
+NETNS_ETC = Path("/etc/netns")
+NETNS_RUN = Path("/run/netns")
+FREEZER = Path("/sys/fs/cgroup/freezer")
+COMMANDS = ("ip", "unshare", "nsenter", "mount", "munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue")
+
+
+class LabError(RuntimeError):
+    """The lab cannot do what was asked."""
+
+
+def why_unavailable() -> str | None:
+    """The reason why no lab can run here, or None."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "the Slurm lab needs Linux and root, to make network namespaces"
+    missing = [command for command in COMMANDS if shutil.which(command, path=search_path()) is None]
+    if missing:
+        return f"the Slurm lab needs {', '.join(missing)}; on Debian: apt-get install slurm-wlm munge iproute2"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        return f"the Slurm lab cannot make namespaces here: {probe.stderr.strip()}"
+    return None
+
+
+def wait_until(condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05) -> bool:
+    """Ask until the answer is true; False at the deadline. For what Slurm and the kernel offer no event."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(interval_s)
+    return True
+
+
+def do(*argv: str) -> str:
+    """Run a command; its output. LabError with what it said when it fails."""
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LabError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _ip_batch(netns: str, lines: list[str]) -> None:
+    done = subprocess.run(
+        ["ip", "-n", netns, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise LabError(f"ip -n {netns}: {done.stderr.strip()}")
+
+
+def search_path() -> str:
+    """PATH of the lab: this Python's folder, then the system's."""
+    return f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def outermost(folders: list[Path]) -> list[str]:
+    """Those folders that lie in none of the others."""
+    distinct = sorted(set(folders))
+    return [str(one) for one in distinct if not any(one != other and one.is_relative_to(other) for other in distinct)]
+
+
+def start_time(pid: int) -> str:
+    """Ticks since boot at which the process began: with the id it names a process for good. Empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def mounts() -> str:
+    """The mounts this process sees, as the kernel lists them."""
+    return Path("/proc/self/mountinfo").read_text()
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder unless something is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def lock(folder: Path) -> int | None:
+    """Descriptor that holds the lock of this folder, or None where another process holds it or the folder is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextlib.contextmanager
+def waiting_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of this folder, after whoever holds it now."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def build_network(prefix: str, num_nodes: int) -> None:
+    """Namespaces, a switch between them, and on each node two interfaces that lead nowhere (docker0, ib0)."""
+    switch = f"{prefix}sw"
+    do("ip", "netns", "add", switch)
+    _ip_batch(switch, ["link set lo up", "link add br0 type bridge", "link set br0 up"])
+    for name in (CONTROLLER, *lab_config.node_names(num_nodes)):
+        netns, address = f"{prefix}{name}", lab_config.address(name)
+        etc = NETNS_ETC / netns
+        etc.mkdir(parents=True)
+        (etc / "hosts").write_text(lab_config.hosts(num_nodes))
+        (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+        do("ip", "netns", "add", netns)
+        do(*f"ip link add eth0 netns {netns} type veth peer name v-{name} netns {switch}".split())
+        _ip_batch(switch, [f"link set v-{name} master br0 up"])
+        lines = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
+        if name != CONTROLLER:
+            decoy = "192.168.100." + address.rsplit(".", 1)[1]
+            lines += ["link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"]
+            lines += ["link add ib0 type veth peer name ib0p", f"addr add {decoy}/24 dev ib0"]
+            lines += ["link set ib0 up", "link set ib0p up"]
+        _ip_batch(netns, lines)
+
+
+def kill_in_namespace(netns: str) -> None:
+    """End every process of this network namespace.
+
+    Raises:
+        LabError: some are still there after 20 s.
+    """
+
+    def empty() -> bool:
+        pids = do("ip", "netns", "pids", netns).split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        return not pids
+
+    if not wait_until(empty, deadline_s=20.0):
+        raise LabError(f"processes of {netns} survive SIGKILL: {do('ip', 'netns', 'pids', netns).split()}")
+
+
+def remove_network(prefix: str) -> None:
+    """End what lives in the namespaces of this prefix and remove them with their files in /etc and /run."""
+    for netns in [path.name for path in NETNS_RUN.glob(f"{prefix}*")]:
+        kill_in_namespace(netns)
+        do("ip", "netns", "del", netns)
+    for etc in NETNS_ETC.glob(f"{prefix}*"):
+        shutil.rmtree(etc)
+    remove_if_empty(NETNS_ETC)
+    if f" {NETNS_RUN} " in mounts() and not any(NETNS_RUN.iterdir()):
+        do("umount", str(NETNS_RUN))  # `ip netns add` mounts it on itself
+    for group in sorted(FREEZER.glob(f"{prefix}*/**/"), reverse=True):
+        group.rmdir()

@@ -1,0 +1,65 @@
+"""Process 1 of a lab node. Runs by path with no package around it, inside the node's own namespaces.
+
+Comes in: one JSON object as argument (see ``Lab.start_node``). Sets the host name, hides the machine's /tmp and
+/dev/shm behind the node's own, starts slurmd and buries orphans until slurmd ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def hide_tmp(private: Path, visible: list[str]) -> None:
+    """Put ``private`` over /tmp, with those of the ``visible`` folders that lie below /tmp still in their place."""
+    for folder in visible:
+        path = Path(folder)
+        if path.is_relative_to("/tmp"):
+            target = private / path.relative_to("/tmp")
+            target.mkdir(parents=True, exist_ok=True)
+            mount("--rbind", folder, str(target))
+    mount("--rbind", str(private), "/tmp")
+    mount("-t", "tmpfs", "-o", "size=4g,mode=1777", "tmpfs", "/dev/shm")
+
+
+def mount_freezer(group: str) -> None:
+    """Give the node a cgroup v1 freezer whose root is ``group``: ``ip netns exec`` hides the machine's own."""
+    mount("-t", "tmpfs", "cgroup", "/sys/fs/cgroup")
+    whole = Path("/sys/fs/cgroup/.freezer")
+    own = Path("/sys/fs/cgroup/freezer")
+    whole.mkdir()
+    own.mkdir()
+    mount("-t", "cgroup", "-o", "freezer", "cgroup", str(whole))
+    (whole / group).mkdir(exist_ok=True)
+    mount("--bind", str(whole / group), str(own))
+
+
+def main() -> int:
+    plan = json.loads(sys.argv[1])
+    socket.sethostname(plan["host"])
+    hide_tmp(Path(plan["private_tmp"]), plan["visible"])
+    if plan["freezer_group"]:
+        mount_freezer(plan["freezer_group"])
+    slurmd = shutil.which("slurmd")
+    if slurmd is None:
+        raise FileNotFoundError("slurmd is not on PATH; install slurmd (Debian: slurm-wlm)")
+    daemon = subprocess.Popen([slurmd, "-D", "-N", plan["host"]])
+    signal.signal(signal.SIGTERM, lambda *_: daemon.terminate())
+    while True:
+        pid, status = os.wait()
+        if pid == daemon.pid:
+            return os.waitstatus_to_exitcode(status) & 0xFF
+
+
+if __name__ == "__main__":
+    sys.exit(main())

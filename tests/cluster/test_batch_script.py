@@ -1,0 +1,183 @@
+"""The batch script on real Slurm, with agents that only leave verdicts: every way a job can end or come back.
+
+The stub in tests/fakes/cluster_home stands where the code stands; its behaviour is the driver's first argument.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+from slurm.states import JobState
+from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.lab import Lab
+
+STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
+BLOCKER = "#!/bin/bash\n#SBATCH --partition=high --exclusive --nodes={nodes} --output=/dev/null\n"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A submitted job and its run folder."""
+
+    lab: Lab
+    job: str
+    folder: Path
+
+    def attempt(self, number: int) -> Path:
+        return self.folder / "attempts" / str(number)
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
+
+    def until_agents_run(self, num_nodes: int, attempt: int = 0) -> None:
+        def ready() -> bool:
+            return len(list(self.attempt(attempt).glob("argv-*.json"))) == num_nodes
+
+        until(ready, self.lab, f"{num_nodes} agents of attempt {attempt}\n{self.log}")
+
+    def until_over(self, state: JobState, exit_code: int | None = 0) -> None:
+        until(lambda: job_info(self.lab, self.job).state.is_over, self.lab, f"job {self.job} is over")
+        info = job_info(self.lab, self.job)
+        assert info.state is state, self.log
+        assert exit_code in (None, info.exit_code), (info.exit_code, self.log)
+
+
+@pytest.fixture
+def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
+    """``submit(lab, behaviour, **spec)`` starts a job with the stub for its code."""
+
+    def start(lab: Lab, behaviour: str, **values: object) -> Run:
+        folder = lab.shared / str(values.pop("folder", request.node.name))
+        folder.mkdir()
+        places = {"home": str(STUB_HOME), "python": sys.executable, "run_folder": str(folder), "time": "10"}
+        output = str(folder).replace("%", "%%") + "/slurm-%j.out"
+        spec = JobSpec(**{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values})
+        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec)), folder)
+
+    return start
+
+
+def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, submit: Callable[..., Run]) -> None:
+    """Verdict done: COMPLETED. One agent a node, in the code's folder, with a secret of its owner's alone."""
+    run = submit(lab, "done", agent_args=("--socket-ifname", "eth0"))
+    run.until_over(JobState.COMPLETED)
+    attempt = run.attempt(0)
+    for host in ("n01", "n02"):
+        facts = json.loads((attempt / f"argv-{host}.json").read_text())
+        assert facts["agent"] == ["--attempt-dir", str(attempt), "--num-gpus", "8", "--socket-ifname", "eth0"]
+        driver = [sys.executable, "-u", "-m", "rlpost.train", "--cluster-from-stdin", "--run-folder", str(run.folder)]
+        assert facts["driver"] == [*driver, "done"]
+        assert (facts["cwd"], facts["environment"]["PYTHONPATH"]) == (str(STUB_HOME), str(STUB_HOME))
+    assert (attempt / "secret").stat().st_mode & 0o777 == 0o600
+    assert len(bytes.fromhex((attempt / "secret").read_text())) == 32
+    assert (run.folder / "attempts/latest").readlink() == Path("0")
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
+def test_what_would_fail_again_is_not_requeued(lab: Lab, submit: Callable[..., Run], behaviour: str, code: int) -> None:
+    """A wrong setting, a failure and agents that die without a verdict end the job with their own exit codes."""
+    run = submit(lab, behaviour, folder=behaviour)
+    run.until_over(JobState.FAILED, code)
+    assert "not requeued" in run.log
+    assert job_info(lab, run.job).num_restarts == 0
+
+
+def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(lab: Lab, submit: Callable[..., Run]) -> None:
+    """As before the time limit. The tasks get no signal; the second attempt has its own folder and secret."""
+    run = submit(lab, "wait-once")
+    run.until_agents_run(2)
+    lab.run("ctl", ["scancel", "--batch", "--signal=USR2", run.job])
+    run.until_over(JobState.COMPLETED)
+    assert "USR2" in json.loads((run.attempt(0) / "STOP").read_text())["reason"]
+    assert not list(run.attempt(0).glob("signals-*"))
+    assert job_info(lab, run.job).num_restarts == 1
+    assert (run.attempt(1) / "verdict").read_text() == "done\n"
+    assert not (run.attempt(1) / "STOP").exists()
+    assert (run.attempt(1) / "secret").read_text() != (run.attempt(0) / "secret").read_text()
+    assert (run.folder / "attempts/latest").readlink() == Path("1")
+
+
+def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(lab: Lab, submit: Callable[..., Run]) -> None:
+    run = submit(lab, "wait-once", partition="low", nodes=4)
+    run.until_agents_run(4)
+    high = sbatch(lab, "high.sbatch", BLOCKER.format(nodes=4))
+    run.until_over(JobState.COMPLETED)
+    assert job_info(lab, high).state is JobState.COMPLETED
+    assert "batch script" in json.loads((run.attempt(0) / "STOP").read_text())["reason"]
+    assert not list(run.attempt(0).glob("signals-*"))
+    assert (run.attempt(1) / "verdict").read_text() == "done\n"
+
+
+def test_preemption_without_user_signal_requeues_it_too(
+    lab_without_user_signal: Lab, submit: Callable[..., Run]
+) -> None:
+    """TERM goes to the tasks alone; they ask for the stop and the batch script requeues."""
+    lab = lab_without_user_signal
+    run = submit(lab, "wait-once", partition="low")
+    run.until_agents_run(2)
+    high = sbatch(lab, "high.sbatch", BLOCKER.format(nodes=2))
+    run.until_over(JobState.COMPLETED)
+    assert job_info(lab, high).state is JobState.COMPLETED
+    assert "agent on" in json.loads((run.attempt(0) / "STOP").read_text())["reason"]
+    assert "TERM: cancelled" not in run.log
+    assert (run.attempt(1) / "verdict").read_text() == "done\n"
+
+
+@pytest.mark.parametrize("stopped_before", [False, True])
+def test_a_cancelled_run_never_comes_back(lab: Lab, submit: Callable[..., Run], stopped_before: bool) -> None:
+    """Not even when its agents still leave the verdict requeue, or when it was being preempted already."""
+    run = submit(lab, "wait", folder=f"cancel-{stopped_before}")
+    run.until_agents_run(2)
+    if stopped_before:
+        lab.run("ctl", ["sh", "-c", f"scancel --batch --signal=USR2 {run.job}; scancel {run.job}"])
+    else:
+        lab.run("ctl", ["scancel", run.job])
+    run.until_over(JobState.CANCELLED, exit_code=None)
+    until(lambda: lab.run("ctl", ["squeue", "-h", "-j", run.job], check=False).stdout == "", lab, "it left the queue")
+    assert "requeue:" not in run.log
+    assert [path.name for path in (run.folder / "attempts").iterdir() if not path.is_symlink()] == ["0"]
+    assert job_info(lab, run.job).num_restarts == 0
+
+
+def test_a_hostile_path_runs_and_runs_nothing_else(lab: Lab, submit: Callable[..., Run]) -> None:
+    """Quotes, blanks, dollars and per cent signs in paths and arguments reach the agent as they are."""
+    name = "a'; touch x $(touch y) %j #"
+    home = lab.shared / "code '\"$(touch z)"
+    shutil.copytree(STUB_HOME, home)
+    run = submit(lab, "done", folder=name, home=str(home), driver_args=("done", "$(touch x)", "'; touch y"))
+    run.until_over(JobState.COMPLETED)
+    facts = json.loads((run.attempt(0) / "argv-n01.json").read_text())
+    assert facts["cwd"] == str(home)
+    assert facts["driver"][-4:] == [str(run.folder), "done", "$(touch x)", "'; touch y"]
+    assert sorted(path.name for path in run.attempt(0).glob("agent-*.log")) == ["agent-n01.log", "agent-n02.log"]
+    assert "verdict: done" in run.log
+    places = (lab.shared, home, run.folder, run.attempt(0))
+    assert not [place for place in places for letter in "xyz" if (place / letter).exists()]
+
+
+def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab) -> None:
+    """No Python on the login node: code, interpreter and run folder follow from where sbatch was called."""
+    home = lab.shared / "project"
+    shutil.copytree(STUB_HOME, home)
+    (home / ".venv/bin").mkdir(parents=True)
+    (home / ".venv/bin/python").symlink_to(sys.executable)
+    script = render_sbatch(JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",)))
+    (home / "tiny.sbatch").write_text(script)
+    submitted = lab.run("ctl", ["sbatch", "--parsable", "--nodes=2", "tiny.sbatch", "--lr", "1"], cwd=home)
+    run = Run(lab, submitted.stdout.strip(), home / f"runs/tiny-{submitted.stdout.strip()}")
+    run.until_over(JobState.FAILED, 1)  # the stub leaves its first argument, recipe.toml, as the verdict
+    facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
+    assert facts["driver"][-4:] == [str(run.folder), "recipe.toml", "--lr", "1"]
+    assert facts["cwd"] == str(home)
+    assert "verdict: recipe.toml" in (home / f"slurm-{run.job}.out").read_text()
+    assert run.folder.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,89 @@
+"""The lab is a cluster: several nodes, each with its own network, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.lab import ROOT, Lab, LabError
+from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN
+
+
+def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
+    """One srun task a node sees its own host name, address, decoys, /tmp, processes and GPUs."""
+    script = (
+        'touch /tmp/$(hostname); echo $(hostname) $(ip -4 -o addr show dev eth0 | grep -o "10.77.0.[0-9]*/") '
+        "$(ls /sys/class/net | tr '\\n' ,) $(cd /tmp && ls -d n0* | tr '\\n' ,) $CUDA_VISIBLE_DEVICES"
+    )
+    answer = lab.run("ctl", ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:4", "-l", "sh", "-c", script])
+    lines = {tuple(line.partition(": ")[2].split()) for line in answer.stdout.splitlines()}
+    assert lines == {
+        (name, f"{lab.ip(name)}/", "docker0,eth0,ib0,ib0p,lo,", f"{name},", "0,1,2,3") for name in ("n01", "n02")
+    }
+
+
+def test_nodes_reach_each_other_on_eth0_only(lab: Lab) -> None:
+    """The decoys have addresses but lead nowhere."""
+    listen = (
+        "import socket; s = socket.create_server(('', 7000)); print('ready', flush=True); "
+        "c = s.accept()[0]; print(c.getpeername()[0])"
+    )
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1)"
+    with lab.popen("n02", ["python3", "-c", listen], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        for decoy in ("192.168.100.12", "172.17.0.1"):
+            assert lab.run("n01", ["python3", "-c", connect, decoy], check=False).returncode != 0
+        lab.run("n01", ["python3", "-c", connect, "n02"])
+        assert server.stdout.readline().strip() == lab.ip("n01")
+
+
+def test_every_node_sees_the_shared_folder_and_the_project(lab: Lab) -> None:
+    (lab.shared / "canary").write_text("seen")
+    command = ["sh", "-c", f"cat canary && test -e {shlex.quote(__file__)}"]
+    assert lab.run("ctl", ["srun", "-N4", *command]).stdout == "seen" * 4
+
+
+def test_a_dead_node_comes_back_empty(lab: Lab) -> None:
+    """Power off ends every process of the node, power on brings a node that works."""
+    sleeper = lab.popen("n04", ["sleep", "300"])
+    lab.kill_node("n04")
+    assert sleeper.wait(timeout=20) != 0
+    with pytest.raises(LabError, match="n04"):
+        lab.run("n04", ["true"])
+    lab.start_node("n04")
+    lab.wait_idle(["n04"])
+    assert lab.run("ctl", ["srun", "-w", "n04", "hostname"]).stdout == "n04\n"
+
+
+def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
+    """Neither processes nor namespaces nor mounts nor files, and a second lab lives beside the first."""
+    name = f"second{os.getpid()}"
+    second = Lab(1, name=name)
+    with second:
+        with pytest.raises(LabError, match="up already"):
+            Lab(1, name=name).up()
+        pids = [int(path.read_text().split()[0]) for path in (second.base / "pids").iterdir()]
+        assert len(pids) == 3
+        assert second.run("ctl", ["srun", "hostname"]).stdout == "n01\n"
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not [*NETNS_RUN.glob(f"rlab-{name}-*"), *NETNS_ETC.glob(f"rlab-{name}-*"), *ROOT.glob(name)]
+    assert f"rlab-{name}-" not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(slurm_available: None) -> None:
+    """No trace of it is left once another lab has come up."""
+    name = f"crashed{os.getpid()}"
+    crash = f"import os; from tests.cluster.lab import Lab; Lab(1, name={name!r}).up(); os.kill(os.getpid(), 9)"
+    with Lab(1, name=f"before{os.getpid()}") as before:
+        dead = subprocess.run([sys.executable, "-c", crash], cwd=Path(__file__).parents[2])
+        assert dead.returncode == -9
+        assert (ROOT / name).exists()
+        with Lab(1, name=f"next{os.getpid()}"):
+            assert not (ROOT / name).exists()
+            assert not list(NETNS_RUN.glob(f"rlab-{name}-*"))
+        assert before.run("ctl", ["srun", "hostname"]).stdout == "n01\n"

@@ -1,0 +1,72 @@
+"""Submission, questions and host lists of ``slurm/`` against the real commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm.nodelist import expand
+from slurm.run_folder import create_run_folder
+from tests.cluster.jobs import until
+from tests.cluster.lab import Lab
+from tests.unit.slurm.test_nodelist import LISTS
+
+REPOSITORY = Path(__file__).parents[2]
+STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
+
+
+def python(lab: Lab, program: str, *arguments: str) -> str:
+    """Run a program on the login node."""
+    return lab.run("ctl", [sys.executable, "-c", program, *arguments], cwd=REPOSITORY).stdout.strip()
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_host_lists_mean_what_slurm_says_they_mean(lab: Lab, text: str) -> None:
+    assert list(expand(text)) == lab.run("ctl", ["scontrol", "show", "hostnames", text]).stdout.split()
+
+
+SUBMIT = """\
+import sys; from pathlib import Path
+from slurm.executor import submit; from slurm.run_folder import RunFolder; from slurm.spec import JobSpec
+spec = JobSpec(nodes=2, time="10", driver_args=(sys.argv[2],))
+print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), local=False))
+"""
+FOLLOW = """\
+import sys; from slurm import client; from slurm.states import JobState
+job = sys.argv[1]
+running = client.wait_for(job, lambda info: info.state is JobState.RUNNING, deadline_s=30, poll_s=0.1)
+client.cancel(job)
+over = client.wait_for(job, lambda info: info.state.is_over, deadline_s=30, poll_s=0.1)
+print(running.nodelist, over.state, client.job_state("999999"))
+"""
+
+
+def test_submitit_submits_our_script_and_the_job_can_be_followed_and_cancelled(lab: Lab) -> None:
+    """The job runs our text; the client sees it run, cancels it, and does not know a job that never was."""
+    run = create_run_folder(lab.shared / "submitted", "{}")
+    job = python(lab, SUBMIT, str(run.root), "wait", str(STUB_HOME))
+    assert python(lab, FOLLOW, job) == "n[01-02] CANCELLED UNKNOWN"
+    script = next(run.submitit.glob("*_submission.sh")).read_text()
+    assert script == run.script.read_text()
+    assert [(entry["event"], entry["job_id"]) for entry in run.ledger.read()] == [("submitted", job)]
+
+
+def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
+    run = create_run_folder(lab.shared / "finished", "{}")
+    job = python(lab, SUBMIT, str(run.root), "done", str(STUB_HOME))
+    log = run.root / f"slurm-{job}.out"
+    until(lambda: log.exists() and "verdict: done" in log.read_text(), lab, "the run is done")
+    assert json.loads((run.attempts / "0/verdict.json").read_text())["verdict"] == "done"
+
+
+def test_what_sbatch_refuses_is_shown(lab: Lab) -> None:
+    run = create_run_folder(lab.shared / "refused", "{}")
+    program = SUBMIT.replace("nodes=2", "partition='nowhere'")
+    refused = lab.run(
+        "ctl", [sys.executable, "-c", program, str(run.root), "x", str(STUB_HOME)], cwd=REPOSITORY, check=False
+    )
+    assert refused.returncode != 0
+    assert "SubmitError" in refused.stderr and "invalid partition specified" in refused.stderr

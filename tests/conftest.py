@@ -1,0 +1,53 @@
+"""Rules for all tests.
+
+- A test in tests/cluster, tests/e2e or tests/gpu carries the marker of that name.
+- A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, except for want of a GPU.
+- ``--update-golden`` rewrites the files of tests/golden instead of comparing with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MARKED_FOLDERS = ("cluster", "e2e", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for folder in MARKED_FOLDERS:
+            if item.path.is_relative_to(TESTS / folder):
+                item.add_marker(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    in_ci = os.environ.get("CI", "").lower() == "true"
+    if in_ci and report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu") is None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} may not skip in CI: {reason}"
+    return report
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text equals the whole of tests/golden/NAME."""
+
+    def compare(name: str, text: str) -> None:
+        path = TESTS / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing; look at the text, then run pytest --update-golden"
+        assert text == path.read_text(), f"differs from {path}; if the change is meant, run pytest --update-golden"
+
+    return compare

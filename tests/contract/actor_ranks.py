@@ -1,0 +1,206 @@
+"""Ranks of the actor as real processes, for the contract tests: Megatron is imported once and each rank is forked off.
+
+``run_ranks`` starts the ranks of one world, runs a function of this module in each and returns what they returned. The
+fork server holds the imports, so a world starts in a second or two.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.algorithm.schedule import schedule
+from rlpost.errors import CheckpointError, SyncError
+from rlpost.types import TrainBatch, TrainSample
+
+DEADLINE_S = 120.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, settings: ActorSettings, **kwargs: Any) -> list[Any]:
+    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe(duplex=False)
+        place = (rank, world_size, "127.0.0.1", port)
+        process = _context.Process(target=_rank_main, args=(theirs, function, place, settings, kwargs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_receive(pipe, rank) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _receive(pipe: Connection, rank: int) -> Any:
+    assert wait([pipe], timeout=DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+    succeeded, value = pipe.recv()
+    assert succeeded, f"rank {rank} failed:\n{value}"
+    return value
+
+
+def _rank_main(
+    pipe: Connection,
+    function: Callable[..., Any],
+    place: tuple[int, int, str, int],
+    settings: ActorSettings,
+    kwargs: dict[str, Any],
+) -> None:
+    from rlpost.actor.actor import Actor
+
+    try:
+        actor = Actor(settings)
+        actor.setup(*place)
+        pipe.send((True, function(actor, **kwargs)))
+        actor.close()
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+def batch_of(samples: Sequence[TrainSample], *, rank: int, size: int, max_tokens: int | None) -> TrainBatch:
+    """The part of a global batch that is data-parallel ``rank``'s."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    plan = schedule(lengths, data_parallel_size=size, max_tokens=max_tokens, micro_batch_size=1)
+    return TrainBatch(
+        micro_batches=tuple(tuple(samples[i] for i in micro) for micro in plan[rank]),
+        num_samples=len(samples),
+        num_tokens=sum(sum(sample.loss_mask) for sample in samples),
+    )
+
+
+def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
+    """This rank's part of a global batch."""
+    from rlpost.actor import parallel
+
+    size = parallel.data_parallel_group().size()
+    return batch_of(samples, rank=actor.data_parallel_rank, size=size, max_tokens=max_tokens)
+
+
+def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
+    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array."""
+    import torch
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from rlpost.actor import step
+    from rlpost.actor.packing import pack
+
+    multiple = actor.settings.tensor_model_parallel_size if actor.settings.sequence_parallel else 1
+    packed = [pack(tuple(samples), multiple_of=multiple)]
+    collect = lambda index, micro_batch, sharded: (  # noqa: E731
+        sharded.sum(),
+        gather_from_tensor_model_parallel_region(sharded)[0],
+    )
+    with torch.no_grad():
+        (full,) = step.run(actor.model, packed, loss_of=collect, forward_only=True)
+    return full.numpy()
+
+
+def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, Any]:
+    """Import, compute and export, without training."""
+    actor.import_weights()
+    actor.export(export)
+    batch = my_batch(actor, samples, max_tokens=None)
+    return {"logits": logits(actor, samples), "logprobs": actor.compute_logprobs(batch), "batch": batch}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Folders to load a checkpoint from, to save one to after the second step, to export the final weights to."""
+
+    load: str | None = None
+    save: str | None = None
+    export: str | None = None
+
+
+def train(
+    actor: Any,
+    steps: Sequence[Sequence[TrainSample]],
+    *,
+    files: Files = Files(),
+    max_tokens: int | None = 64,
+    two_passes: bool = False,
+) -> dict[str, Any]:
+    """Train on the steps that are left. With ``two_passes`` each step is trained twice, the second time against the
+    log-probs from before the first."""
+    if files.load is None:
+        actor.import_weights()
+        first = 0
+    else:
+        first = actor.load(files.load)
+    metrics = []
+    for number, samples in enumerate(steps[first:], start=first + 1):
+        batch = my_batch(actor, samples, max_tokens)
+        old = actor.compute_logprobs(batch)
+        metrics.append(dict(actor.train_step(batch, old).metrics))
+        if two_passes:
+            metrics.append(dict(actor.train_step(batch, old).metrics))
+        if number == 2 and files.save is not None:
+            actor.save(files.save, number)
+    if files.export is not None:
+        actor.export(files.export)
+    return {"metrics": metrics, "hash": actor.weights_hash()}
+
+
+def look_and_train(
+    actor: Any, samples: Sequence[TrainSample], *, folder: str, steps: Sequence[Sequence[TrainSample]]
+) -> dict[str, Any]:
+    """Both, in one world: what imports, and what training makes of it."""
+    seen = look(actor, samples, f"{folder}/imported")
+    return seen | train(actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained"))
+
+
+def plan_sync(actor: Any) -> Any:
+    """What would be sent."""
+    return actor.plan_sync()
+
+
+def send_weights(actor: Any, *, ports: Sequence[int], group_name: str) -> None:
+    """Bring all buckets to one peer, which joins at each of the ports in turn."""
+    actor.import_weights()
+    for port in ports:
+        actor.connect_engines("127.0.0.1", port, 1, group_name)
+        for index in range(len(actor.plan_sync())):
+            actor.send_bucket(index)
+        actor.disconnect_engines()
+
+
+def connect_to_nobody(actor: Any, *, port: int) -> str:
+    """What the actor says when no engine comes within a second."""
+    actor.sender.timeout = timedelta(seconds=1)
+    try:
+        actor.connect_engines("127.0.0.1", port, 1, "rlpost")
+    except SyncError as error:
+        return str(error)
+    return "connected"
+
+
+def load(actor: Any, *, folder: str) -> str:
+    """What the actor says to this checkpoint."""
+    try:
+        actor.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"

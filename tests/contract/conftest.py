@@ -1,0 +1,78 @@
+"""Expensive things that the contract tests share: a tiny model, and a pair of real engines behind a real router."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.generate import RouterAddress
+from rlpost.types import EngineAddress
+
+ROOT = Path(__file__).resolve().parents[2]
+START_DEADLINE_S = 600.0  # on a machine that is busy with other things as well
+
+
+@dataclass(frozen=True)
+class Sglang:
+    """What is running, and how to reach it."""
+
+    model: Path
+    api_key: str
+    engines: tuple[Engine, ...]
+    addresses: tuple[EngineAddress, ...]
+    router: RouterAddress
+    logs: Path
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with its problems; a warm-up too short to be right often, long enough to have opinions."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tool = ROOT / "tools" / "make_tiny_model.py"
+    subprocess.run([sys.executable, str(tool), "--out", str(folder), "--warmup-steps", "60"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
+    """Two engines and a router on 127.0.0.1, started together, ended whatever happens."""
+    logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
+    *ports, router_port = free_ports(3)
+    engines = tuple(
+        Engine(model_path=str(tiny_model), api_key=key, server_args={}, log_path=logs / f"engine-{port}.log")
+        for port in ports
+    )
+    router = Router(policy="round_robin", api_key=key, log_path=logs / "router.log")
+    try:
+        with ThreadPoolExecutor() as pool:
+            starting = [
+                pool.submit(engine.start, "127.0.0.1", port, deadline_s=START_DEADLINE_S)
+                for engine, port in zip(engines, ports, strict=True)
+            ]
+            url = router.start("127.0.0.1", router_port, deadline_s=START_DEADLINE_S)
+            addresses = tuple(each.result() for each in starting)
+        urls = tuple(address.url for address in addresses)
+        router.add_engines(urls, deadline_s=60)
+        yield Sglang(tiny_model, key, engines, addresses, RouterAddress(url, key, urls, concurrency=64), logs)
+    finally:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda each: each.stop(), (*engines, router)))

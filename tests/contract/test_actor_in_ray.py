@@ -1,0 +1,78 @@
+"""The actor inside a real Ray worker: a process with threads, whose ``__main__`` is not ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.types import TrainBatch
+from tests.contract.actor_ranks import Files, free_port, run_ranks, train
+from tests.contract.test_actor import STEPS, models, settings  # noqa: F401
+
+pytestmark = pytest.mark.timeout(300)
+ray = pytest.importorskip("ray")
+
+
+class Holder:
+    """Makes an actor where it lives, as a worker of the trainer does."""
+
+    def train_and_save(self, actor_settings: Any, steps: list, folder: str) -> dict[str, Any]:
+        import threading
+
+        import psutil
+
+        from rlpost.actor.actor import Actor
+
+        actor = Actor(actor_settings)
+        actor.setup(0, 1, "127.0.0.1", free_port())
+        actor.import_weights()
+        metrics = []
+        for samples in steps[:2]:
+            num_tokens = sum(sum(sample.loss_mask) for sample in samples)
+            batch = TrainBatch((tuple(samples),), num_samples=len(samples), num_tokens=num_tokens)
+            metrics.append(dict(actor.train_step(batch).metrics))
+        started: list[int] = []
+        watching, stop = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                started.extend(child.pid for child in psutil.Process().children())
+                watching.set()
+                stop.wait(0.002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        watching.wait(10)
+        actor.save(folder, 2)
+        stop.set()
+        watcher.join()
+        result = {"metrics": metrics, "children": sorted(set(started)), "hash": actor.weights_hash()}
+        actor.close()
+        return result
+
+
+@pytest.fixture(scope="module")
+def ray_runtime(tmp_path_factory: pytest.TempPathFactory):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2)
+    yield
+    ray.shutdown()
+
+
+def test_a_checkpoint_saved_in_a_ray_worker_starts_no_process_and_is_continued_outside(
+    ray_runtime,
+    models,  # noqa: F811
+    tmp_path,
+):
+    one, folder = settings(models, "untied", "tp1"), str(tmp_path / "saved")
+    holder = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}}).remote()
+    inside = ray.get(holder.train_and_save.remote(one, STEPS, folder), timeout=240)
+    assert inside["children"] == []
+    (resumed,) = run_ranks(train, 1, one, steps=STEPS, files=Files(load=folder), max_tokens=200)
+    (whole,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=200)
+    assert whole["metrics"][:2] == [pytest.approx(metrics, rel=1e-5, abs=1e-6) for metrics in inside["metrics"]]
+    assert resumed["metrics"] == [pytest.approx(whole["metrics"][2], rel=1e-5, abs=1e-6)]
+    assert Path(folder, ".metadata").is_file()

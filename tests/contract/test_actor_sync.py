@@ -1,0 +1,101 @@
+"""The trainer's half of the weight sync against a peer that reads as an engine does.
+
+The peer is a process of its own outside the trainer's world. It forms the group with torch's functions as SGLang does,
+and reads a bucket with SGLang's own class for that, taken from its file: the package itself need not import here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract.actor_ranks import connect_to_nobody, free_port, plan_sync, run_ranks, send_weights
+from tests.contract.test_actor import models, settings  # noqa: F401
+
+pytestmark = pytest.mark.timeout(300)
+BUCKET_BYTES = 40_000
+
+
+def sglang_tensor_bucket() -> ModuleType:
+    """The module sglang.srt.weight_sync.tensor_bucket, loaded from its file."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations, "SGLang is not installed"
+    path = Path(package.submodule_search_locations[0]) / "srt" / "weight_sync" / "tensor_bucket.py"
+    spec = importlib.util.spec_from_file_location("sglang_tensor_bucket", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def receive(ports: list[int], group_name: str, plan: tuple, results: Any) -> None:
+    """Join at each port, take all buckets and put {name: array}."""
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    bucket_module = sglang_tensor_bucket()
+    timeout = timedelta(seconds=90)
+    for port in ports:
+        store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
+        store.set_timeout(timeout)
+        group, _ = _new_process_group_helper(
+            2,
+            1,
+            [],
+            Backend("gloo"),
+            PrefixStore(group_name, store),
+            group_name=group_name,
+            backend_options=None,
+            timeout=timeout,
+        )
+        _world.pg_group_ranks[group] = {0: 0, 1: 1}
+        tensors: dict[str, Any] = {}
+        for bucket in plan:
+            metadata, start = [], 0
+            for name, shape, dtype_name in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+                dtype, size = getattr(torch, dtype_name), torch.Size(shape)
+                end = start + size.numel() * dtype.itemsize
+                metadata.append(bucket_module.FlattenedTensorMetadata(name, size, dtype, start, end, end - start))
+                start = end
+            flat = torch.empty(start, dtype=torch.uint8)
+            torch.distributed.broadcast(flat, group=group, group_src=0)
+            reader = bucket_module.FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata)
+            tensors |= {name: tensor.numpy().copy() for name, tensor in reader.reconstruct_tensors()}
+        torch.distributed.destroy_process_group(group)
+        results.put(tensors)
+
+
+@pytest.mark.parametrize(("model", "layout", "world_size"), [("untied", "tp2_sp", 2), ("tied", "tp2_dp2_sp", 4)])
+def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(models, model, layout, world_size):  # noqa: F811
+    actor = settings(models, model, layout, update_weight_buffer_size=BUCKET_BYTES)
+    plans = run_ranks(plan_sync, world_size, actor)
+    assert all(plan == plans[0] for plan in plans), "every rank plans the same"
+    assert len(plans[0]) > 3
+    context = multiprocessing.get_context("spawn")
+    results, ports = context.Queue(), [free_port(), free_port()]
+    peer = context.Process(target=receive, args=(ports, "rlpost-sync", plans[0], results), daemon=True)
+    peer.start()
+    try:
+        run_ranks(send_weights, world_size, actor, ports=ports, group_name="rlpost-sync")
+        received = [results.get(timeout=60) for _ in ports]
+    finally:
+        peer.kill()
+        peer.join()
+    original = load_file(models / model / "model.safetensors")
+    for tensors in received:
+        assert tensors.keys() == original.keys()
+        assert all(torch.equal(torch.from_numpy(tensors[name]), original[name]) for name in original)
+
+
+def test_engines_that_do_not_come_are_reported_at_the_deadline(models):  # noqa: F811
+    port = free_port()
+    (said,) = run_ranks(connect_to_nobody, 1, settings(models, "untied", "tp1"), port=port)
+    assert said.startswith(f"not all of the 1 engine ranks joined group 'rlpost' at 127.0.0.1:{port} within 1 s")

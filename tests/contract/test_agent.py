@@ -1,0 +1,214 @@
+"""The agent with real Ray on one machine: every way an attempt can end leaves a verdict and no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bootstrap.handoff import Cluster
+
+DEADLINE_S = 120
+
+# A driver as the trainer is one: waits for its cluster, works on it, polls the STOP file, ends with its own code.
+DRIVER = """
+import os, pathlib, sys, time
+import ray
+sys.path.insert(0, os.getcwd())
+from bootstrap.handoff import Cluster
+line = sys.stdin.readline()
+if not line:
+    sys.exit("no cluster")
+cluster = Cluster.from_json(line)
+ray.init(address=cluster.ray_address, log_to_driver=False, logging_level="ERROR")
+
+@ray.remote
+def where():
+    return ray.util.get_node_ip_address(), os.environ["GLOO_SOCKET_IFNAME"], sorted(os.environ)
+
+print("worked on", *ray.get(where.remote())[:2])
+pathlib.Path(cluster.attempt_dir, "cluster").write_text(line)
+if sys.argv[1] == "leave":
+    sys.exit(0)
+while not cluster.stop_file.exists():
+    time.sleep(0.05)
+if sys.argv[1] == "work_on_when_stopped":
+    print("after STOP worked on", *ray.get(where.remote())[:2])
+    sys.exit(75)
+time.sleep(600)
+"""
+
+
+class Attempt:
+    """One agent, and what it does to its folder."""
+
+    def __init__(self, folder: Path, *driver: str) -> None:
+        self.folder = folder / "attempts" / "0"
+        command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={self.folder}", "--num-gpus=2"]
+        command += ["--object-store-memory=100000000", "--loss-grace-s=1", "--stop-grace-s=2", "--", *driver]
+        # As a launcher might have left it: none of this may confuse Ray or the driver.
+        environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
+        self.process = subprocess.Popen(command, env=environ)
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
+            time.sleep(0.05)
+
+    def wait_until_it_works(self) -> Cluster:
+        self.wait_for((self.folder / "cluster").exists, "working driver")
+        return Cluster.from_json((self.folder / "cluster").read_text())
+
+    def wait(self) -> tuple[str, str]:
+        """Verdict and cause; the agent has ended well."""
+        assert self.process.wait(DEADLINE_S) == 0
+        document = json.loads((self.folder / "verdict.json").read_text())
+        assert (self.folder / "verdict").read_text() == document["verdict"] + "\n"
+        return document["verdict"], document["cause"]
+
+    def processes(self) -> list[psutil.Process]:
+        """The agent, its keepers, and everything below those."""
+        found = [psutil.Process(self.process.pid)]
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get("RLPOST_JOB_ID") == f"l{self.process.pid}"
+                if is_ours and "bootstrap.keeper" in process.cmdline():
+                    found += [process, *process.children(recursive=True)]
+            except psutil.Error:
+                continue
+        return found
+
+    @property
+    def temp_dir(self) -> Path:
+        return Path(f"/tmp/rl{self.process.pid}.0")
+
+    @property
+    def driver_log(self) -> str:
+        return (self.folder / "driver.log").read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
+    """Start an attempt with a driver; whatever the test does, nothing of it is left."""
+    attempts: list[Attempt] = []
+
+    def started(*driver: str) -> Attempt:
+        attempts.append(Attempt(tmp_path, *driver))
+        return attempts[-1]
+
+    yield started
+    for attempt in attempts:
+        attempt.process.kill()
+        attempt.process.wait()
+
+
+def driver(mode: str) -> tuple[str, ...]:
+    return sys.executable, "-c", DRIVER, mode
+
+
+def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[..., Attempt]) -> None:
+    attempt = start(*driver("work_on_when_stopped"))
+    cluster = attempt.wait_until_it_works()
+    (node,) = cluster.nodes
+    assert (node.ip, node.ifname, node.num_gpus) == ("127.0.0.2", "lo", 2)
+    assert cluster.port_count > 0 and "worked on 127.0.0.2 lo" in attempt.driver_log
+
+    without_token = f"import ray; ray.init(address={cluster.ray_address!r}, logging_level='ERROR'); print('INSIDE')"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", without_token],
+        env={**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    attempt.wait_for(lambda: stranger.stdout and "InvalidAuthToken" in stranger.stdout.readline(), "refusal")
+    stranger.kill()
+    assert "INSIDE" not in stranger.communicate()[0]
+
+    # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it is over.
+    processes = attempt.processes()
+    attempt.process.send_signal(signal.SIGTERM)
+    assert attempt.wait()[0] == "requeue"
+    assert "SIGTERM" in json.loads((attempt.folder / "STOP").read_text())["reason"]
+    assert "after STOP worked on 127.0.0.2" in attempt.driver_log
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+    attempt.wait_for(lambda: not attempt.temp_dir.exists(), "removal of Ray's folder")
+    for path in attempt.folder.iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_driver_that_ends_with_zero_is_done(start: Callable[..., Attempt]) -> None:
+    assert start(*driver("leave")).wait()[0] == "done"
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(78, "config"), (1, "failed")])
+def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
+    start: Callable[..., Attempt], code: int, verdict: str
+) -> None:
+    word, cause = start("sh", "-c", f"echo the recipe is wrong; exit {code}").wait()
+    assert word == verdict
+    assert "the recipe is wrong" in cause
+
+
+def test_nothing_survives_the_kill_of_the_agent(start: Callable[..., Attempt]) -> None:
+    attempt = start(*driver("ignore_stop"))
+    attempt.wait_until_it_works()
+    processes = attempt.processes()
+    assert len(processes) > 8  # agent, two keepers, driver, `ray start`, gcs, raylet, its agents, workers
+    attempt.process.kill()
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+    attempt.wait_for(lambda: not attempt.temp_dir.exists(), "removal of Ray's folder")
+
+
+def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attempt]) -> None:
+    attempt = start(*driver("ignore_stop"))
+    attempt.wait_until_it_works()
+    processes = attempt.processes()
+    (raylet,) = (process for process in processes if process.name() == "raylet")
+    killed_at = time.monotonic()
+    raylet.kill()
+    attempt.wait_for((attempt.folder / "verdict").exists, "verdict")
+    assert time.monotonic() - killed_at < 15
+    word, cause = attempt.wait()
+    assert word == "failed"
+    assert "Ray ended by itself" in cause and "raylet" in cause
+    assert (attempt.folder / "STOP").exists()  # the driver was asked first
+    assert list(attempt.folder.glob("ray-*/raylet.out"))  # Ray's own logs are kept
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+
+
+def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(start: Callable[..., Attempt]) -> None:
+    """The batch script writes the file as well; what was committed before is still good, so the run comes back."""
+    attempt = start(*driver("ignore_stop"))
+    attempt.wait_until_it_works()
+    processes = attempt.processes()
+    (attempt.folder / "STOP").write_text('{"reason": "signal USR2"}')
+    word, cause = attempt.wait()
+    assert word == "requeue" and "its time was over" in cause
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+
+
+def test_a_folder_is_used_once(start: Callable[..., Attempt]) -> None:
+    first = start("sh", "-c", "exit 78")
+    assert first.wait()[0] == "config"
+    again = start("sh", "-c", "exit 0")
+    assert again.process.wait(DEADLINE_S) == 1
+    assert first.wait()[0] == "config"
+
+
+def test_a_stop_during_the_bring_up_ends_it(start: Callable[..., Attempt]) -> None:
+    attempt = start(*driver("ignore_stop"))
+    attempt.wait_for(lambda: list(attempt.folder.glob("ray-*.log")), "start of Ray")
+    attempt.process.send_signal(signal.SIGUSR2)
+    word, cause = attempt.wait()
+    assert word == "requeue" and "stop was requested" in cause

@@ -1,0 +1,289 @@
+"""A real pair of SGLang engines behind the real router, compared with transformers on the same weights.
+
+The last test kills an engine: it must stay the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompts import PromptSet
+from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
+from rlpost.reward.registry import exact_match
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.evaluate import evaluate
+from rlpost.rollout.generate import RouterAddress, generate_groups
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.rollout.server_args import server_arg_names
+from rlpost.rollout.weight_update import WeightUpdate
+from rlpost.types import Bucket, Prompt, Sample, SampleGroup
+from tests.contract.conftest import Sglang, free_ports
+
+logger = logging.getLogger(__name__)
+MAX_NEW = 6
+GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0, stop_token_ids=(1,))
+
+
+def held_out(model: Path, count: int) -> list[Prompt]:
+    prompts = PromptSet(model / "heldout.jsonl", tokenize=PromptTokenizer(model), input_key="prompt", label_key="label")
+    return PromptCursor(prompts).take(count)
+
+
+def load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def groups_of(sglang: Sglang, prompts: list[Prompt], sampling: SamplingParams, n: int) -> list[SampleGroup]:
+    return asyncio.run(
+        generate_groups(prompts, sampling, n=n, router=sglang.router, score=exact_match, stop_requested=lambda: False)
+    )
+
+
+@torch.no_grad()
+def hf_logprobs(model: Any, sample: Sample, temperature: float) -> list[float]:
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(sample.prompt_ids) :, None]).flatten().tolist()
+
+
+@torch.no_grad()
+def hf_greedy(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
+    """Greedy answers, each up to and with its end token. The prompts have one length."""
+    ids = torch.tensor([prompt.token_ids for prompt in prompts])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False)
+    answers = made[:, ids.shape[1] :].tolist()
+    return [tuple(row[: row.index(1) + 1] if 1 in row else row) for row in answers]
+
+
+def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[int, ...]]:
+    """Greedy answers of one engine, asked directly."""
+    address = RouterAddress(url, key, (url,), concurrency=64)
+    groups = asyncio.run(
+        generate_groups(prompts, GREEDY, n=1, router=address, score=exact_match, stop_requested=lambda: False)
+    )
+    return [group.samples[0].sample.response_ids for group in groups]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) -> None:
+    """log-softmax of the logits over the temperature, over the whole vocabulary, at every sampled token."""
+    model, sampling = load(sglang.model), SamplingParams(MAX_NEW, temperature, stop_token_ids=(1,))
+    groups = groups_of(sglang, held_out(sglang.model, 4), sampling, n=4)
+    for group in groups:
+        for scored in group.samples:
+            wanted = hf_logprobs(model, scored.sample, temperature)
+            assert scored.sample.rollout_logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_groups_are_complete_and_answers_end_where_they_should(sglang: Sglang) -> None:
+    """Ids, text, finish reason and reward of a sample tell one story."""
+    prompts, digit = held_out(sglang.model, 16), 5 + 3
+    assert eos_token_ids(sglang.model) == (1,)
+    sampling = SamplingParams(max_new_tokens=MAX_NEW, stop_token_ids=(1, digit))
+    groups = groups_of(sglang, list(reversed(prompts)), sampling, n=8)
+    assert [group.prompt_id for group in groups] == list(range(16))
+    reasons = set()
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert [scored.sample.index for scored in group.samples] == list(range(8))
+        for scored in group.samples:
+            sample = scored.sample
+            reasons.add(sample.finish_reason)
+            assert not {1, digit} & set(sample.response_ids[:-1])
+            ended = sample.response_ids[-1] in (1, digit)
+            assert (sample.finish_reason == "stop") == ended
+            assert ended or len(sample.response_ids) == MAX_NEW
+            assert sample.policy_version == 0
+            assert scored.reward == float(sample.text == prompt.label)
+    assert "stop" in reasons
+    texts = [scored.sample.text for group in groups for scored in group.samples]
+    assert len(set(texts)) > 16, "sampling at temperature 1 gives different answers"
+
+
+def test_greedy_evaluation_is_that_of_transformers(sglang: Sglang) -> None:
+    prompts = held_out(sglang.model, 100)
+    tokenize = PromptTokenizer(sglang.model)
+    wanted = hf_greedy(load(sglang.model), prompts)
+    right = sum(answer == (*tokenize(prompt.label)[1], 1) for answer, prompt in zip(wanted, prompts, strict=True))
+    said = asyncio.run(
+        evaluate(prompts, GREEDY, n=1, router=sglang.router, score=exact_match, stop_requested=lambda: False)
+    )
+    assert said["reward_mean"] == pytest.approx(right / 100)
+    assert said["response_length_mean"] == pytest.approx(sum(map(len, wanted)) / 100)
+
+
+def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) -> None:
+    endless = SamplingParams(max_new_tokens=400, temperature=1.0)
+    unending = [Prompt(i, "", (5, 6, 7)) for i in range(40)]
+    started = time.monotonic()
+    with pytest.raises(Preempted):
+        asyncio.run(
+            generate_groups(
+                unending,
+                endless,
+                n=8,
+                router=sglang.router,
+                score=exact_match,
+                stop_requested=lambda: time.monotonic() > started + 0.5,
+            )
+        )
+    assert time.monotonic() - started < 10
+
+    async def settle() -> None:
+        for address in sglang.addresses:
+            await EngineClient(address.url, sglang.api_key).request("POST", "/flush_cache?timeout=20", None)
+
+    asyncio.run(settle())  # refused while anything runs
+    groups_of(sglang, held_out(sglang.model, 2), GREEDY, n=1)
+
+
+def test_strangers_are_refused_by_engines_and_router(sglang: Sglang) -> None:
+    url = sglang.addresses[0].url
+    for key in ("wrong", ""):
+        with pytest.raises(RolloutError, match="401"):
+            asyncio.run(EngineClient(url, key).model_info())
+        stranger = RouterAddress(sglang.router.url, key, (), 1)
+        with pytest.raises(RolloutError, match="401"):
+            asyncio.run(
+                generate_groups(
+                    held_out(sglang.model, 1),
+                    GREEDY,
+                    n=1,
+                    router=stranger,
+                    score=exact_match,
+                    stop_requested=lambda: False,
+                )
+            )
+
+
+def test_the_key_stands_in_no_command_line_and_no_log(sglang: Sglang) -> None:
+    family = [psutil.Process(engine.pid) for engine in sglang.engines]
+    family += [child for process in family for child in process.children(recursive=True)]
+    assert len(family) >= 4
+    for process in family:
+        assert sglang.api_key not in " ".join(process.cmdline())
+    for log in sglang.logs.iterdir():
+        assert sglang.api_key not in log.read_text()
+
+
+def test_the_settings_read_from_the_source_are_those_of_the_server(sglang: Sglang) -> None:
+    info = asyncio.run(EngineClient(sglang.addresses[0].url, sglang.api_key).server_info())
+    names = server_arg_names()
+    assert names is not None
+    assert names - info.keys() <= {"api_key", "admin_api_key"}
+    assert len(names) > 100
+    assert sglang.api_key not in str(info)
+
+
+class Sender:
+    """The trainer's half, in as little as it takes: rank 0 of a gloo group that broadcasts flattened buckets."""
+
+    def __init__(self, port: int, num_engine_ranks: int) -> None:
+        self.address, self.world_size = ("127.0.0.1", port), 1 + num_engine_ranks
+
+    def join(self) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+        wait = timedelta(seconds=60)
+        store = PrefixStore("rlpost", TCPStore(*self.address, self.world_size, is_master=True, timeout=wait))
+        self.group, _ = _new_process_group_helper(
+            self.world_size, 0, [], Backend("gloo"), store, group_name="rlpost", backend_options=None, timeout=wait
+        )
+        _world.pg_group_ranks[self.group] = {rank: rank for rank in range(self.world_size)}
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        flat = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
+        torch.distributed.broadcast(flat, group=self.group, group_src=0)
+
+
+def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
+    names = list(weights)
+    parts = [names[at::count] for at in range(count)]
+    return [
+        Bucket(
+            tuple(part),
+            tuple(tuple(weights[name].shape) for name in part),
+            tuple(str(weights[name].dtype).removeprefix("torch.") for name in part),
+        )
+        for part in parts
+    ]
+
+
+def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
+    """After an update both engines answer like transformers with the new weights, and say so in every sample."""
+    old = load(sglang.model)
+    torch.manual_seed(11)
+    new = type(old)(old.config).eval()
+    with torch.no_grad():  # far from uniform, so that greedy answers do not hang on the last digit
+        for weight in new.parameters():
+            weight.mul_(3.0 if weight.dim() > 1 else 1.0)
+    weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
+    prompts = held_out(sglang.model, 24)
+    wanted = hf_greedy(new, prompts)
+    assert wanted != hf_greedy(old, prompts)
+
+    whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
+    sender = Sender(free_ports(1)[0], whole.num_engine_ranks)
+    buckets = in_buckets(weights, 3)
+
+    async def send(index: int) -> None:
+        await asyncio.to_thread(sender.broadcast, [weights[name] for name in buckets[index].names])
+
+    async def move() -> None:
+        await asyncio.gather(whole.connect(*sender.address), asyncio.to_thread(sender.join))
+        started = time.monotonic()
+        await whole.update(buckets, 7, send)
+        logger.info("update of %d buckets: %.3f s", len(buckets), time.monotonic() - started)
+
+    asyncio.run(move())
+    for address in sglang.addresses:
+        assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
+    groups = groups_of(sglang, prompts, SamplingParams(MAX_NEW, 1.0, stop_token_ids=(1,)), n=2)
+    assert {scored.sample.policy_version for group in groups for scored in group.samples} == {7}
+    for group in groups:
+        for scored in group.samples:
+            assert scored.sample.rollout_logprobs == pytest.approx(hf_logprobs(new, scored.sample, 1.0), abs=1e-4)
+
+    async def again() -> None:
+        """The group serves any number of updates, and then is left."""
+        await whole.update(buckets, 8, send)
+        clients = [EngineClient(address.url, sglang.api_key) for address in sglang.addresses]
+        assert [await client.weight_version() for client in clients] == ["8", "8"]
+        await whole.disconnect()
+
+    asyncio.run(again())
+
+
+def test_a_killed_engine_is_named(sglang: Sglang) -> None:
+    """By its process, by its client and by an update; the other one goes on answering through the router."""
+    killed, survivor = sglang.engines
+    process = psutil.Process(killed.pid)
+    process.kill()
+    psutil.wait_procs([process], timeout=20)
+    with pytest.raises(EngineDied, match=f"engine {killed.url} ended by itself .signal SIGKILL.; the end of"):
+        killed.check_alive()
+    survivor.check_alive()
+    with pytest.raises(EngineDied, match=killed.url):
+        asyncio.run(EngineClient(killed.url, sglang.api_key).model_info())
+
+    async def send(index: int) -> None:
+        raise AssertionError("nothing may be sent")
+
+    whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=20)
+    with pytest.raises(SyncError, match=killed.url):
+        asyncio.run(whole.update([Bucket(("a",), ((1,),), ("float32",))], 9, send))
+    asyncio.run(EngineClient(survivor.url, sglang.api_key).resume())
+    assert len(groups_of(sglang, held_out(sglang.model, 6), GREEDY, n=1)) == 6

@@ -1,0 +1,74 @@
+"""A run in a lab, as its folder and Slurm tell of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost.metrics.writer import read_metrics
+from tests.cluster.jobs import job_info, until
+from tests.cluster.lab import Lab
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "jobs/recipes/tiny.toml"
+NUM_STEPS = 24
+SETTINGS = [
+    *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16", "--save-interval", "10", "--eval-interval", "12"),
+    *("--partition", "low"),
+]
+RUN_DEADLINE_S = 900.0
+
+
+@dataclass
+class Run:
+    """Where a run lives and the job that runs it."""
+
+    lab: Lab
+    folder: Path
+    job: str = ""
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def ledger(self) -> list[dict]:
+        path = self.folder / "ledger.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def events(self, name: str) -> list[dict]:
+        return [line for line in self.ledger if line["event"] == name]
+
+    def log(self, attempt: int, name: str = "driver.log") -> str:
+        return (self.folder / "attempts" / str(attempt) / name).read_text()
+
+    def verdict(self, attempt: int) -> str:
+        return self.log(attempt, "verdict").strip()
+
+    def tell(self) -> str:
+        """All that helps to understand a run that did not end well."""
+        logs = sorted(self.folder.glob("attempts/*/driver.log")) + sorted(self.folder.glob("*.out"))
+        logs += sorted(self.folder.glob("attempts/*/agent-*.log"))
+        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-25:]) for path in logs)
+
+
+def until_over(run: Run) -> None:
+    """Wait until Slurm calls the job over; it must have completed."""
+    until(lambda: job_info(run.lab, run.job).state.is_over, run.lab, "the run is over", deadline_s=RUN_DEADLINE_S)
+    state = job_info(run.lab, run.job).state
+    assert state == "COMPLETED", f"{state}\n{run.tell()}"
+
+
+def without_clock(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics lines without what a clock says, and without evaluations.
+
+    Training is compared to the last bit. Evaluation decodes greedily, but how many requests an engine happens to batch
+    together moves its logits in the last bits, so that part is compared with a tolerance.
+    """
+    return [{key: value for key, value in line.items() if key.split("/")[0] not in ("time", "eval")} for line in lines]
+
+
+def evaluations(lines: list[dict[str, float]]) -> dict[float, float]:
+    """Reward on the held-out prompts by step."""
+    return {line["step"]: line["eval/heldout/reward_mean"] for line in lines if "eval/heldout/reward_mean" in line}

@@ -1,0 +1,91 @@
+"""A run that a job of higher priority pushes off its nodes, that Slurm starts again, that ends as if nothing happened.
+
+The generations of the undisturbed run are fixed: it records them, and the preempted runs train on the recording
+(engines run, are synchronised after every step and generate the evaluations). So weights and metrics must be equal to
+the last bit.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.lab import Lab
+from tests.cluster.lab_config import LabOptions
+from tests.e2e.runs import (
+    NUM_STEPS,
+    RECIPE,
+    ROOT,
+    RUN_DEADLINE_S,
+    SETTINGS,
+    Run,
+    evaluations,
+    until_over,
+    without_clock,
+)
+
+PREEMPT_AFTER_STEP = 3
+
+
+@pytest.fixture(scope="module")
+def silent_lab(slurm_available):
+    """Two nodes; at a preemption the steps get TERM, the batch shell nothing."""
+    with Lab(2, name="e2esilent", options=LabOptions(grace_time_s=120, send_user_signal=False)) as lab:
+        yield lab
+
+
+def preempt(run: Run) -> None:
+    """When some steps are trained, let a job of the high partition take both nodes; wait until the run is over."""
+    until(
+        lambda: (
+            any(line["step"] >= PREEMPT_AFTER_STEP for line in run.metrics) or job_info(run.lab, run.job).state.is_over
+        ),
+        run.lab,
+        f"step {PREEMPT_AFTER_STEP}",
+        deadline_s=RUN_DEADLINE_S,
+    )
+    assert run.metrics, run.tell()
+    script = "#!/bin/bash\n#SBATCH --partition=high --nodes=2 --exclusive --gres=gpu:8\nsrun hostname\n"
+    other = sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
+    until_over(run)
+    assert job_info(run.lab, other).state == "COMPLETED"
+
+
+def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
+    info = job_info(run.lab, run.job)
+    assert info.num_restarts == 1, run.tell()
+    assert (run.verdict(0), run.verdict(1)) == ("requeue", "done")
+    (preempted,), (first, second) = run.events("preempted"), run.events("started")
+    saved = [event["step"] for event in run.ledger[: run.ledger.index(preempted)] if event["event"] == "committed"]
+    assert first["step"] == 0
+    assert PREEMPT_AFTER_STEP <= second["step"] == saved[-1] < NUM_STEPS
+    assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
+    assert without_clock(run.metrics) == without_clock(undisturbed.metrics)
+    assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
+
+
+def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(undisturbed, signalling_lab, recordings):
+    run = Run(signalling_lab, signalling_lab.shared / "preempted")
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *replay]
+    run.job = signalling_lab.run("ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT).stdout.split()[1]
+    preempt(run)
+    assert_as_if_nothing_happened(run, undisturbed)
+    assert "USR2" in run.log(0, "STOP")
+
+
+def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
+    undisturbed, silent_lab, recordings
+):
+    """``sbatch jobs/tiny.sbatch``: no Python of ours runs on the login node."""
+    run = Run(silent_lab, silent_lab.shared / "plain")
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    options = ["--parsable", "--partition=low", f"--output={silent_lab.shared}/plain-%j.out"]
+    env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
+    command = ["sbatch", *options, "jobs/tiny.sbatch", *SETTINGS, *replay]
+    run.job = silent_lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
+    preempt(run)
+    assert_as_if_nothing_happened(run, undisturbed)
+    assert "TERM" in run.log(0, "STOP")
+    assert "requeue" in Path(f"{silent_lab.shared}/plain-{run.job}.out").read_text()

@@ -1,0 +1,71 @@
+"""An agent that starts nothing: it does what the driver's arguments tell it and leaves a verdict. Stdlib only.
+
+The word after ``--run-folder PATH`` on the driver's command line is the behaviour:
+
+    done | config | failed      leave this verdict at once
+    wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
+    wait-once                   the same on attempt 0; ``done`` on later ones
+    crash                       die without a verdict
+
+Beside the verdict: ``argv-HOST.json`` (what it was called with) and ``signals-HOST`` (a line a signal).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+DEADLINE_S = 120.0
+
+
+def write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def wait_for_stop(attempt_dir: Path) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not (attempt_dir / "STOP").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def main() -> int:
+    own, driver = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+    attempt_dir = Path(own[own.index("--attempt-dir") + 1])
+    host = socket.gethostname()
+    behaviour = driver[driver.index("--run-folder") + 2]
+
+    def on_signal(number: int, _: object) -> None:
+        with (attempt_dir / f"signals-{host}").open("a") as file:
+            file.write(signal.Signals(number).name + "\n")
+        if not (attempt_dir / "STOP").exists():
+            write(attempt_dir / "STOP", json.dumps({"reason": f"signal {number} to the agent on {host}"}))
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGUSR2, on_signal)
+    place = {key: os.environ.get(key) for key in ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID")}
+    facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}
+    write(attempt_dir / f"argv-{host}.json", json.dumps(facts))
+    if behaviour == "crash":
+        os._exit(3)
+    verdict = behaviour
+    if behaviour in ("wait", "wait-once"):
+        verdict = "requeue"
+        if behaviour == "wait-once" and attempt_dir.name != "0":
+            verdict = "done"
+        else:
+            wait_for_stop(attempt_dir)
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        write(attempt_dir / "verdict.json", json.dumps({"verdict": verdict, "cause": "told to"}))
+        write(attempt_dir / "verdict", verdict + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Batch scripts as whole texts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+
+SPECS = {
+    "standalone.sbatch": JobSpec(job_name="tiny", nodes=2, gpu_request="none", driver_args=("jobs/recipes/tiny.toml",)),
+    "submitted.sbatch": JobSpec(
+        job_name="glm45_355b",
+        nodes=8,
+        gpu_request="gpus-per-node",
+        time="1-00:00:00",
+        partition="gpu",
+        account="rl",
+        signal_lead_s=600,
+        driver_args=("jobs/recipes/glm45_355b.toml", "--num-rollout", "3000"),
+        agent_args=("--socket-ifname", "eth0"),
+        home="/shared/runs/glm/code",
+        python="/shared/venv/bin/python",
+        run_folder="/shared/runs/glm",
+        output="/shared/runs/glm/slurm-%j.out",
+    ),
+    "hostile.sbatch": JobSpec(
+        job_name="hostile",
+        num_gpus_per_node=1,
+        driver_args=("a'; touch x", "$(touch x)", "`touch x`", "# x", ""),
+        home="/home/a'; touch x",
+        python="/home/$(touch x)/python",
+        run_folder='/runs/%j "; touch x; #',
+        output="/runs/a'; touch x #/slurm-%j.out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_batch_script_is_the_one_that_was_reviewed(name: str, golden: Callable[[str, str], None]) -> None:
+    """The whole text equals the golden file."""
+    golden(name, render_sbatch(SPECS[name]))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_batch_script_is_at_most_80_lines_of_bash_that_shellcheck_passes(name: str) -> None:
+    script = Path(__file__).with_name(name)
+    assert len(script.read_text().splitlines()) <= 80
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed; on Debian: apt-get install shellcheck")
+    # These three warn that a quoted text stays literal, which is what hostile values must.
+    exclude = ["--exclude=SC2016,SC2089,SC2090"] if name == "hostile.sbatch" else []
+    checked = subprocess.run(["shellcheck", *exclude, script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_both_uses_of_the_script_have_the_same_structure() -> None:
+    """Given or found at run time, the places are all that differs."""
+    common = {"job_name": "tiny", "driver_args": ("recipe.toml",)}
+    found = render_sbatch(JobSpec(**common)).splitlines()
+    given = render_sbatch(JobSpec(**common, home="/h", python="/p", run_folder="/r")).splitlines()
+    differing = [a.partition("=")[0] for a, b in zip(found, given, strict=True) if a != b]
+    assert differing == ["RLPOST_HOME", "python", "run_folder"]

@@ -1,0 +1,27 @@
+"""Invariant: of several writers the first is heard, and no reader ever sees half a file."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bootstrap.files import tail, write_atomic, write_first
+
+
+def test_the_first_writer_wins(tmp_path: Path) -> None:
+    target = tmp_path / "STOP"
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda number: write_first(target, str(number)), range(32)))
+    assert won.count(True) == 1
+    assert target.read_text() == str(won.index(True))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_later_text_replaces_an_earlier_one(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "verdict", "failed")
+    write_atomic(tmp_path / "verdict", "done")
+    assert (tmp_path / "verdict").read_text() == "done"
+
+
+def test_the_tail_of_a_log_and_of_none(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("\n".join(map(str, range(100))))
+    assert tail(tmp_path / "log", 2) == "98\n99"
+    assert "cannot be read" in tail(tmp_path / "none")

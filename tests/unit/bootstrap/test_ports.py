@@ -1,0 +1,63 @@
+"""Invariant: a job's ports lie in one block below the ephemeral range, and no part of the block overlaps another."""
+
+import itertools
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootstrap.ports import BLOCK_SIZE, PortBlock, PortError, candidate_blocks, claim_block, ephemeral_floor
+
+
+@given(st.text(min_size=1, max_size=12), st.integers(9000, 61000))
+def test_every_port_is_unprivileged_and_below_the_ephemeral_floor(job_id: str, floor: int) -> None:
+    blocks = list(candidate_blocks(job_id, floor))
+    assert len({block.base for block in blocks}) == len(blocks)
+    for block in blocks:
+        assert block.base > 1024 and block.job_ports.stop <= floor
+
+
+def test_the_parts_of_a_block_are_disjoint_and_fill_it() -> None:
+    block = PortBlock(20_000)
+    parts = [[block.rendezvous], block.service_ports, block.worker_ports, block.job_ports]
+    assert sorted(itertools.chain(*parts)) == list(range(20_000, 20_000 + BLOCK_SIZE))
+    assert block.gcs in block.service_ports
+
+
+def test_neighbouring_jobs_begin_with_different_blocks() -> None:
+    assert len({next(candidate_blocks(str(job), 32768)).base for job in range(100, 110)}) == 10
+
+
+def test_a_floor_without_room_is_an_error() -> None:
+    with pytest.raises(PortError, match="1500"):
+        list(candidate_blocks("1", 1500))
+
+
+def test_the_floor_is_what_the_kernel_says(tmp_path) -> None:
+    (tmp_path / "range").write_text("9000\t65535\n")
+    assert ephemeral_floor(tmp_path / "range") == 9000
+    assert ephemeral_floor(tmp_path / "absent") == 32768
+
+
+def test_a_claimed_block_is_not_given_to_another() -> None:
+    """The bound rendezvous socket is the claim: while it is open nobody else gets the block."""
+    first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    with claim:
+        second, other = claim_block("7", ephemeral_floor(), "127.0.0.2")
+        other.close()
+    assert first != second
+    again, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    claim.close()
+    assert again == first
+
+
+def test_a_block_with_a_busy_service_port_is_passed_over() -> None:
+    first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    claim.close()
+    with socket.socket() as intruder:
+        intruder.bind(("127.0.0.1", first.gcs))
+        intruder.listen()
+        second, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+        claim.close()
+    assert second != first

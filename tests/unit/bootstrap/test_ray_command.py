@@ -1,0 +1,89 @@
+"""Invariant: Ray is told everything it would otherwise guess, and nothing of the launcher leaks into it."""
+
+from pathlib import Path
+
+import pytest
+
+from bootstrap.facts import Facts
+from bootstrap.ports import PortBlock
+from bootstrap.ray_command import RayNode, base_environment, ray_environment, start_argv, temp_dir
+
+FACTS = Facts("n02", 1, ("n01", "n02"), "4711", 3, in_slurm=True)
+
+SHARED = """
+--node-manager-port=20004
+--object-manager-port=20005
+--runtime-env-agent-port=20006
+--dashboard-agent-grpc-port=20007
+--dashboard-agent-listen-port=20008
+--metrics-export-port=20009
+--min-worker-port=20016
+--max-worker-port=20599
+--temp-dir=/tmp/r4711.3
+--num-cpus=96
+--num-gpus=8
+"""
+HEAD = (
+    """py -u -m ray.scripts.scripts start
+--head
+--port=20001
+--include-dashboard=false
+--dashboard-host=127.0.0.1
+--dashboard-port=20002
+--ray-client-server-port=20003
+--node-ip-address=10.77.0.11"""
+    + SHARED
+    + """--object-store-memory=1000
+--disable-usage-stats --log-style=record --log-color=false --block"""
+)
+NODE = (
+    """py -u -m ray.scripts.scripts start
+--address=10.77.0.11:20001
+--node-ip-address=10.77.0.12"""
+    + SHARED
+    + "--disable-usage-stats --log-style=record --log-color=false --block"
+)
+
+
+def ray_node(ip: str, object_store_memory: int | None) -> RayNode:
+    return RayNode(ip, "10.77.0.11", PortBlock(20_000), "/tmp/r4711.3", 96, 8, object_store_memory)
+
+
+def test_the_command_of_the_head() -> None:
+    assert start_argv("py", ray_node("10.77.0.11", 1000)) == HEAD.split()
+
+
+def test_the_command_of_another_node_has_no_option_of_the_head() -> None:
+    assert start_argv("py", ray_node("10.77.0.12", None)) == NODE.split()
+
+
+def test_what_launchers_leave_behind_does_not_reach_ray_or_the_driver() -> None:
+    names = "SLURM_NODEID SLURMD_NODENAME SBATCH_X PMI_RANK PMIX_RANK PMI2 OMPI_COMM RANK LOCAL_RANK WORLD_SIZE"
+    names += " MASTER_ADDR MASTER_PORT RAY_ADDRESS RAY_AUTH_TOKEN"
+    launchers = {name: "x" for name in names.split()}
+    kept = {"PATH": "/bin", "MASTER": "mine", "RANKING": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    environ = base_environment({**launchers, **kept}, FACTS, Path("/run/secret"))
+    assert not launchers.keys() & environ.keys()
+    assert kept.items() <= environ.items()
+    assert environ["RLPOST_JOB_ID"] == "4711" and environ["RLPOST_RESTART_COUNT"] == "3"
+
+
+def test_the_secret_is_named_by_its_file_only() -> None:
+    environ = base_environment({}, FACTS, Path("/run/secret"))
+    assert environ["RAY_AUTH_MODE"] == "token" and environ["RAY_AUTH_TOKEN_PATH"] == "/run/secret"
+
+
+def test_the_end_of_the_job_stays_known() -> None:
+    assert base_environment({"SLURM_JOB_END_TIME": "99"}, FACTS, Path("/s"))["RLPOST_JOB_END_TIME"] == "99"
+
+
+def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
+    environ = ray_environment({"PATH": "/bin"}, PortBlock(20_000), "eth0")
+    assert environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
+    assert environ["NCCL_SOCKET_IFNAME"] == "=eth0" and environ["PATH"] == "/bin"
+
+
+def test_a_folder_too_long_for_a_socket_is_refused() -> None:
+    assert temp_dir(FACTS) == "/tmp/r4711.3"
+    with pytest.raises(ValueError, match="socket"):
+        temp_dir(Facts("n", 0, ("n",), "9" * 60, 0, in_slurm=True))

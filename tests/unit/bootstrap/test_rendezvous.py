@@ -1,0 +1,141 @@
+"""Invariant: whoever holds the secret joins, whoever does not gets no byte and breaks nothing."""
+
+import asyncio
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from bootstrap.messages import Codec, hello_key
+from bootstrap.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
+
+SECRET = b"the secret of the attempt"
+
+
+def listening() -> tuple[socket.socket, int]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+async def opened(hosts: tuple[str, ...]) -> tuple[Reception, int]:
+    reception = Reception(SECRET, hosts, lambda report, link: None)
+    listener, port = listening()
+    await reception.open(listener)
+    return reception, port
+
+
+def joining(port: int, rank: int, secret: bytes = SECRET) -> Coroutine[Any, Any, Link]:
+    report = NodeReport(f"n{rank}", rank, 8)
+    return join(report, secret=secret, candidates=lambda: [("127.0.0.1", port)], ifname_of=lambda ip: "lo")
+
+
+def run(scene: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scene
+
+    asyncio.run(bounded())
+
+
+def test_all_nodes_join_and_talk_both_ways() -> None:
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1", "n2"))
+        links = await asyncio.gather(joining(port, 1), joining(port, 2))
+        await reception.complete.wait()
+        assert reception.reports[2] == NodeReport("n2", 2, 8, {}, "127.0.0.1", "lo")
+        await links[0].send({"kind": "ray_up"})
+        assert await reception.links[1].receive() == {"kind": "ray_up"}
+        await reception.links[1].send({"kind": "end"})
+        assert await links[0].receive() == {"kind": "end"}
+        links[1].close()
+        with pytest.raises(LinkLost):
+            await reception.links[2].receive()
+        reception.close()
+
+    run(scene())
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x10" + b"x" * 100, b"\xff" * 64])
+def test_a_stranger_gets_no_byte_and_breaks_nothing(noise: bytes) -> None:
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(noise)
+        assert await reader.read() == b""
+        writer.close()
+        await joining(port, 1)
+        await reception.complete.wait()
+        reception.close()
+
+    run(scene())
+
+
+def test_a_recorded_hello_joins_nothing() -> None:
+    """The recorder can make the head answer, but never speak under the key that the answer made."""
+
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1"))
+        hello = Codec(hello_key(SECRET), "node").pack({"kind": "hello", "nonce": "recorded"})
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(hello + hello)
+        assert await reader.read(4)
+        assert b"joined" not in await reader.read()
+        writer.close()
+        assert reception.missing() == ["n1"]
+        reception.close()
+
+    run(scene())
+
+
+def test_another_secret_never_joins() -> None:
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(joining(port, 1, b"another secret"), 1.0)
+        assert reception.missing() == ["n1"]
+        reception.close()
+
+    run(scene())
+
+
+def test_a_place_is_given_once() -> None:
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1", "n2"))
+        await joining(port, 1)
+        second = await joining(port, 1)
+        with pytest.raises(LinkLost):
+            await second.receive()
+        assert reception.missing() == ["n2"]
+        reception.close()
+
+    run(scene())
+
+
+def test_a_node_passes_over_places_that_are_not_its_head() -> None:
+    """Nobody listens at the first place, something foreign at the second; the third proves to be the head."""
+
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1"))
+        unused, unused_port = listening()
+        foreign = await asyncio.start_server(lambda reader, writer: writer.write(b"SSH-2.0-OpenSSH\r\n" * 4), port=0)
+        foreign_port = foreign.sockets[0].getsockname()[1]
+        places = [("127.0.0.1", unused_port), ("127.0.0.1", foreign_port), ("127.0.0.1", port)]
+        link = await join(NodeReport("n1", 1, 8), secret=SECRET, candidates=lambda: places, ifname_of=lambda ip: "lo")
+        await reception.complete.wait()
+        link.close()
+        unused.close()
+        foreign.close()
+        reception.close()
+
+    run(scene())
+
+
+def test_the_node_with_another_version_is_named() -> None:
+    versions = {"ray": "2.60.0", "torch": "2.13.0"}
+    reports = [NodeReport(f"n{rank}", rank, 8, versions) for rank in range(3)]
+    check_versions(reports)
+    odd = NodeReport("n3", 3, 8, {**versions, "ray": "2.59.0"})
+    with pytest.raises(BringupError, match=r"n3 has ray 2\.59\.0, the others 2\.60\.0"):
+        check_versions([*reports, odd])

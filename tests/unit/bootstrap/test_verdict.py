@@ -1,0 +1,57 @@
+"""Invariant: whatever happened there is a verdict, and a run comes back only when coming back can help."""
+
+import itertools
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from bootstrap.verdict import Outcome, decide, write_verdict
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [
+        (Outcome(driver_code=0), "done"),
+        (Outcome(driver_code=0, lost="n02 is gone"), "done"),
+        (Outcome(driver_code=75, stop_requested=True), "requeue"),
+        (Outcome(driver_code=75), "requeue"),
+        (Outcome(driver_code=75, lost="n02 is gone"), "failed"),
+        (Outcome(driver_code=75, lost="n02 is gone", stop_requested=True), "requeue"),
+        (Outcome(driver_code=78), "config"),
+        (Outcome(driver_code=1), "failed"),
+        (Outcome(driver_code=-9), "failed"),
+        (Outcome(driver_code=1, stop_requested=True), "failed"),
+        (Outcome(stop_requested=True), "requeue"),
+        (Outcome(lost="n02 is gone"), "failed"),
+        (Outcome(bringup_error="n03 did not join"), "failed"),
+        (Outcome(bringup_error="n03 did not join", stop_requested=True), "failed"),
+        (Outcome(), "failed"),
+    ],
+)
+def test_the_table_of_verdicts(outcome: Outcome, word: str) -> None:
+    assert decide(outcome).verdict == word
+
+
+def test_every_outcome_has_a_verdict_with_a_cause() -> None:
+    codes, errors, losses, stops = (None, 0, 1, 75, 78, -9, -99), (None, "e"), (None, "l"), (True, False)
+    for code, error, lost, stop in itertools.product(codes, errors, losses, stops):
+        assert decide(Outcome(code, "tail", error, lost, stop)).cause
+
+
+def test_the_cause_is_what_was_lost_and_not_what_the_driver_made_of_it() -> None:
+    assert decide(Outcome(driver_code=1, driver_tail="RaySystemError", lost="n02 is gone")).cause == "n02 is gone"
+
+
+def test_a_failed_driver_is_quoted() -> None:
+    cause = decide(Outcome(driver_code=-9, driver_tail="out of memory")).cause
+    assert "SIGKILL" in cause and "out of memory" in cause
+
+
+def test_the_word_stands_alone_in_its_file_and_the_cause_beside_it(tmp_path: Path) -> None:
+    write_verdict(tmp_path, decide(Outcome(driver_code=78, driver_tail="lr: not a number")))
+    assert (tmp_path / "verdict").read_text() == "config\n"
+    assert "lr: not a number" in json.loads((tmp_path / "verdict.json").read_text())["cause"]
+    assert stat.S_IMODE((tmp_path / "verdict").stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["verdict", "verdict.json"]

@@ -1,0 +1,203 @@
+"""The commit protocol against crashes at every file operation, damaged files and leftovers."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlpost.checkpoint import commit as protocol
+from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, step_of
+from rlpost.errors import CheckpointError
+
+
+def write(folder: Path, step: int, content: str) -> Path:
+    """The whole of a save: begin, some files in two folders, commit."""
+    writing = begin(folder, step)
+    (writing / "megatron").mkdir()
+    (writing / "megatron" / "__0_0.distcp").write_bytes(content.encode() * 1000)
+    (writing / "state.json").write_text(content)
+    return commit(writing)
+
+
+def content_of(folder: Path) -> tuple[int, str] | None:
+    path = newest_committed(folder).path
+    return None if path is None else (step_of(path), (path / "state.json").read_text())
+
+
+class Crash(BaseException):
+    """Stands for the end of the process: nothing in the code under test may catch it."""
+
+
+class CrashAt:
+    """Lets ``number`` file operations of the commit protocol happen and ends the process at the next one."""
+
+    OPERATIONS = ("mkdir", "makedirs", "rename", "replace", "fsync")
+
+    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = number
+        fake_os = type(os)("os")
+        fake_os.__dict__.update(os.__dict__)
+        for name in self.OPERATIONS:
+            setattr(fake_os, name, self.counted(getattr(os, name)))
+        fake_shutil = type(shutil)("shutil")
+        fake_shutil.rmtree = self.half_removed
+        monkeypatch.setattr(protocol, "os", fake_os)
+        monkeypatch.setattr(protocol, "shutil", fake_shutil)
+        monkeypatch.setattr(protocol, "open", self.opened, raising=False)
+
+    def counted(self, operation: Callable) -> Callable:
+        def run(*args, **kwargs):
+            self.tick()
+            return operation(*args, **kwargs)
+
+        return run
+
+    def opened(self, path, mode="r"):
+        if "w" in mode:
+            self.tick()
+        return builtins.open(path, mode)
+
+    def half_removed(self, path: Path) -> None:
+        """rmtree is not atomic: a crash may leave some of the files."""
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                self.tick()
+                file.unlink()
+        self.tick()
+        shutil.rmtree(path)
+
+    def tick(self) -> None:
+        if self.left == 0:
+            raise Crash
+        self.left -= 1
+
+
+def save_and_prune(folder: Path, step: int, content: str) -> None:
+    write(folder, step, content)
+    prune(folder, keep_last=1)
+
+
+def crash_everywhere(root: Path, *, before: list[tuple[int, str]], step: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Save ``step`` with content "new" and crash at each file operation in turn; returns how many there were."""
+    allowed = {before[-1], (step, "new")}
+    for number in range(1000):
+        folder = root / f"crash_{number}"
+        for old_step, old_content in before:
+            write(folder, old_step, old_content)
+        with monkeypatch.context() as patch:
+            CrashAt(number, patch)
+            try:
+                save_and_prune(folder, step, "new")
+                crashed = False
+            except Crash:
+                crashed = True
+        assert content_of(folder) in allowed, f"after a crash at file operation {number}"
+        save_and_prune(folder, step, "new")
+        assert content_of(folder) == (step, "new"), f"when saving again after a crash at file operation {number}"
+        assert sorted(path.name for path in folder.iterdir()) == [protocol.checkpoint_name(step), "latest"]
+        if not crashed:
+            return number
+    raise AssertionError("the save never came to its end")
+
+
+def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch):
+    before = [(10, "ten"), (15, "fifteen")]
+    assert crash_everywhere(tmp_path, before=before, step=20, monkeypatch=monkeypatch) > 20
+
+
+def test_a_crash_while_a_step_is_saved_again_never_loses_that_step(tmp_path, monkeypatch):
+    before = [(10, "ten"), (20, "old")]
+    assert crash_everywhere(tmp_path, before=before, step=20, monkeypatch=monkeypatch) > 20
+
+
+def test_a_second_crash_during_the_recovery_of_the_first_is_survived_too(tmp_path, monkeypatch):
+    for first in range(0, 40, 3):
+        for second in range(0, 40, 3):
+            folder = tmp_path / f"{first}_{second}"
+            write(folder, 20, "old")
+            for number in (first, second):
+                with monkeypatch.context() as patch:
+                    CrashAt(number, patch)
+                    with contextlib.suppress(Crash):
+                        save_and_prune(folder, 20, "new")
+                assert content_of(folder) in {(20, "old"), (20, "new")}
+
+
+def test_nothing_is_found_in_a_folder_that_does_not_exist(tmp_path):
+    assert newest_committed(tmp_path / "none") == protocol.Search(None, ())
+
+
+def test_a_checkpoint_without_its_marker_is_skipped_with_the_reason(tmp_path):
+    write(tmp_path, 10, "ten")
+    newer = write(tmp_path, 20, "twenty")
+    (newer / protocol.COMMITTED).unlink()
+    search = newest_committed(tmp_path)
+    assert search.path is not None and search.path.name == "iter_0000010"
+    assert search.skipped == ((newer, "it has no COMMITTED: it was not committed"),)
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "gone", "manifest"])
+def test_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_used(tmp_path, damage):
+    older = write(tmp_path, 10, "ten")
+    newer = write(tmp_path, 20, "twenty")
+    file = newer / "megatron" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    if damage == "bit":
+        data[1234] ^= 1
+        file.write_bytes(data)
+    elif damage == "short":
+        file.write_bytes(data[:-1])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        file = newer / protocol.MANIFEST
+        file.write_text(file.read_text().replace("6", "7"))
+    search = newest_committed(tmp_path)
+    assert search.path == older
+    ((path, reason),) = search.skipped
+    assert path == newer and file.name in reason
+
+
+def test_without_checksums_only_sizes_are_compared(tmp_path):
+    path = write(tmp_path, 20, "twenty")
+    (path / "state.json").write_text("twentY")
+    assert newest_committed(tmp_path).path is None
+    assert newest_committed(tmp_path, checksums=False).path == path
+
+
+def test_prune_keeps_the_newest_complete_ones_and_counts_no_broken_one(tmp_path):
+    for step in (5, 10, 15, 20, 25):
+        write(tmp_path, step, str(step))
+    (tmp_path / "iter_0000020" / protocol.COMMITTED).unlink()
+    begin(tmp_path, 30)
+    prune(tmp_path, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000015",
+        "iter_0000020",
+        "iter_0000025",
+        "latest",
+    ]
+    assert (tmp_path / "latest").read_text() == "iter_0000025\n"
+
+
+def test_prune_deletes_nothing_when_no_checkpoint_is_complete(tmp_path):
+    path = write(tmp_path, 5, "five")
+    (path / protocol.COMMITTED).unlink()
+    assert prune(tmp_path, keep_last=1) == ()
+    assert path.is_dir()
+
+
+def test_an_empty_checkpoint_cannot_be_committed(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no file"):
+        commit(begin(tmp_path, 1))
+
+
+def test_folders_are_open_to_their_owner_only(tmp_path):
+    path = write(tmp_path / "checkpoints", 1, "one")
+    assert [oct(p.stat().st_mode & 0o777) for p in (path, path.parent)] == ["0o700", "0o700"]

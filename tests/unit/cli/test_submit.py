@@ -1,0 +1,108 @@
+"""rlpost.submit as a person meets it: a dry run, and bad input refused on the login node with exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.submit import main
+from rlpost.config.flags import fields, flag
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a recipe, a model folder and prompts that have nothing wrong."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "eos_token_id": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)
+    (tmp_path / "recipe.toml").write_text(
+        "[cluster]\njob_name = 'test'\nnum_gpus_per_node = 4\nactor_num_gpus_per_node = 2\nrollout_num_gpus = 2\n"
+        "[checkpoint]\nhf_checkpoint = 'model'\n"
+        "[rollout]\nprompt_data = 'prompts.jsonl'\ninput_key = 'prompt'\nlabel_key = 'label'\n"
+        "rollout_batch_size = 4\nn_samples_per_prompt = 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capsys, *arguments):
+    assert main(["recipe.toml", "--dry-run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
+    assert main(["recipe.toml", "--dry-run", "--nodes", "2", "--partition", "low"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2\n")
+    assert "#SBATCH --partition=low" in script and "bootstrap.agent" in script and "rlpost.train" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert not (project / "runs").exists()
+
+
+def test_without_a_recipe_it_says_how_to_name_one(project, capsys):
+    assert main([]) == 2
+    assert "jobs/recipes/tiny.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-rolout", "3"], ["--num-rolout", "--num-rollout"]),
+        (["--nodes", "0"], ["cluster.nodes", "--nodes", "'0'", "greater than 0"]),
+        (["--tensor-model-parallel-size", "3"], ["tensor_model_parallel_size = 3", "2 GPUs", "1 or 2"]),
+        (["--prompt-data", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--hf-checkpoint", "nowhere"], ["hf_checkpoint", "nowhere", "no such folder"]),
+        (["--rm-type", "exact"], ["--rm-type", "exact_match"]),
+        (["--sglang-mem-fraction-statik", "1"], ["--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"]),
+        (["--job-name", "a'; touch x"], ["job_name"]),
+        (["--time", "soon"], ["time", "soon"]),
+    ],
+)
+def test_bad_input_is_named_with_what_was_got_and_what_is_needed(project, capsys, arguments, words):
+    message = refused(capsys, *arguments)
+    assert all(word in message for word in words), message
+
+
+def test_a_broken_line_of_the_prompts_is_named(project, capsys):
+    (project / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": \n')
+    message = refused(capsys)
+    assert "prompts.jsonl, line 2" in message
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused(project, capsys):
+    (project / "model/tokenizer.json").unlink()
+    assert "no tokenizer" in refused(capsys)
+
+
+def test_every_problem_is_told_at_once(project, capsys):
+    message = refused(capsys, "--tensor-model-parallel-size", "3", "--prompt-data", "nowhere.jsonl", "--rm-type", "x")
+    assert len(message.splitlines()) == 3
+    assert all(line.startswith("error: ") for line in message.splitlines())
+
+
+def test_the_help_of_train_lists_every_setting():
+    done = subprocess.run([sys.executable, "-m", "rlpost.train", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(flag(key) in done.stdout for key in fields())
+
+
+def test_train_by_hand_says_what_to_use_instead():
+    done = subprocess.run([sys.executable, "-m", "rlpost.train"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "rlpost.submit" in done.stderr
+
+
+def test_the_committed_batch_files_are_those_of_their_recipes():
+    done = subprocess.run([sys.executable, "tools/make_jobs.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "jobs/*.sbatch differ from their recipes; run make jobs"

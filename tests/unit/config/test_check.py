@@ -1,0 +1,76 @@
+"""Arithmetic of the settings: each contradiction is found and its message shows the numbers."""
+
+import pytest
+
+from rlpost.config.check import batch_problems, debug_problems, eval_problems, layout_problems, model_problems
+from rlpost.config.load import load
+
+
+def config(**groups):
+    base = {
+        "cluster": {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
+    }
+    for group, values in groups.items():
+        base[group] = {**base.get(group, {}), **values}
+    return load([], base).config
+
+
+def test_settings_that_fit_have_no_problems():
+    good = config(perf={"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    assert layout_problems(good) == batch_problems(good) == eval_problems(good) == debug_problems(good) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"perf": {"tensor_model_parallel_size": 3}}, ["tensor_model_parallel_size = 3", "2 GPUs", "1 or 2"]),
+        ({"cluster": {"actor_num_nodes": 2}}, ["actor_num_nodes = 2", "cluster.nodes = 1"]),
+        ({"cluster": {"actor_num_gpus_per_node": 8}}, ["actor_num_gpus_per_node = 8", "num_gpus_per_node = 4"]),
+        ({"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}}, ["does not divide", "3"]),
+        ({"cluster": {"rollout_num_gpus": 3}}, ["3 engines of 1 GPUs", "room for 2"]),
+        ({"perf": {"sequence_parallel": True}}, ["sequence_parallel", "2 or more"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
+    (problem,) = layout_problems(config(**groups))
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"rollout": {"global_batch_size": 3}}, ["global_batch_size = 3", "8 samples"]),
+        ({"rollout": {"num_steps_per_rollout": 3}}, ["num_steps_per_rollout = 3", "8 samples"]),
+        ({"rollout": {"rollout_batch_size": 3, "n_samples_per_prompt": 3}}, ["9 samples", "2 data-parallel ranks"]),
+        ({"perf": {"use_dynamic_batch_size": True}}, ["max_tokens_per_gpu"]),
+        ({"rollout": {"n_samples_per_prompt": 1}}, ["n_samples_per_prompt = 1", "2 or more"]),
+    ],
+)
+def test_batches_that_do_not_fit_are_named_with_their_numbers(groups, words):
+    (problem,) = batch_problems(config(**groups))
+    assert all(word in problem for word in words), problem
+
+
+def test_the_batch_of_an_optimizer_step_follows_from_either_setting():
+    assert config(rollout={"global_batch_size": 4}).num_steps_per_rollout == 2
+    assert config(rollout={"num_steps_per_rollout": 4}).num_steps_per_rollout == 4
+    assert config().num_steps_per_rollout == 1
+
+
+def test_model_sizes_that_tensor_parallelism_does_not_divide_are_named():
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 64}
+    (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), sizes)
+    assert "num_key_value_heads = 1" in problem
+
+
+def test_evaluation_sets_come_in_pairs():
+    (problem,) = eval_problems(config(eval={"eval_prompt_data": ["held-out"]}))
+    assert "pairs NAME PATH" in problem
+    (problem,) = eval_problems(config(eval={"eval_interval": 5}))
+    assert "eval.eval_prompt_data" in problem
+
+
+def test_a_recording_path_needs_a_place_for_the_step():
+    (problem,) = debug_problems(config(debug={"save_debug_rollout_data": "/tmp/x.jsonl"}))
+    assert "{rollout_id}" in problem

@@ -1,0 +1,131 @@
+"""Settings from files and flags: what wins, what is refused, and how the refusal reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpost.config import flags
+from rlpost.config.load import dump, load, parse_dump
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+
+
+def given(*words):
+    namespace, values = flags.parse(flags.parser("test", ""), words)
+    return namespace, values
+
+
+def refusal(*words, files=()):
+    with pytest.raises(ConfigError) as caught:
+        load(files, given(*words)[1])
+    return str(caught.value)
+
+
+def write(folder, text, name="recipe.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
+    recipe = write(tmp_path, "[cluster]\nnodes = 2\npartition = 'a'\n[optimizer]\nlr = 1e-5\n")
+    cluster = write(tmp_path, "[cluster]\npartition = 'b'\ntime = '1:00:00'\n", "cluster.toml")
+    loaded = load([recipe, cluster], given("--nodes", "4")[1])
+    assert (loaded.config.cluster.nodes, loaded.config.cluster.partition, loaded.config.optimizer.lr) == (4, "b", 1e-5)
+    assert loaded.origins["cluster.nodes"] == "the command line"
+    assert loaded.origins["cluster.partition"] == str(cluster)
+    assert "cluster.account" not in loaded.origins
+
+
+def test_every_leaf_of_the_tree_is_a_flag_of_its_own_name_with_help():
+    text = flags.parser("test", "").format_help()
+    for key, group in flags.fields().items():
+        assert flags.flag(key) in text
+        assert flags.groups()[group].model_fields[key].description, f"{group}.{key} has no help text"
+
+
+def test_no_key_stands_in_two_groups():
+    keys = [key for group in flags.groups().values() for key in group.model_fields]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--nodes", "0"), "cluster.nodes (--nodes) = '0' from the command line: input should be greater than 0"),
+        (("--lr", "fast"), "optimizer.lr (--lr) = 'fast' from the command line: input should be a valid number"),
+        (("--advantage-estimator", "grp"), "grpo.advantage_estimator (--advantage-estimator) = 'grp'"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key_its_flag_its_origin_and_what_is_needed(words, expected):
+    assert expected in refusal(*words)
+
+
+def test_a_misspelt_flag_gets_a_suggestion():
+    with pytest.raises(
+        ConfigError, match="--n-sample-per-prompt: unknown setting; did you mean '--n-samples-per-prompt'"
+    ):
+        given("--n-sample-per-prompt", "8")
+
+
+def test_a_recipe_behind_the_flags_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="a recipe is the first word"):
+        given("--nodes", "2", "recipe.toml")
+
+
+def test_unknown_keys_and_tables_of_a_file_are_all_named_at_once(tmp_path):
+    recipe = write(tmp_path, "[clutser]\n[cluster]\nnods = 2\nlr = 1\n")
+    text = refusal(files=[recipe])
+    assert "unknown table [clutser]; did you mean 'cluster'" in text
+    assert "unknown key 'nods' in [cluster]; did you mean 'nodes'" in text
+    assert "unknown key 'lr' in [cluster]; it belongs into [optimizer]" in text
+
+
+@pytest.mark.parametrize("text", ["[cluster\n", "nodes = 1\n"])
+def test_a_broken_file_is_named(tmp_path, text):
+    assert str(write(tmp_path, text)) in refusal(files=[tmp_path / "recipe.toml"])
+
+
+def test_a_missing_file_is_named_with_its_neighbours(tmp_path):
+    write(tmp_path, "", "other.toml")
+    assert "other.toml" in refusal(files=[tmp_path / "recipe.toml"])
+
+
+def test_relative_paths_become_absolute_and_absolute_ones_stay(tmp_path):
+    _, values = given("--hf-checkpoint", "a", "--prompt-data", "/b", "--eval-prompt-data", "x", "c")
+    config = load([], values, base=tmp_path).config
+    assert config.checkpoint.hf_checkpoint == str(tmp_path / "a")
+    assert config.rollout.prompt_data == "/b"
+    assert config.eval_sets == (("x", str(tmp_path / "c")),)
+    assert config.checkpoint.save is None
+
+
+def test_options_for_sglang_itself_pass_through_with_their_types():
+    words = (
+        "--sglang-mem-fraction-static 0.7 --sglang-enable-x --sglang-cuda-graph-bs 1 2 4 --sglang-tool-call-parser=q"
+    )
+    config = load([], given(*words.split(), "--nodes", "2")[1]).config
+    expected = {"mem_fraction_static": 0.7, "enable_x": True, "cuda_graph_bs": [1, 2, 4], "tool_call_parser": "q"}
+    assert config.sglang.server_args == expected
+    assert config.cluster.nodes == 2
+
+
+def test_a_switch_may_be_given_a_value_to_turn_it_off_again(tmp_path):
+    recipe = write(tmp_path, "[perf]\nsequence_parallel = true\n")
+    assert load([recipe], given("--sequence-parallel", "false")[1]).config.perf.sequence_parallel is False
+    assert load([], given("--sequence-parallel")[1]).config.perf.sequence_parallel is True
+
+
+def test_a_dumped_tree_reads_back_equal():
+    config = load([], given("--sglang-foo", "1", "--eval-prompt-data", "a", "b", "--eps-clip-high", "0.28")[1]).config
+    assert parse_dump(dump(config)) == config
+    assert json.loads(dump(config))["grpo"]["eps_clip_high"] == 0.28
+
+
+def test_every_shipped_recipe_and_cluster_loads():
+    folder = Path(__file__).parents[3] / "jobs"
+    found = sorted(folder.glob("**/*.toml"))
+    assert found
+    for path in found:
+        assert isinstance(load([path], {}).config, Config)

@@ -1,0 +1,33 @@
+"""The arithmetic problems: every pair once, held-out apart from train, the same for a seed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rlpost.data.prompts import check_prompt_file
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_arithmetic_data.py"
+
+
+def make(out: Path) -> str:
+    command = [sys.executable, str(TOOL), "--out", str(out)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_every_pair_is_in_one_of_the_two_files_with_its_sum(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert check_prompt_file(tmp_path / "train.jsonl", "prompt", "label") == 2300
+    assert check_prompt_file(tmp_path / "heldout.jsonl", "prompt", "label") == 200
+    lines = [line for name in ("train", "heldout") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    problems = [json.loads(line) for line in lines]
+    pairs = [tuple(map(int, problem["prompt"].removeprefix("Q:").removesuffix("=").split("+"))) for problem in problems]
+    assert len(set(pairs)) == len(pairs) == 2500
+    assert all(problem["label"] == str(sum(pair)) for problem, pair in zip(problems, pairs, strict=True))
+
+
+def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
+    assert make(tmp_path).count("already there") == 2
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before

@@ -1,0 +1,56 @@
+"""From groups to batches: every sample once, with its own group's advantage and the global denominators."""
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.orchestration.batches import make_batches, rollout_metrics
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+
+def group(prompt_id, rewards, length=3, finish="stop"):
+    samples = tuple(
+        ScoredSample(
+            Sample(prompt_id, i, (1, 2), tuple(range(10, 10 + length + i)), (-0.5,) * (length + i), "", finish, 0),
+            reward,
+        )
+        for i, reward in enumerate(rewards)
+    )
+    return SampleGroup(prompt_id, samples)
+
+
+def config(**groups):
+    base = {
+        "cluster": {"actor_num_gpus_per_node": 2, "num_gpus_per_node": 4},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
+    }
+    return load([], base | groups).config
+
+
+def test_every_sample_is_trained_once_with_the_denominators_of_its_step():
+    groups = [group(i, [1.0, 0.0]) for i in range(4)]
+    steps = make_batches(
+        groups, config(rollout={"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": 2})
+    )
+    assert len(steps) == 2
+    for ranks in steps:
+        assert len(ranks) == 2
+        samples = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+        assert len(samples) == 4 == ranks[0].num_samples
+        assert {batch.num_tokens for batch in ranks} == {sum(sample.response_length for sample in samples)}
+        assert sorted(sample.advantage for sample in samples) == pytest.approx(
+            [-0.70710578, -0.70710578, 0.70710578, 0.70710578]
+        )
+
+
+def test_advantages_are_relative_to_the_own_group_only():
+    steps = make_batches([group(0, [5.0, 5.0]), group(1, [0.0, 1.0])], config())
+    samples = [s for batch in steps[0] for m in batch.micro_batches for s in m]
+    assert sorted(s.advantage for s in samples) == pytest.approx([-0.70710578, 0.0, 0.0, 0.70710578])
+
+
+def test_rollout_metrics_are_those_of_the_samples():
+    metrics = rollout_metrics([group(0, [1.0, 0.0]), group(1, [1.0, 1.0], finish="length")])
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["rollout/zero_std_groups"] == 1
+    assert metrics["rollout/truncated_frac"] == 0.5
+    assert metrics["rollout/num_tokens"] == 3 + 4 + 3 + 4

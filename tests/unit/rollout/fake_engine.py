@@ -1,0 +1,117 @@
+"""An SGLang engine (or router) that only talks: it keeps a log of what it was asked and answers in SGLang's shapes.
+
+The shapes are those that a real server of 0.5.23 gave; ``tests/contract/test_sglang.py`` asks a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+KEY = "the key"
+
+
+@dataclass
+class FakeEngine:
+    """Behaviour is set by its fields, before or while it runs."""
+
+    has_sessions: bool = True
+    refuses: str | None = None  # a path that answers 400
+    ignores_version: bool = False
+    answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of POST /generate
+    unavailable: int = 0  # answer so many generations with 503 first
+    holds: asyncio.Event | None = None  # generations wait for it
+    version: str = "0"
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    under_way: int = 0
+    most_under_way: int = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        body = await request.json() if request.can_read_body else {}
+        path = request.path.removeprefix("/")
+        if path == "generate":
+            return await self.generate(body)
+        self.log.append(path)
+        self.bodies.append(body)
+        if path == self.refuses:
+            return web.json_response({"success": False, "message": "no"}, status=400)
+        if path.endswith("_weight_update") and not self.has_sessions:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if body.get("weight_version") and not self.ignores_version:
+            self.version = body["weight_version"]
+        if path == "model_info":
+            return web.json_response({"model_path": "tiny", "weight_version": self.version})
+        if path == "server_info":
+            settings = {"api_key": KEY, "tp_size": 1}
+            return web.json_response({**settings, "launch_command": KEY, "internal_states": [settings]})
+        if path == "weights_checker":
+            return web.json_response({"success": True, "ranks": [{"checksums": {"w": "0a"}, "per_gpu_checksum": "1"}]})
+        if path in ("abort_request", "flush_cache"):
+            return web.Response(text="")
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def generate(self, body: dict[str, Any]) -> web.Response:
+        self.log.append("generate")
+        self.bodies.append(body)
+        if self.unavailable > 0:
+            self.unavailable -= 1
+            return web.json_response({"error": "no available workers"}, status=503)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await asyncio.sleep(0)
+            if self.holds is not None:
+                await self.holds.wait()
+            made = (self.answer or self.echo)(body)
+        finally:
+            self.under_way -= 1
+        return web.json_response(made)
+
+    def echo(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The prompt's ids backwards, and a stop."""
+        ids = list(reversed(body["input_ids"]))
+        return generated(ids, version=self.version, text=" ".join(map(str, ids)))
+
+
+def generated(ids: list[int], *, version: str = "0", text: str = "", reason: str = "stop") -> dict[str, Any]:
+    return {
+        "text": text,
+        "output_ids": ids,
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": reason},
+            "prompt_tokens": 3,
+            "weight_version": version,
+            "output_token_logprobs": [[-0.5 * (at + 1), token, None] for at, token in enumerate(ids)],
+            "completion_tokens": len(ids),
+        },
+    }
+
+
+@asynccontextmanager
+async def serving(*engines: FakeEngine) -> AsyncIterator[list[str]]:
+    """Serve each on a free port; gives their URLs."""
+    runners = []
+    try:
+        for engine in engines:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", engine.handle)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            runners.append(runner)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            engine.url = f"http://{host}:{port}"
+        yield [engine.url for engine in engines]
+    finally:
+        for runner in runners:
+            await runner.cleanup()

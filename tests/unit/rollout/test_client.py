@@ -1,0 +1,53 @@
+"""Every failure of a control request names engine, path, status and body; secrets stay inside."""
+
+import asyncio
+
+import pytest
+
+from rlpost.errors import EngineDied, RolloutError
+from rlpost.rollout.client import EngineClient
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
+
+
+async def ask(engine: FakeEngine, call, *, key: str = KEY):
+    async with serving(engine) as (url,):
+        return await call(EngineClient(url, key, timeout_s=5))
+
+
+def test_a_refusal_names_engine_path_status_and_body() -> None:
+    engine = FakeEngine(refuses="pause_generation")
+    with pytest.raises(RolloutError) as error:
+        asyncio.run(ask(engine, lambda client: client.pause()))
+    for part in (engine.url, "POST /pause_generation", "400", '"message": "no"'):
+        assert part in str(error.value)
+
+
+def test_a_wrong_key_is_refused_and_not_shown() -> None:
+    with pytest.raises(RolloutError, match="401") as error:
+        asyncio.run(ask(FakeEngine(), lambda client: client.abort(), key="another"))
+    assert "another" not in str(error.value)
+
+
+def test_nobody_there_is_an_engine_that_died() -> None:
+    with pytest.raises(EngineDied, match=r"http://127\.0\.0\.1:9: POST /flush_cache failed"):
+        asyncio.run(EngineClient("http://127.0.0.1:9", KEY).flush_cache())
+
+
+def test_a_late_answer_names_the_deadline() -> None:
+    async def late() -> None:
+        engine = FakeEngine(holds=asyncio.Event())
+        async with serving(engine) as (url,):
+            await EngineClient(url, KEY, timeout_s=0.2).request("POST", "/generate", {"input_ids": [1]})
+
+    with pytest.raises(RolloutError, match="not answered after 0 s"):
+        asyncio.run(late())
+
+
+def test_keys_are_neither_printed_nor_returned() -> None:
+    assert KEY not in repr(EngineClient("http://x", KEY))
+    info = asyncio.run(ask(FakeEngine(), lambda client: client.server_info()))
+    assert info == {"tp_size": 1, "internal_states": [{"tp_size": 1}]}
+
+
+def test_checksums_come_one_mapping_a_rank() -> None:
+    assert asyncio.run(ask(FakeEngine(), lambda client: client.checksum())) == [{"w": "0a"}]

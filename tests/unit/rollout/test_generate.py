@@ -1,0 +1,146 @@
+"""Groups come complete, in order and scored; a stop leaves nothing running."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlpost.errors import Preempted, RolloutError
+from rlpost.rollout import generate
+from rlpost.rollout.evaluate import evaluate
+from rlpost.rollout.generate import RouterAddress, generate_groups
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt, SampleGroup
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
+
+SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,))
+
+
+def prompts(*ids: int) -> list[Prompt]:
+    return [Prompt(i, f"p{i}", (i, 50, 60), label=f"60 50 {i}", metadata={"id": i}) for i in ids]
+
+
+def score(text: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+    return float(text == label) + metadata["id"]
+
+
+def router(engine: FakeEngine, concurrency: int = 64) -> RouterAddress:
+    return RouterAddress(engine.url, KEY, (engine.url,), concurrency)
+
+
+async def run(engine: FakeEngine, given: list[Prompt], *, n: int = 3, concurrency: int = 64, **more) -> Any:
+    async with serving(engine):
+        options = {"score": score, "stop_requested": lambda: False, **more}
+        return await generate_groups(given, SAMPLING, n=n, router=router(engine, concurrency), **options)
+
+
+def test_groups_are_complete_ordered_and_scored() -> None:
+    engine = FakeEngine(version="12")
+    groups: list[SampleGroup] = asyncio.run(run(engine, prompts(9, 2, 5)))
+    assert [group.prompt_id for group in groups] == [2, 5, 9]
+    for group in groups:
+        assert [scored.sample.index for scored in group.samples] == [0, 1, 2]
+        for scored in group.samples:
+            sample = scored.sample
+            assert sample.prompt_ids == (group.prompt_id, 50, 60)
+            assert sample.response_ids == (60, 50, group.prompt_id)
+            assert sample.rollout_logprobs == (-0.5, -1.0, -1.5)
+            assert (sample.policy_version, sample.finish_reason) == (12, "stop")
+            assert scored.reward == 1.0 + group.prompt_id
+    body = engine.bodies[0]
+    assert body["return_logprob"] is True
+    assert body["sampling_params"]["stop_token_ids"] == [1]
+
+
+def test_no_more_requests_are_under_way_than_allowed() -> None:
+    engine = FakeEngine()
+    asyncio.run(run(engine, prompts(*range(20)), n=4, concurrency=5))
+    assert engine.log.count("generate") == 80
+    assert 1 <= engine.most_under_way <= 5
+
+
+def test_a_stop_aborts_everything_and_is_preempted() -> None:
+    async def stopped() -> FakeEngine:
+        engine = FakeEngine(holds=asyncio.Event())
+        with pytest.raises(Preempted, match="0 of 6 samples"):
+            await run(engine, prompts(1, 2), stop_requested=lambda: engine.under_way == 6)
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(stopped(), timeout=20))
+    assert engine.log[-1] == "abort_request"
+    assert engine.bodies[-1] == {"abort_all": True}
+    assert engine.under_way == 0
+
+
+def test_a_stop_before_the_start_sends_nothing() -> None:
+    engine = FakeEngine()
+    with pytest.raises(Preempted):
+        asyncio.run(run(engine, prompts(1), stop_requested=lambda: True))
+    assert "generate" not in engine.log
+
+
+def test_an_unavailable_router_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "FIRST_PAUSE_S", 0.001)
+    engine = FakeEngine(unavailable=3)
+    assert len(asyncio.run(run(engine, prompts(1), n=1))) == 1
+    assert engine.log.count("generate") == 4
+
+
+def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "FIRST_PAUSE_S", 0.001)
+    engine = FakeEngine(unavailable=10**6)
+    with pytest.raises(RolloutError, match=r"prompt 4 .*503"):
+        asyncio.run(run(engine, prompts(4), n=1))
+    assert engine.log.count("generate") == generate.NUM_TRIES
+
+
+def test_nobody_there_is_said_after_a_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "FIRST_PAUSE_S", 0.001)
+    nowhere = RouterAddress("http://127.0.0.1:9", KEY, (), 4)
+    with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9: prompt 1 .*does not answer"):
+        asyncio.run(
+            generate_groups(prompts(1), SAMPLING, n=1, router=nowhere, score=score, stop_requested=lambda: False)
+        )
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (generated([1], reason="abort"), "prompt 3, sample 0 by 'abort'"),
+        (generated([1], version="default"), "version 'default'"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(answer: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(RolloutError, match=wanted):
+        asyncio.run(run(FakeEngine(answer=lambda body: answer), prompts(3), n=1))
+
+
+def test_one_failure_aborts_the_others() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        return generated([1], version="bad" if body["input_ids"][0] == 2 else "0")
+
+    engine = FakeEngine(answer=answer)
+    with pytest.raises(RolloutError, match="version 'bad'"):
+        asyncio.run(run(engine, prompts(*range(50)), n=1, concurrency=1))
+    assert engine.log[-1] == "abort_request"
+    assert engine.log.count("generate") < 50
+
+
+def test_evaluation_is_the_mean_over_all_samples() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        return generated([1] * 4, text="right") if body["input_ids"][0] == 1 else generated([1] * 8, reason="length")
+
+    async def evaluated() -> dict[str, float]:
+        engine = FakeEngine(answer=answer)
+        async with serving(engine):
+            return await evaluate(
+                prompts(0, 1, 2, 3),
+                SAMPLING,
+                n=2,
+                router=router(engine),
+                score=lambda text, label, metadata: float(text == "right"),
+                stop_requested=lambda: False,
+            )
+
+    assert asyncio.run(evaluated()) == {"reward_mean": 0.25, "response_length_mean": 7.0, "truncated_frac": 0.75}

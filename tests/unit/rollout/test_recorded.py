@@ -1,0 +1,42 @@
+"""Recorded groups read back as they were written, or the broken line is named."""
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.errors import ConfigError, DataError
+from rlpost.rollout.recorded import read_groups, write_groups
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+
+def group(prompt_id: int) -> SampleGroup:
+    samples = [
+        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), "größer\n三", "length", 7, "x" if i else None)
+        for i in range(2)
+    ]
+    return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    template = str(tmp_path / "new" / "step_{rollout_id}.jsonl")
+    groups = [group(0), group(1)]
+    path = write_groups(template, 12, groups)
+    assert path.name == "step_12.jsonl"
+    assert read_groups(template, 12) == groups
+    assert [file.name for file in path.parent.iterdir()] == ["step_12.jsonl"]
+
+
+def test_a_path_without_the_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs \{rollout_id\}"):
+        write_groups(str(tmp_path / "all.jsonl"), 1, [group(0)])
+
+
+def test_a_missing_step_and_a_broken_line_are_named(tmp_path: Path) -> None:
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    with pytest.raises(DataError, match=r"3\.jsonl.*step 3"):
+        read_groups(template, 3)
+    path = write_groups(template, 3, [group(0)])
+    for broken in ("{", '{"prompt_id": 1}', "[1]", '{"prompt_id": 1, "samples": [{"sample": {}, "reward": 1}]}'):
+        path.write_text(path.read_text().splitlines()[0] + "\n" + broken + "\n")
+        with pytest.raises(DataError, match=r"3\.jsonl, line 2: not a recorded group"):
+            read_groups(template, 3)

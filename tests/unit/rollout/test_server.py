@@ -1,0 +1,127 @@
+"""Servers: settings are checked by name, the key stays out of sight, nothing outlives its parent."""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpost.errors import ConfigError, EngineDied, RolloutError
+from rlpost.rollout import server
+from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.server_args import check_server_args, server_arg_names
+
+KEY = "k-5f0e9a"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_what_the_caller_sets_wins_over_what_a_cpu_needs() -> None:
+    given = {"model_path": "m", "max_running_requests": 3}
+    without = server.engine_arguments(given, has_cuda=False)
+    assert without["device"] == "cpu"
+    assert without["max_running_requests"] == 3
+    assert server.engine_arguments(given, has_cuda=True) == given
+
+
+def test_settings_of_sglang_are_known_without_importing_it() -> None:
+    assert {"mem_fraction_static", "attention_backend", *server.WITHOUT_CUDA} <= server_arg_names()
+    program = (
+        "import sys; from rlpost.rollout.server_args import check_server_args; "
+        "check_server_args(['mem_fraction_static']); assert not {'sglang', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("mem_fraction_statik", "did you mean --sglang-mem-fraction-static"),
+        ("api_key", "follows from the secret"),
+        ("tp_size", "follows from --rollout-num-gpus-per-engine"),
+        ("zzzzzzzzz", "no setting 'zzzzzzzzz'"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        check_server_args(["mem_fraction_static", name])
+
+
+def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    make = logging.getLogRecordFactory()
+    try:
+        server.blot_out(KEY)
+        logging.getLogger("any").warning("arguments %s", {"api_key": KEY})
+        logging.getLogger("any").warning(f"of 100% {KEY}")
+    finally:
+        logging.setLogRecordFactory(make)
+    assert KEY not in caplog.text
+    assert caplog.messages == ["arguments {'api_key': '***'}", "of 100% ***"]
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+    router = Router(policy="no_such_policy", api_key=KEY, log_path=log)
+    with pytest.raises(EngineDied) as error:
+        router.start("127.0.0.1", free_port(), deadline_s=60)
+    assert "no_such_policy" in str(error.value), "the end of the log is part of the message"
+    assert router.url in str(error.value)
+    assert "exit code 1" in str(error.value)
+    assert KEY not in str(error.value)
+    assert not router.alive()
+    assert oct(log.stat().st_mode)[-3:] == "600"
+
+
+def test_an_engine_that_is_late_is_stopped(tmp_path: Path) -> None:
+    engine = Engine(model_path="m", api_key=KEY, server_args={}, log_path=tmp_path / "engine.log")
+    with pytest.raises(RolloutError, match="not ready after 0 s"):
+        engine.start("127.0.0.1", free_port(), deadline_s=0.0)
+    assert not engine.alive()
+
+
+def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path) -> None:
+    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    try:
+        router.start("127.0.0.1", free_port(), deadline_s=60)
+        assert router.alive()
+        with pytest.raises(RolloutError, match=f"not healthy after 1 s: {nobody}"):
+            router.add_engines([nobody], deadline_s=1.0)
+    finally:
+        router.stop()
+    assert not router.alive()
+    assert KEY not in (tmp_path / "router.log").read_text()
+
+
+PARENT = """
+import sys, time
+from rlpost.rollout.engine import Router
+router = Router(policy="random", api_key="k", log_path=sys.argv[1])
+router.start("127.0.0.1", int(sys.argv[2]), deadline_s=60)
+print(router._server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        try:
+            assert parent.stdout is not None
+            assert select.select([parent.stdout], [], [], 90)[0], "the router did not start"
+            pid = int(parent.stdout.readline())
+            child = psutil.Process(pid)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    psutil.wait_procs([child], timeout=20)
+    assert not child.is_running()

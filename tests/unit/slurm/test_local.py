@@ -1,0 +1,87 @@
+"""A run without Slurm, through submitit's LocalExecutor, with an agent that only leaves verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from submitit.local.local import LocalJob
+
+from slurm.errors import SubmitError
+from slurm.executor import submit
+from slurm.local import local_environment
+from slurm.run_folder import RunFolder, create_run_folder
+from slurm.spec import JobSpec
+from tests.cluster.lab_host import wait_until
+
+STUB_HOME = Path(__file__).parents[2] / "fakes/cluster_home"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The stub agent beside the real ``slurm`` package, as in a code snapshot."""
+    folder = tmp_path / "a'; touch x"
+    folder.mkdir()
+    (folder / "bootstrap").symlink_to(STUB_HOME / "bootstrap")
+    (folder / "slurm").symlink_to(Path(__file__).parents[3] / "slurm")
+    return folder
+
+
+def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJob[str]]:
+    run = create_run_folder(tmp_path / "run", "{}")
+    spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=(behaviour,), python=sys.executable)
+    job_id = submit(spec, run, home=home, local=True)
+    return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
+
+
+def test_a_local_run_calls_the_agent_as_the_batch_script_does(tmp_path: Path, home: Path) -> None:
+    run, job = start(tmp_path, home, "done")
+    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
+    assert job.result() == "done"
+    attempt = run.attempts / "0"
+    facts = json.loads(next(attempt.glob("argv-*.json")).read_text())
+    assert facts["agent"] == ["--attempt-dir", str(attempt), "--num-gpus", "2"]
+    assert facts["driver"][1:] == [
+        "-u",
+        "-m",
+        "rlpost.train",
+        "--cluster-from-stdin",
+        "--run-folder",
+        str(run.root),
+        "done",
+    ]
+    assert facts["cwd"] == str(home)
+    assert facts["environment"]["SLURM_JOB_ID"] is None
+    assert [entry["event"] for entry in run.ledger.read()] == ["submitted"]
+
+
+def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Path) -> None:
+    """TERM to submitit's process asks the run to stop; the agent decides when it ends."""
+    run, job = start(tmp_path, home, "wait")
+    attempt = run.attempts / "0"
+    assert wait_until(lambda: any(attempt.glob("argv-*.json")), deadline_s=60)
+    os.kill(int(job.job_id), signal.SIGTERM)
+    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
+    assert job.result() == "requeue"
+    assert "SIGTERM" in json.loads((attempt / "STOP").read_text())["reason"]
+
+
+def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, home: Path) -> None:
+    run, job = start(tmp_path, home, "crash")
+    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
+    assert str(run.attempts / "0") in str(job.exception())
+
+
+def test_several_nodes_need_slurm(tmp_path: Path) -> None:
+    run = create_run_folder(tmp_path / "run", "{}")
+    with pytest.raises(SubmitError, match="nodes=2"):
+        submit(JobSpec(nodes=2), run, home=tmp_path, local=True)
+
+
+def test_the_agent_of_a_local_run_sees_no_scheduler() -> None:
+    inherited = {"SLURM_JOB_ID": "1", "SUBMITIT_EXECUTOR": "local", "PATH": "/bin"}
+    assert local_environment(inherited, "/h") == {"PATH": "/bin", "PYTHONPATH": "/h", "RLPOST_HOME": "/h"}

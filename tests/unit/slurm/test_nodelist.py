@@ -1,0 +1,39 @@
+"""Host lists; tests/cluster asks Slurm itself about the same ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm.errors import NodelistError
+from slurm.nodelist import expand
+
+LISTS = {
+    "n01": ("n01",),
+    "n[01-03,07],gpu-a1": ("n01", "n02", "n03", "n07", "gpu-a1"),
+    "n[8-11]": ("n8", "n9", "n10", "n11"),
+    "n[098-101]": ("n098", "n099", "n100", "n101"),
+    "r[1-2]n[1-2]": ("r1n1", "r1n2", "r2n1", "r2n2"),
+    "a,b,a": ("a", "b", "a"),
+    "gpu[1,3],x.site.org": ("gpu1", "gpu3", "x.site.org"),
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_host_list_is_expanded_in_order(text: str) -> None:
+    assert expand(text) == LISTS[text]
+
+
+def test_names_may_go_on_after_a_bracket() -> None:
+    """Slurm 22.05 refuses these, later ones do not."""
+    assert expand("gpu[1,3]-ib") == ("gpu1-ib", "gpu3-ib")
+
+
+def test_no_hosts_are_no_hosts() -> None:
+    assert expand("") == ()
+
+
+@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[]", "n[3-1]", "a,,b", "a,", ",a", "a b", "n[0-99999]"])
+def test_a_broken_host_list_is_shown(text: str) -> None:
+    with pytest.raises(NodelistError) as refusal:
+        expand(text)
+    assert repr(text) in str(refusal.value)

@@ -1,0 +1,93 @@
+"""Code snapshots, against real git."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm.errors import SnapshotError
+from slurm.snapshot import snapshot_code
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def files(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A commit, then changes on top of it: one file changed, one deleted, one new, one ignored, one odd name."""
+    project = tmp_path / "project"
+    (project / "pkg").mkdir(parents=True)
+    git(project, "init", "-q")
+    (project / ".gitignore").write_text("/runs/\n*.pyc\n")
+    (project / "pkg/a.py").write_text("old")
+    (project / "gone.py").write_text("gone")
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "first")
+    (project / "pkg/a.py").write_text("new")
+    (project / "gone.py").unlink()
+    (project / "odd \n'; touch x").write_text("odd")
+    (project / "pkg/a.pyc").write_text("ignored")
+    (project / "link").symlink_to("pkg/a.py")
+    return project
+
+
+def test_a_snapshot_holds_what_would_run_now(checkout: Path) -> None:
+    """Changed and new files as they are, no deleted and no ignored ones; links stay links."""
+    target = checkout / "runs/x/code"
+    snapshot = snapshot_code(checkout, target)
+    assert files(target) == {
+        ".gitignore": "/runs/\n*.pyc\n",
+        "link": "new",
+        "odd \n'; touch x": "odd",
+        "pkg/a.py": "new",
+    }
+    assert (target / "link").is_symlink()
+    assert (snapshot.is_dirty, snapshot.num_files, len(snapshot.commit or "")) == (True, 4, 40)
+
+
+def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: Path) -> None:
+    """Also where the run's folder lies in the checkout and is not ignored."""
+    target = checkout / "here/x/code"
+    snapshot_code(checkout, target)
+    (target.parent / "checkpoint").write_text("large")
+    (checkout / "pkg/a.py").write_text("newer")
+    snapshot_code(checkout, target)
+    assert set(files(target)) == {".gitignore", "link", "odd \n'; touch x", "pkg/a.py"}
+    assert files(target)["pkg/a.py"] == "newer"
+
+
+def test_a_clean_checkout_is_called_clean(checkout: Path) -> None:
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "second")
+    assert not snapshot_code(checkout, checkout / "runs/x/code").is_dirty
+
+
+def test_before_the_first_commit_there_is_no_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("a")
+    assert snapshot_code(tmp_path, tmp_path / "runs/x/code").commit is None
+
+
+def test_outside_git_the_packages_are_copied(tmp_path: Path) -> None:
+    """As from site-packages: ours, without their neighbours and byte code."""
+    for name in ("rlpost/a.py", "rlpost/__pycache__/a.pyc", "slurm/b.py", "torch/c.py"):
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / name).write_text(name)
+    snapshot = snapshot_code(tmp_path / "site", tmp_path / "run/code")
+    assert sorted(files(tmp_path / "run/code")) == ["rlpost/a.py", "slurm/b.py"]
+    assert (snapshot.commit, snapshot.is_dirty) == (None, False)
+
+
+def test_a_folder_without_code_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match=str(tmp_path)):
+        snapshot_code(tmp_path, tmp_path / "run/code")
+    assert list(tmp_path.iterdir()) == []

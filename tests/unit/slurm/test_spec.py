@@ -1,0 +1,91 @@
+"""What may and may not become part of a batch script."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from slurm.errors import SpecError
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+
+HOSTILE = "a'; touch x"
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["job_name", "partition", "account", "time", "home", "python", "run_folder", "output", "driver_args", "agent_args"],
+)
+@pytest.mark.parametrize("text", ["/a\n#SBATCH --wrap=x", "/a\0", "/a\r", "/a\x1b[2J", "/a\u2028b"])
+def test_no_value_can_begin_a_new_line(field: str, text: str) -> None:
+    """A line break or control character in any value is refused, and the field is named."""
+    value: Any = ("ok", text) if field.endswith("_args") else text
+    with pytest.raises(SpecError, match=f"^{field}: "):
+        JobSpec(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["job_name", "partition", "account"])
+@pytest.mark.parametrize("text", ["", "--wrap=x", "-p", HOSTILE, "a b", "a$b", "ä", "../x"])
+def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str) -> None:
+    with pytest.raises(SpecError, match=f"^{field}: "):
+        JobSpec(**{field: text})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("nodes", 0, "from 1"),
+        ("nodes", True, "from 1"),
+        ("num_gpus_per_node", 0, "from 1"),
+        ("signal_lead_s", 70000, "65535"),
+        ("gpu_request", "gpu", "gres"),
+        ("home", "relative", "absolute"),
+        ("home", "/a:b", "PYTHONPATH"),
+        ("run_folder", "/a\\b", "backslash"),
+        ("agent_args", ("--", "x"), "driver_args"),
+        ("time", "1", "signal_lead_s=120"),
+        ("time", "soon", "D-H"),
+        ("time", "1:2:3:4", "D-H"),
+        ("output", " ", "leave it out"),
+    ],
+)
+def test_a_refusal_names_the_field_and_what_it_takes(field: str, value: Any, part: str) -> None:
+    with pytest.raises(SpecError, match=f"^{field}: ") as refusal:
+        JobSpec(**{field: value})
+    assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10", 600), ("10:30", 630), ("01:00:05", 3605), ("1-0", 86400), ("1-2:30", 95400), ("2-00:00:01", 172801)],
+)
+def test_a_time_limit_is_read_in_every_form_of_sbatch(text: str, seconds: int) -> None:
+    assert JobSpec(time=text).time_limit_s == seconds
+
+
+def test_hostile_paths_and_arguments_stay_one_word() -> None:
+    """What the shell reads back from the script is what the spec holds."""
+    arguments = (HOSTILE, "$(touch x)", "`x`", '"', "", "#", "*")
+    spec = JobSpec(driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out")
+    script = render_sbatch(spec)
+    command = script[script.index("srun --") : script.index("srun_pid=")]
+    words = shlex.split(command.replace("\\\n", " "))
+    after = words.index("$run_folder") + 1
+    assert tuple(words[after : after + len(arguments)]) == arguments
+    assert words[words.index("--num-gpus") + 2] == HOSTILE
+    home = next(line for line in script.splitlines() if line.startswith("RLPOST_HOME="))
+    assert shlex.split(home) == [f"RLPOST_HOME=/{HOSTILE}"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "line"), [("gres", "--gres=gpu:4"), ("gpus-per-node", "--gpus-per-node=4"), ("none", None)]
+)
+def test_gpus_are_asked_for_as_the_site_wants(request_: Any, line: str | None) -> None:
+    header = [
+        text
+        for text in render_sbatch(JobSpec(gpu_request=request_, num_gpus_per_node=4)).splitlines()
+        if "gpu:" in text or "gpus-per" in text
+    ]
+    assert header == ([f"#SBATCH {line}"] if line else [])

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Make or refresh the virtual environment: tools/install.sh [FOLDER], .venv unless given.
+#
+# With a GPU driver present the gpu extra is installed with all that it asks for. Without one the CPU stack goes in by
+# three steps, so that nothing pulls CUDA wheels beside the torch that is there; see tools/no_deps.txt.
+# RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+stamp="$venv/.installed"
+wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh | sha256sum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    exit 0
+fi
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet)
+if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
+    echo "install: GPU stack (a while)"
+    "${pip[@]}" -e '.[gpu,dev]' megatron-core==0.16.1
+else
+    echo "install 1/3: torch"
+    "${pip[@]}" "${RLPOST_TORCH:-torch==2.13.0}" numpy
+    echo "install 2/3: libraries"
+    "${pip[@]}" -e '.[cpu,dev]'
+    echo "install 3/3: SGLang, router and Megatron-core, without their CUDA dependencies"
+    "${pip[@]}" --no-deps -r tools/no_deps.txt
+fi
+echo "$wanted" > "$stamp"
+echo "install: done, $venv"

@@ -1,0 +1,60 @@
+"""Two-digit addition as a prompt set: the smallest task on which a policy visibly learns.
+
+Comes in: a folder. Goes out: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for example
+``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly once, in one of the two
+files. The same seed always gives the same bytes; files that are already right are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+NUM_ADDENDS = 50  # sums stay below 100
+NUM_HELDOUT = 200
+
+
+def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All problems as (train, heldout), shuffled by ``seed``."""
+    every = [
+        {"prompt": f"Q:{left:02d}+{right:02d}=", "label": str(left + right)}
+        for left in range(NUM_ADDENDS)
+        for right in range(NUM_ADDENDS)
+    ]
+    random.Random(seed).shuffle(every)
+    return every[NUM_HELDOUT:], every[:NUM_HELDOUT]
+
+
+def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
+    """Replace ``path`` as a whole; False when it already holds these lines."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if path.is_file() and path.read_text() == text:
+        return False
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the two files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the order")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train, heldout = problems(arguments.seed)
+    for name, lines in (("train.jsonl", train), ("heldout.jsonl", heldout)):
+        written = write_lines(arguments.out / name, lines)
+        print(f"{arguments.out / name}: {len(lines)} problems{'' if written else ', already there'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
