@@ -23,7 +23,8 @@ import secrets
 from typing import Any, Literal
 
 MAX_BODY_BYTES = 65_536
-_HEADER_BYTES = 4 + 32
+_LENGTH_BYTES = 4
+_HEADER_BYTES = _LENGTH_BYTES + 32
 
 Side = Literal["head", "node"]
 Message = dict[str, Any]
@@ -74,7 +75,7 @@ class Codec:
             raise ValueError(f"message of {len(body)} bytes; at most {MAX_BODY_BYTES} fit")
         code = self._code(self._side, self._num_packed, body)
         self._num_packed += 1
-        return len(body).to_bytes(4, "big") + code + body
+        return len(body).to_bytes(_LENGTH_BYTES, "big") + code + body
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they arrive, in pieces of any size."""
@@ -86,14 +87,14 @@ class Codec:
         Raises:
             MessageError: the frame is not the one the other side would send next.
         """
-        if len(self._received) < _HEADER_BYTES:
+        if len(self._received) < _LENGTH_BYTES:
             return None
-        num_bytes = int.from_bytes(self._received[:4], "big")
+        num_bytes = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
         if num_bytes > MAX_BODY_BYTES:
             raise MessageError(f"frame of {num_bytes} bytes announced; at most {MAX_BODY_BYTES} are allowed")
         if len(self._received) < _HEADER_BYTES + num_bytes:
             return None
-        code = bytes(self._received[4:_HEADER_BYTES])
+        code = bytes(self._received[_LENGTH_BYTES:_HEADER_BYTES])
         body = bytes(self._received[_HEADER_BYTES : _HEADER_BYTES + num_bytes])
         if not hmac.compare_digest(code, self._code(self._other, self._num_unpacked, body)):
             raise MessageError("frame is not authentic (other secret, changed, or repeated)")

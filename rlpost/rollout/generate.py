@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,8 @@ async def generate_groups(
             unfinished = [task for task in work if not task.done()]
             for task in unfinished:
                 task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
             if unfinished:
-                await asyncio.gather(*work, return_exceptions=True)
                 await router.abort_all()
     return [SampleGroup(prompt.prompt_id, tuple(scored[at * n : (at + 1) * n])) for at, prompt in enumerate(ordered)]
 
@@ -98,17 +98,14 @@ async def _unless_stopped(
     work: Sequence[asyncio.Future[ScoredSample]], stop_requested: Callable[[], bool]
 ) -> list[ScoredSample]:
     """All results in order, the first failure, or Preempted; whichever comes first."""
-    gathered = asyncio.gather(*work)
-    try:
-        while True:
-            if stop_requested():
-                done = sum(task.done() for task in work)
-                raise Preempted(f"a stop was requested after {done} of {len(work)} samples")
-            finished, _ = await asyncio.wait([gathered], timeout=STOP_POLL_S)
-            if finished:
-                return gathered.result()
-    finally:
-        gathered.cancel()
+    waiting: Collection[asyncio.Future[ScoredSample]] = work
+    while waiting:
+        if stop_requested():
+            raise Preempted(f"a stop was requested after {len(work) - len(waiting)} of {len(work)} samples")
+        done, waiting = await asyncio.wait(waiting, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises what went wrong
+    return [task.result() for task in work]
 
 
 async def _generate(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: SamplingParams) -> Any:

@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlpost.errors import EngineDied, RolloutError
 
 logger = logging.getLogger(__name__)
 
-TERM_GRACE_S = 10.0
+EXIT_WAIT_S = 10.0
 LOG_LINES = 30
 # A server makes process groups of its own; these would tell it that it is a rank of somebody else's.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,12 +47,15 @@ class ServerProcess:
         self.log_path = Path(log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd = -1
+        self._scratch = ""
 
     def spawn(self, arguments: Mapping[str, Any]) -> None:
         """Start the process. Its arguments travel over standard input, for a key is among them."""
         assert self._process is None, f"{self.name} was started before"
         environment = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
+        self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
+        environment["TMPDIR"] = self._scratch
         self._ready_fd, theirs = os.pipe()
         log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -108,7 +112,7 @@ class ServerProcess:
     def died(self) -> EngineDied:
         """The error that says how it ended."""
         code = "unknown"
-        if self._process is not None and self.wait_exit(TERM_GRACE_S):
+        if self._process is not None and self.wait_exit(EXIT_WAIT_S):
             code = _how(self._process.returncode)
         return EngineDied(f"{self.name} ended by itself ({code}); {self.log_tail()}")
 
@@ -124,21 +128,21 @@ class ServerProcess:
         return f"the end of {self.log_path}:\n" + "\n".join(f"  {line[:300]}" for line in last)
 
     def stop(self) -> None:
-        """End the process and all it started; no error when it is gone already."""
+        """Kill the process and all it started; no error when it is gone already.
+
+        Without asking first: a server has nothing to save, and SGLang takes up to ten seconds to say goodbye.
+        """
         if self._process is None:
             return
-        started = time.monotonic()
-        if self.alive():
-            self._process.terminate()
-            self.wait_exit(TERM_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # whoever is left of the group
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
         os.close(self._ready_fd)
+        shutil.rmtree(self._scratch, ignore_errors=True)
         self._process = None
-        logger.info("%s stopped in %.1f s", self.name, time.monotonic() - started)
+        logger.info("%s stopped", self.name)
 
 
 def _how(code: int) -> str:

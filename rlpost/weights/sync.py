@@ -67,7 +67,7 @@ class SyncSender:
             )
         except (dist.DistError, RuntimeError) as error:
             raise SyncError(
-                f"not all of the {num_engine_ranks} engine ranks joined group {group_name!r} at "
+                f"group {group_name!r} with {num_engine_ranks} engine ranks could not be formed at "
                 f"{master_addr}:{master_port} within {self.timeout.total_seconds():.0f} s: {error}"
             ) from error
         _world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}

@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import lab_config
-from tests.cluster.lab_config import CONTROLLER, LabOptions
+from tests.cluster.lab_config import CONTROLLER, SLURMD_PORT, LabOptions
 from tests.cluster.lab_host import (
     LabError,
     build_network,
     do,
     kill_in_namespace,
+    listens,
     lock,
     mounts,
     outermost,
@@ -161,7 +162,10 @@ class Lab:
         self._start(node, ["ip", "netns", "exec", self._netns(node), *unshare, *init])
 
     def kill_node(self, node: str) -> None:
-        """Cut the power of a node: every process in it is gone when this returns; Slurm is not told."""
+        """Cut the power of a node: every process in it is gone when this returns; Slurm is not told.
+
+        ``wait_idle`` first: a node cut while a job on it ends stays COMPLETING for a minute after it is back.
+        """
         self._kill(node)
         kill_in_namespace(self._netns(node))
 
@@ -176,7 +180,8 @@ class Lab:
         def all_idle() -> bool:
             answer = self.run(CONTROLLER, ["sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T"], check=False)
             states.update(line.split() for line in answer.stdout.splitlines() if len(line.split()) == 2)
-            return all(states.get(node) == "idle" for node in nodes)
+            # Slurm calls a node idle for a while after its power was cut: its slurmd must answer as well.
+            return all(states.get(node) == "idle" and listens(self._outer_pid(node), SLURMD_PORT) for node in nodes)
 
         if not wait_until(all_idle, deadline_s=deadline_s):
             late = {node: states.get(node, "unknown to Slurm") for node in nodes if states.get(node) != "idle"}
@@ -300,12 +305,16 @@ class Lab:
             self._children.remove(child)
         record.unlink()
 
-    def _node_pid(self, node: str) -> int:
-        """Process id, as seen from outside, of the node's process 1."""
+    def _outer_pid(self, node: str) -> int:
+        """Process id of what holds the node's namespaces open; it lives in the node's network."""
         record = self.base / "pids" / node
         if node not in self.nodes or not record.exists():
             raise LabError(f"node {node!r} is not running; this lab has {', '.join(self.nodes)}")
-        outer = int(record.read_text().split()[0])
+        return int(record.read_text().split()[0])
+
+    def _node_pid(self, node: str) -> int:
+        """Process id, as seen from outside, of the node's process 1."""
+        outer = self._outer_pid(node)
         children: list[str] = []
 
         def born() -> bool:
@@ -368,9 +377,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.verb == "up":
-            options = LabOptions(
-                grace_time_s=args.grace_time, send_user_signal=not args.no_user_signal, proctrack=args.proctrack
-            )
+            asked = {"grace_time_s": args.grace_time, "proctrack": args.proctrack}
+            options = LabOptions(**asked, send_user_signal=not args.no_user_signal)
             lab = Lab(args.num_nodes, name=args.name, options=options).up(keep=True)
             print(f"up: {', '.join(lab.nodes)}; shared folder {lab.shared}")
         elif args.verb == "down":

@@ -12,6 +12,7 @@ from pathlib import Path
 CONTROLLER = "ctl"
 SUBNET = "10.77.0"
 FIRST_NODE_HOST = 11
+SLURMD_PORT = 6818
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ AuthType=auth/munge
 AuthInfo=socket={base}/munge.socket,cred_expire={options.cred_expire_s}
 CryptoType=crypto/munge
 SlurmctldPort=6817
-SlurmdPort=6818
+SlurmdPort={SLURMD_PORT}
 StateSaveLocation={base}/state
 SlurmdSpoolDir={base}/spool/%n
 SlurmctldPidFile={base}/slurmctld.pid

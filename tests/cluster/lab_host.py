@@ -88,6 +88,16 @@ def start_time(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on this TCP port in the network of process ``pid``."""
+    try:
+        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    sockets = (line.split() for line in lines)
+    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
+
+
 def mounts() -> str:
     """The mounts this process sees, as the kernel lists them."""
     return Path("/proc/self/mountinfo").read_text()

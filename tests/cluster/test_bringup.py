@@ -85,9 +85,9 @@ class Attempt:
 
 
 def agents_and_ray(lab: Lab, node: str) -> str:
-    """Command lines on a node that belong to an attempt."""
+    """Command lines on a node that belong to an attempt; srun, which waits for Slurm to miss a dead node, does not."""
     lines = lab.run(node, ["ps", "-eo", "args"]).stdout.splitlines()
-    return "\n".join(line for line in lines if "bootstrap." in line or "ray" in line)
+    return "\n".join(line for line in lines if ("bootstrap." in line or "ray" in line) and not line.startswith("srun"))
 
 
 @pytest.fixture

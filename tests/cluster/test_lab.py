@@ -50,6 +50,7 @@ def test_every_node_sees_the_shared_folder_and_the_project(lab: Lab) -> None:
 
 def test_a_dead_node_comes_back_empty(lab: Lab) -> None:
     """Power off ends every process of the node, power on brings a node that works."""
+    lab.wait_idle(["n04"])
     sleeper = lab.popen("n04", ["sleep", "300"])
     lab.kill_node("n04")
     assert sleeper.wait(timeout=20) != 0

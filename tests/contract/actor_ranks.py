@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,9 +28,12 @@ _context.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ran
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on, below those that the system hands to outgoing connections meanwhile."""
+    while True:
+        port = random.randint(20_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, settings: ActorSettings, **kwargs: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -50,10 +50,10 @@ time.sleep(600)
 class Attempt:
     """One agent, and what it does to its folder."""
 
-    def __init__(self, folder: Path, *driver: str) -> None:
+    def __init__(self, folder: Path, *driver: str, options: Sequence[str] = ()) -> None:
         self.folder = folder / "attempts" / "0"
         command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={self.folder}", "--num-gpus=2"]
-        command += ["--object-store-memory=100000000", "--loss-grace-s=1", "--stop-grace-s=2", "--", *driver]
+        command += ["--object-store-memory=100000000", "--loss-grace-s=1", *options, "--", *driver]
         # As a launcher might have left it: none of this may confuse Ray or the driver.
         environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
         self.process = subprocess.Popen(command, env=environ)
@@ -101,8 +101,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
     """Start an attempt with a driver; whatever the test does, nothing of it is left."""
     attempts: list[Attempt] = []
 
-    def started(*driver: str) -> Attempt:
-        attempts.append(Attempt(tmp_path, *driver))
+    def started(*driver: str, options: Sequence[str] = ()) -> Attempt:
+        attempts.append(Attempt(tmp_path, *driver, options=options))
         return attempts[-1]
 
     yield started
@@ -189,7 +189,7 @@ def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attem
 
 def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(start: Callable[..., Attempt]) -> None:
     """The batch script writes the file as well; what was committed before is still good, so the run comes back."""
-    attempt = start(*driver("ignore_stop"))
+    attempt = start(*driver("ignore_stop"), options=["--stop-grace-s=1"])
     attempt.wait_until_it_works()
     processes = attempt.processes()
     (attempt.folder / "STOP").write_text('{"reason": "signal USR2"}')

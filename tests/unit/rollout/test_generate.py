@@ -1,6 +1,7 @@
 """Groups come complete, in order and scored; a stop leaves nothing running."""
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,6 +126,21 @@ def test_one_failure_aborts_the_others() -> None:
         asyncio.run(run(engine, prompts(*range(50)), n=1, concurrency=1))
     assert engine.log[-1] == "abort_request"
     assert engine.log.count("generate") < 50
+
+
+def test_nothing_is_left_for_the_event_loop_to_complain_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a stop nor many failures at once leave an error that nobody asked for."""
+
+    async def stopped() -> None:
+        engine = FakeEngine(holds=asyncio.Event())
+        await run(engine, prompts(1, 2), stop_requested=lambda: engine.under_way == 6)
+
+    with pytest.raises(Preempted):
+        asyncio.run(stopped())
+    with pytest.raises(RolloutError):
+        asyncio.run(run(FakeEngine(answer=lambda body: generated([1], version="bad")), prompts(1, 2)))
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_evaluation_is_the_mean_over_all_samples() -> None:

@@ -1,0 +1,100 @@
+"""Packing: where every token of every sample stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpost.actor.packing import pack, unpack
+from rlpost.errors import DataError
+from rlpost.types import TrainSample
+
+finite = st.floats(-10, 10, width=32)
+
+
+@st.composite
+def samples(draw) -> TrainSample:
+    prompt, response = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    return TrainSample(
+        token_ids=tuple(draw(st.lists(st.integers(0, 99), min_size=prompt + response, max_size=prompt + response))),
+        prompt_length=prompt,
+        loss_mask=tuple(draw(st.lists(st.integers(0, 1), min_size=response, max_size=response))),
+        rollout_logprobs=tuple(draw(st.lists(finite, min_size=response, max_size=response))),
+        advantage=draw(finite),
+    )
+
+
+micro_batches = st.lists(samples(), min_size=1, max_size=5).map(tuple)
+
+
+@given(micro_batches, st.integers(1, 8))
+def test_every_sample_stands_in_the_row_once_uncut_and_in_order(micro_batch, multiple_of):
+    packed = pack(micro_batch, multiple_of=multiple_of)
+    bounds = packed.cu_seqlens.tolist()
+    row = packed.input_ids[0].tolist()
+    for sample, start, end in zip(micro_batch, bounds, bounds[1:], strict=False):
+        assert tuple(row[start:end]) == sample.token_ids
+        assert packed.positions[0, start:end].tolist() == list(range(end - start))
+
+
+@given(micro_batches, st.integers(1, 8))
+def test_padding_is_a_sequence_of_its_own_and_less_than_the_multiple(micro_batch, multiple_of):
+    packed = pack(micro_batch, multiple_of=multiple_of)
+    num_tokens = sum(len(sample.token_ids) for sample in micro_batch)
+    total = packed.input_ids.size(1)
+    assert total % multiple_of == 0 and total - num_tokens < multiple_of
+    assert packed.cu_seqlens[-1] == total == packed.positions.size(1)
+    assert len(packed.cu_seqlens) == len(micro_batch) + 1 + (total > num_tokens)
+    assert packed.max_length == packed.cu_seqlens.diff().max()
+    assert packed.response_index.max() < num_tokens
+
+
+@given(micro_batches)
+def test_the_row_before_each_response_token_predicts_it(micro_batch):
+    packed = pack(micro_batch)
+    assert torch.equal(packed.input_ids[0, packed.response_index + 1], packed.targets)
+    expected = [token for sample in micro_batch for token in sample.token_ids[sample.prompt_length :]]
+    assert packed.targets.tolist() == expected
+
+
+@given(micro_batches, st.integers(1, 8))
+def test_each_response_token_has_what_its_sample_says(micro_batch, multiple_of):
+    packed = pack(micro_batch, multiple_of=multiple_of)
+    expected = [
+        (number, sum(sample.loss_mask), float(mask), sample.advantage, logprob)
+        for number, sample in enumerate(micro_batch)
+        for mask, logprob in zip(sample.loss_mask, sample.rollout_logprobs, strict=True)
+    ]
+    columns = (
+        packed.sample_index,
+        packed.sample_lengths,
+        packed.loss_mask,
+        packed.advantages,
+        packed.rollout_logprobs,
+    )
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+
+
+@given(micro_batches)
+def test_unpacking_gives_each_sample_its_own_values_back(micro_batch):
+    packed = pack(micro_batch)
+    assert unpack(packed.rollout_logprobs, packed) == [sample.rollout_logprobs for sample in micro_batch]
+
+
+def test_moving_a_micro_batch_moves_all_its_tensors():
+    moved = pack((TrainSample((1, 2), 1, (1,), (-0.5,), 1.0),)).to(torch.device("meta"))
+    assert moved.input_ids.is_meta and moved.rollout_logprobs.is_meta and moved.max_length == 2
+
+
+def test_a_micro_batch_without_samples_is_refused():
+    with pytest.raises(DataError, match="without samples"):
+        pack(())
+
+
+@pytest.mark.parametrize("prompt_length", [0, 2])
+def test_a_sample_without_prompt_or_response_is_refused(prompt_length):
+    response = 2 - prompt_length
+    with pytest.raises(DataError, match="sample 0 of a micro-batch"):
+        pack((TrainSample((1, 2), prompt_length, (1,) * response, (-0.5,) * response, 1.0),))

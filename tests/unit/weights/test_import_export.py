@@ -1,0 +1,179 @@
+"""Importer and exporter on one rank, with a plain module in place of Megatron's and files as Hugging Face lays them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpost.errors import WeightError
+from rlpost.weights.exporter import Exporter, describe, export_folder, weights_hash
+from rlpost.weights.importer import import_weights
+from rlpost.weights.names import Dimensions
+
+DIMS = Dimensions(num_query_groups=2, head_dim=4, vocab_size=11)
+HIDDEN, ROWS = 6, 10
+MEGATRON_SHAPES = {
+    "embedding.word_embeddings.weight": (11, HIDDEN),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (2 * (3 + 2) * 4, HIDDEN),
+    "decoder.layers.0.mlp.linear_fc1.weight": (2 * ROWS, HIDDEN),
+    "decoder.layers.0.mlp.linear_fc2.weight": (HIDDEN, ROWS),
+    "decoder.final_layernorm.weight": (HIDDEN,),
+    "output_layer.weight": (11, HIDDEN),
+}
+HUGGING_FACE_SHAPES = {
+    "model.embed_tokens.weight": (11, HIDDEN),
+    "model.layers.0.self_attn.q_proj.weight": (24, HIDDEN),
+    "model.layers.0.self_attn.k_proj.weight": (8, HIDDEN),
+    "model.layers.0.self_attn.v_proj.weight": (8, HIDDEN),
+    "model.layers.0.mlp.gate_proj.weight": (ROWS, HIDDEN),
+    "model.layers.0.mlp.up_proj.weight": (ROWS, HIDDEN),
+    "model.layers.0.mlp.down_proj.weight": (HIDDEN, ROWS),
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (11, HIDDEN),
+}
+
+
+class OneRank:
+    """A process group of one: no collective is ever reached."""
+
+    def size(self) -> int:
+        return 1
+
+
+def megatron_model(*, tied: bool = False) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for name, shape in MEGATRON_SHAPES.items():
+        if tied and name == "output_layer.weight":
+            continue
+        *path, leaf = name.split(".")
+        owner = model
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape)))
+    return model
+
+
+def write_folder(folder: Path, names: list[str] | None = None, *, num_files: int = 1) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder with random weights, in one file or with an index."""
+    names = list(HUGGING_FACE_SHAPES) if names is None else names
+    tensors = {name: torch.randn(HUGGING_FACE_SHAPES.get(name, (2,))) for name in names}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}))
+    (folder / "tokenizer.json").write_text("{}")
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return tensors
+    file_of = {name: f"part-{number % num_files}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    return tensors
+
+
+def filled(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    import_weights(model, folder, architecture="Qwen3ForCausalLM", dims=DIMS, tp_rank=0, tp_size=1)
+    return model
+
+
+def exporter_of(model: torch.nn.Module) -> Exporter:
+    return Exporter(model, architecture="Qwen3ForCausalLM", dims=DIMS, group=OneRank())
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("shard_bytes", [600, 10**9])
+def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_files, shard_bytes):
+    tensors = write_folder(tmp_path, num_files=num_files)
+    exporter = exporter_of(filled(megatron_model(), tmp_path))
+    out = tmp_path / "out"
+    export_folder(exporter, out, template=tmp_path, writes=True, shard_bytes=shard_bytes)
+    found = {}
+    for file in out.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    index = out / "model.safetensors.index.json"
+    assert index.exists() == (shard_bytes == 600)
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert all(name in load_file(out / file) for name, file in weight_map.items())
+
+
+def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_weights(tmp_path):
+    write_folder(tmp_path)
+    export_folder(exporter_of(filled(megatron_model(), tmp_path)), tmp_path / "out", template=tmp_path, writes=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 300, 700, 10**9])
+def test_buckets_hold_every_tensor_once_in_order_and_keep_to_the_limit(max_bytes):
+    exporter = exporter_of(megatron_model())
+    plan = exporter.plan(max_bytes)
+    described = [describe(bucket) for bucket in plan]
+    shapes = {name: shape for one in described for name, shape in zip(one.names, one.shapes, strict=True)}
+    assert shapes == HUGGING_FACE_SHAPES
+    assert [name for one in described for name in one.names] == [
+        n for e in exporter.entries for n in e.rule.hugging_face
+    ]
+    for bucket in plan:
+        assert len(bucket) == 1 or sum(entry.num_bytes for entry in bucket) <= max_bytes
+    if max_bytes == 1:
+        assert len(plan) == len(exporter.entries)
+
+
+def test_what_is_gathered_is_what_was_described():
+    for bucket in (exporter := exporter_of(megatron_model())).plan(700):
+        tensors, told = exporter.gather(bucket), describe(bucket)
+        assert tuple(tensors) == told.names
+        assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == told.shapes
+        assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors.values())
+        assert set(told.dtypes) == {"float32"}
+
+
+def test_the_hash_is_that_of_the_weights_and_not_of_the_buckets(tmp_path):
+    write_folder(tmp_path)
+    model = filled(megatron_model(), tmp_path)
+    before = weights_hash(exporter_of(model), max_bytes=10**9)
+    assert weights_hash(exporter_of(model), max_bytes=300) == before
+    with torch.no_grad():
+        model.get_parameter("decoder.final_layernorm.weight")[3] += 1e-6
+    assert weights_hash(exporter_of(model), max_bytes=10**9) != before
+
+
+def test_a_tied_model_ignores_a_copy_of_the_embedding(tmp_path):
+    tensors = write_folder(tmp_path)
+    model = filled(megatron_model(tied=True), tmp_path)
+    assert torch.equal(
+        model.get_parameter("embedding.word_embeddings.weight").detach(), tensors["model.embed_tokens.weight"]
+    )
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    write_folder(tmp_path, [name for name in HUGGING_FACE_SHAPES if "up_proj" not in name])
+    with pytest.raises(WeightError, match=r"no tensor 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+        filled(megatron_model(), tmp_path)
+
+
+def test_a_tensor_left_over_is_named(tmp_path):
+    write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.mlp.up_proj.weight"])
+    with pytest.raises(WeightError, match=r"1 tensors that .*'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        filled(megatron_model(), tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
+    write_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(HIDDEN + 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model\.norm\.weight .*\(7,\).*\(6,\)"):
+        filled(megatron_model(), tmp_path)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    with pytest.raises(WeightError, match=r"neither model\.safetensors nor"):
+        filled(megatron_model(), tmp_path)

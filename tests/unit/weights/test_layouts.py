@@ -1,0 +1,79 @@
+"""Layouts: pairs of functions that are inverse bit by bit, and where a single value ends up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpost.errors import WeightError
+from rlpost.weights.layouts import join, merge, shard, split
+from rlpost.weights.names import Dimensions
+
+HIDDEN = 6
+
+
+def hugging_face_tensors(layout: str, dims: Dimensions, per_group: int, rows: int) -> list[torch.Tensor]:
+    """Random full tensors as a checkpoint holds them."""
+    heads = {"q": dims.num_query_groups * per_group, "k": dims.num_query_groups, "v": dims.num_query_groups}
+    sizes = {
+        "qkv": [heads[part] * dims.head_dim for part in "qkv"],
+        "gated": [rows, rows],
+        "vocabulary": [dims.vocab_size],
+        "plain": [rows],
+    }[layout]
+    return [torch.randn(size, HIDDEN) for size in sizes]
+
+
+@given(
+    layout=st.sampled_from(["qkv", "gated", "vocabulary", "plain"]),
+    size=st.integers(1, 4),
+    multiple=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    vocab_size=st.integers(4, 19),
+)
+def test_a_tensor_survives_merge_shard_join_and_split_bit_by_bit(layout, size, multiple, per_group, vocab_size):
+    dims = Dimensions(num_query_groups=size * multiple, head_dim=2, vocab_size=vocab_size)
+    tensors = hugging_face_tensors(layout, dims, per_group, rows=size * multiple)
+    full = merge(tensors, layout, dims)
+    shards = [shard(full, layout, dim=0, rank=rank, size=size) for rank in range(size)]
+    assert len({part.shape for part in shards}) == 1, "every rank holds as much"
+    back = split(join(shards, layout, dim=0), layout, dims)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, tensors, strict=True))
+
+
+def test_query_key_and_value_of_a_group_lie_together():
+    """With one row a head: group 0 has queries 0 and 1, then its key and its value."""
+    dims = Dimensions(num_query_groups=2, head_dim=1, vocab_size=0)
+    query, key, value = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[10], [11]]), torch.tensor([[20], [21]])
+    assert merge([query, key, value], "qkv", dims).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_every_shard_of_a_gated_weight_has_gate_above_up():
+    full = merge([torch.tensor([[0], [1]]), torch.tensor([[10], [11]])], "gated", Dimensions(1, 1, 0))
+    shards = [shard(full, "gated", dim=0, rank=rank, size=2).flatten().tolist() for rank in range(2)]
+    assert shards == [[0, 10], [1, 11]]
+
+
+def test_a_vocabulary_is_padded_with_zeros_at_its_end():
+    last = shard(torch.ones(5, 2), "vocabulary", dim=0, rank=1, size=2)
+    assert last.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_a_weight_that_takes_sharded_input_is_cut_along_its_columns():
+    full = torch.arange(8).reshape(2, 4)
+    shards = [shard(full, "plain", dim=1, rank=rank, size=2) for rank in range(2)]
+    assert shards[1].tolist() == [[2, 3], [6, 7]]
+    assert torch.equal(join(shards, "plain", dim=1), full)
+
+
+def test_shapes_are_planned_without_data():
+    dims = Dimensions(num_query_groups=2, head_dim=4, vocab_size=0)
+    parts = split(torch.empty(2 * (3 + 2) * 4, HIDDEN, device="meta"), "qkv", dims)
+    assert [tuple(part.shape) for part in parts] == [(24, HIDDEN), (8, HIDDEN), (8, HIDDEN)]
+
+
+def test_what_cannot_be_cut_evenly_is_refused():
+    with pytest.raises(WeightError, match="tensor_model_parallel_size=2"):
+        shard(torch.ones(3, 2), "plain", dim=0, rank=0, size=2)

@@ -1,0 +1,35 @@
+"""The tables of weight names."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.errors import WeightError
+from rlpost.weights.names import FAMILIES, QWEN3, Rule, family, to_hugging_face
+
+
+def test_the_layer_number_stands_on_both_sides():
+    rule = to_hugging_face("decoder.layers.11.mlp.linear_fc1.weight", QWEN3)
+    names = ("model.layers.11.mlp.gate_proj.weight", "model.layers.11.mlp.up_proj.weight")
+    assert rule == Rule("decoder.layers.11.mlp.linear_fc1.weight", names, "gated")
+
+
+def test_names_outside_the_layers_are_found_as_well():
+    assert to_hugging_face("output_layer.weight", QWEN3).hugging_face == ("lm_head.weight",)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_no_name_stands_twice_in_a_table(architecture):
+    rules = family(architecture)
+    for names in ([rule.megatron for rule in rules], [name for rule in rules for name in rule.hugging_face]):
+        assert len(names) == len(set(names))
+
+
+def test_an_unknown_parameter_is_named():
+    with pytest.raises(WeightError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
+        to_hugging_face("decoder.layers.0.mlp.router.weight", QWEN3)
+
+
+def test_an_unknown_architecture_is_named_with_those_known():
+    with pytest.raises(WeightError, match=r"'GPT2LMHeadModel'.*Qwen3ForCausalLM"):
+        family("GPT2LMHeadModel")
