@@ -1,7 +1,7 @@
 """What the batch script, the agents and the driver agree on: files of an attempt, exit codes, the cluster's shape.
 
 This is the only module of ``bootstrap`` that the trainer imports; stdlib only. An attempt is one start of a job:
-``RUN/attempts/K`` with K the Slurm restart count.
+``RUN/attempts/K`` with K the first number from the Slurm restart count on that no start has used.
 
     STOP           written by whoever first learns that the run must end soon (JSON: reason); the driver polls it
     secret         made by the batch script (or by a single local agent), 0600; authenticates agents, Ray and engines

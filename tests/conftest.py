@@ -12,9 +12,13 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
+
+settings.register_profile("any machine", deadline=None)  # a slow one is no bug
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

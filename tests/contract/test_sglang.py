@@ -45,6 +45,7 @@ def held_out(model: Path, count: int) -> list[Prompt]:
 def load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # more would only take turns with the engines
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
