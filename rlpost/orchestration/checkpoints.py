@@ -25,9 +25,9 @@ STATE_FILE = "run_state.json"
 class Checkpoints:
     """Commits to ``--save``; finds what to resume from there or, when there is none yet, in ``--load``."""
 
-    def __init__(self, settings: CheckpointConfig, run_folder: Path, *, committed: Callable[[int, Path], None]) -> None:
-        """``committed(step, path)`` is called after each commit."""
-        self._save = Path(settings.save) if settings.save else run_folder / "checkpoints"
+    def __init__(self, settings: CheckpointConfig, own_folder: Path, *, committed: Callable[[int, Path], None]) -> None:
+        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit."""
+        self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._keep_last = settings.keep_last
         self._committed = committed

@@ -7,11 +7,8 @@ In: the settings, the run's folder and the cluster that the agents brought up. O
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
 from rlpost.config.tree import Config
@@ -22,19 +19,20 @@ from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.stages import ClusterStages, initial_cursor
+from slurm.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 
 
-def drive(config: Config, run_folder: Path, cluster: Cluster) -> int:
+def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
     """Run one attempt; returns its exit code. Errors are logged, never raised, unless they are ours to fix."""
     stop = StopRequest(cluster.stop_file)
     try:
-        asyncio.run(_attempt(config, run_folder, cluster, stop))
+        asyncio.run(_attempt(config, run, cluster, stop))
     except Preempted as request:
-        record(run_folder, "preempted", reason=str(request))
+        run.ledger.append("preempted", reason=str(request))
         return EXIT_PREEMPTED
     except (ConfigError, DataError) as error:
         logger.error("%s", error)
@@ -45,17 +43,18 @@ def drive(config: Config, run_folder: Path, cluster: Cluster) -> int:
     return EXIT_DONE
 
 
-async def _attempt(config: Config, run_folder: Path, cluster: Cluster, stop: StopRequest) -> None:
+async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> None:
     def committed(step: int, path: Path) -> None:
-        record(run_folder, "committed", step=step, checkpoint=path.name)
+        run.ledger.append("committed", step=step, checkpoint=path.name)
 
-    checkpoints = Checkpoints(config.checkpoint, run_folder, committed=committed)
+    checkpoints = Checkpoints(config.checkpoint, run.checkpoints, committed=committed)
     checkpoint, state = checkpoints.newest()
     logger.info(
         "starting %s", f"from {config.checkpoint.hf_checkpoint}" if checkpoint is None else f"from {checkpoint}"
     )
-    record(run_folder, "started", attempt=cluster.attempt_dir, step=state.step, nodes=[n.host for n in cluster.nodes])
-    metrics = MetricsWriter(run_folder / "metrics.jsonl")
+    attempt = Path(cluster.attempt_dir).name
+    run.ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
+    metrics = MetricsWriter(run.metrics)
     metrics.rewind(state.step if state.pending is None else state.step - 1)
     stages = ClusterStages(config, cluster, checkpoints=checkpoints, stop=stop)
     try:
@@ -65,13 +64,7 @@ async def _attempt(config: Config, run_folder: Path, cluster: Cluster, stop: Sto
         weights = await stages.weights_hash()
     finally:
         stages.close()
-    plot_rewards(run_folder / "metrics.jsonl", run_folder / "report" / "reward.png")
-    record(run_folder, "done", step=state.step, weights=weights)
-    logger.info("done: step %d, weights %s, %s", state.step, weights[:16], run_folder / "report" / "reward.png")
-
-
-def record(run_folder: Path, event: str, **details: Any) -> None:
-    """Append one line to the run's ledger."""
-    line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
-    with (run_folder / "ledger.jsonl").open("a") as file:
-        file.write(line + "\n")
+    picture = run.report / "reward.png"
+    plot_rewards(run.metrics, picture)
+    run.ledger.append("done", step=state.step, weights=weights)
+    logger.info("done: step %d, weights %s, %s", state.step, weights[:16], picture)

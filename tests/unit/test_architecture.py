@@ -34,7 +34,8 @@ FORBIDDEN = {
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
 }
-ALLOWED = {"bootstrap.handoff"}  # what agents and driver agree on; the trainer may know it
+# What agents and driver agree on, and where a run lives: both stdlib only, and the trainer may know them.
+ALLOWED = {"bootstrap.handoff", "slurm.run_folder"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 6
 # signatures that Megatron-core prescribes
