@@ -65,9 +65,10 @@ def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
     """The agent's command line, the same as in the batch script."""
     assert spec.python and spec.run_folder
     agent = [spec.python, "-u", "-m", "bootstrap.agent", "--attempt-dir", str(attempt_dir)]
-    driver = [spec.python, "-u", "-m", "rlpost.train", "--cluster-from-stdin", "--run-folder", spec.run_folder]
+    driver = [spec.python, "-u", "-m", "rlpost.train", *spec.driver_args]
+    driver += ["--cluster-from-stdin", "--run-folder", spec.run_folder]
     num_gpus = ["--num-gpus", str(spec.num_gpus_per_node)]
-    return [*agent, *num_gpus, *spec.agent_args, "--", *driver, *spec.driver_args]
+    return [*agent, *num_gpus, *spec.agent_args, "--", *driver]
 
 
 def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:

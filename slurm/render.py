@@ -55,7 +55,7 @@ def _command(spec: JobSpec) -> str:
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
   --output="${{attempt_dir//%/%%}}/agent-%N.log" \\
   "$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
-  "$python" -u -m rlpost.train --cluster-from-stdin --run-folder "$run_folder"{driver} "$@" &
+  "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &
 """
 
 

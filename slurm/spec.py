@@ -31,7 +31,7 @@ class JobSpec:
         gpu_request: how this site asks for GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at all.
         time: limit of one attempt, in any form that sbatch takes.
         signal_lead_s: seconds before that limit at which Slurm sends USR2 to the batch shell.
-        driver_args: arguments of ``python -m rlpost.train``.
+        driver_args: arguments of ``python -m rlpost.train``, before those that the script adds: a recipe comes first.
         agent_args: more arguments of ``python -m bootstrap.agent``.
         home: folder with the code; where the script is to find it out at run time, None (see ``render``).
         python: interpreter; None as above.

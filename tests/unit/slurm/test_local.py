@@ -49,10 +49,10 @@ def test_a_local_run_calls_the_agent_as_the_batch_script_does(tmp_path: Path, ho
         "-u",
         "-m",
         "rlpost.train",
+        "done",
         "--cluster-from-stdin",
         "--run-folder",
         str(run.root),
-        "done",
     ]
     assert facts["cwd"] == str(home)
     assert facts["environment"]["SLURM_JOB_ID"] is None

@@ -72,7 +72,7 @@ def test_hostile_paths_and_arguments_stay_one_word() -> None:
     script = render_sbatch(spec)
     command = script[script.index("srun --") : script.index("srun_pid=")]
     words = shlex.split(command.replace("\\\n", " "))
-    after = words.index("$run_folder") + 1
+    after = words.index("rlpost.train") + 1
     assert tuple(words[after : after + len(arguments)]) == arguments
     assert words[words.index("--num-gpus") + 2] == HOSTILE
     home = next(line for line in script.splitlines() if line.startswith("RLPOST_HOME="))

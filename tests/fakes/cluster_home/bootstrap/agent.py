@@ -1,6 +1,6 @@
 """An agent that starts nothing: it does what the driver's arguments tell it and leaves a verdict. Stdlib only.
 
-The word after ``--run-folder PATH`` on the driver's command line is the behaviour:
+The first word of the driver that is not the batch script's own is the behaviour:
 
     done | config | failed      leave this verdict at once
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
@@ -39,7 +39,9 @@ def main() -> int:
     own, driver = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     attempt_dir = Path(own[own.index("--attempt-dir") + 1])
     host = socket.gethostname()
-    behaviour = driver[driver.index("--run-folder") + 2]
+    fixed = driver.index("--cluster-from-stdin")  # then: --run-folder PATH
+    arguments = driver[driver.index("rlpost.train") + 1 : fixed] + driver[fixed + 3 :]
+    behaviour = arguments[0]
 
     def on_signal(number: int, _: object) -> None:
         with (attempt_dir / f"signals-{host}").open("a") as file:
