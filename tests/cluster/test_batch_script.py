@@ -75,8 +75,8 @@ def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, subm
     for host in ("n01", "n02"):
         facts = json.loads((attempt / f"argv-{host}.json").read_text())
         assert facts["agent"] == ["--attempt-dir", str(attempt), "--num-gpus", "8", "--socket-ifname", "eth0"]
-        driver = [sys.executable, "-u", "-m", "rlpost.train", "--cluster-from-stdin", "--run-folder", str(run.folder)]
-        assert facts["driver"] == [*driver, "done"]
+        driver = [sys.executable, "-u", "-m", "rlpost.train", "done"]
+        assert facts["driver"] == [*driver, "--cluster-from-stdin", "--run-folder", str(run.folder)]
         assert (facts["cwd"], facts["environment"]["PYTHONPATH"]) == (str(STUB_HOME), str(STUB_HOME))
     assert (attempt / "secret").stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex((attempt / "secret").read_text())) == 32
@@ -158,7 +158,8 @@ def test_a_hostile_path_runs_and_runs_nothing_else(lab: Lab, submit: Callable[..
     run.until_over(JobState.COMPLETED)
     facts = json.loads((run.attempt(0) / "argv-n01.json").read_text())
     assert facts["cwd"] == str(home)
-    assert facts["driver"][-4:] == [str(run.folder), "done", "$(touch x)", "'; touch y"]
+    added = ["--cluster-from-stdin", "--run-folder", str(run.folder)]
+    assert facts["driver"][-6:] == ["done", "$(touch x)", "'; touch y", *added]
     assert sorted(path.name for path in run.attempt(0).glob("agent-*.log")) == ["agent-n01.log", "agent-n02.log"]
     assert "verdict: done" in run.log
     places = (lab.shared, home, run.folder, run.attempt(0))
@@ -177,7 +178,8 @@ def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab)
     run = Run(lab, submitted.stdout.strip(), home / f"runs/tiny-{submitted.stdout.strip()}")
     run.until_over(JobState.FAILED, 1)  # the stub leaves its first argument, recipe.toml, as the verdict
     facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
-    assert facts["driver"][-4:] == [str(run.folder), "recipe.toml", "--lr", "1"]
+    added = ["--cluster-from-stdin", "--run-folder", str(run.folder)]
+    assert facts["driver"][-6:] == ["recipe.toml", *added, "--lr", "1"]
     assert facts["cwd"] == str(home)
     assert "verdict: recipe.toml" in (home / f"slurm-{run.job}.out").read_text()
     assert run.folder.stat().st_mode & 0o777 == 0o700
