@@ -13,7 +13,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet)
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
     echo "install: GPU stack (a while)"
     "${pip[@]}" -e '.[gpu,dev]' megatron-core==0.16.1
