@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
 
-.PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs clean
+.PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -39,6 +39,9 @@ format: install  ## mend the style
 
 jobs: install  ## write jobs/*.sbatch anew from their recipes
 	$(BIN)/python tools/make_jobs.py
+
+docs: install  ## write docs/settings.md anew from the settings
+	$(BIN)/python tools/make_docs.py
 
 clean:  ## forget the environment and what was made (runs/ stays)
 	rm -rf $(VENV) assets build dist *.egg-info

@@ -23,6 +23,7 @@ from bootstrap.head import HeadAgent
 from bootstrap.network import NetworkError
 from bootstrap.node import NodeAgent
 from bootstrap.options import Options, parse_options
+from bootstrap.preflight_probe import raise_limits
 from bootstrap.rendezvous import BringupError
 from bootstrap.supervise import StopRequest
 from bootstrap.verdict import Verdict, write_verdict
@@ -61,6 +62,7 @@ async def _run(facts: Facts, options: Options, secret: bytes) -> None:
 def main() -> int:
     """Run the agent; returns its exit code."""
     os.umask(0o077)
+    raise_limits()
     options = parse_options(sys.argv[1:])
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     logging.basicConfig(

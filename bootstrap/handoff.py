@@ -7,6 +7,8 @@ This is the only module of ``bootstrap`` that the trainer imports; stdlib only. 
     secret         made by the batch script (or by a single local agent), 0600; authenticates agents, Ray and engines
     verdict        one word for the batch script: done | requeue | failed | config
     verdict.json   the same with its cause, for people
+    exclude        hosts that the next start must not get, one a line; only when there are any
+    preflight.json what was checked on every host and what came of it
     agent-HOST.log, driver.log
 """
 
@@ -20,6 +22,8 @@ STOP_FILE = "STOP"
 SECRET_FILE = "secret"
 VERDICT_FILE = "verdict"
 VERDICT_JSON = "verdict.json"
+EXCLUDE_FILE = "exclude"
+PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
 
 EXIT_DONE = 0

@@ -15,9 +15,20 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from bootstrap.comparison import comparison_table, network_row
 from bootstrap.facts import Facts
 from bootstrap.files import tail, write_atomic
-from bootstrap.handoff import DRIVER_LOG, EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, SECRET_FILE, Cluster, Node
+from bootstrap.gathering import Gathering
+from bootstrap.handoff import (
+    DRIVER_LOG,
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    SECRET_FILE,
+    Cluster,
+    Node,
+)
+from bootstrap.link import Link, LinkLost
 from bootstrap.local_ray import LocalRay, RayError
 from bootstrap.network import (
     LOOPBACK_IFNAME,
@@ -26,16 +37,15 @@ from bootstrap.network import (
     ifname_of,
     ip_of,
     local_addresses,
+    network_here,
     reachable_addresses,
 )
 from bootstrap.options import Options
-from bootstrap.ports import PortBlock, claim_block, ephemeral_floor
+from bootstrap.ports import PortBlock, claim_block, ephemeral_floor, host_port
 from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
 from bootstrap.rendezvous import (
     HEAD_FILE,
     BringupError,
-    Link,
-    LinkLost,
     NodeReport,
     Reception,
     check_versions,
@@ -44,7 +54,7 @@ from bootstrap.rendezvous import (
     installed_versions,
 )
 from bootstrap.supervise import Kept, StopRequest
-from bootstrap.verdict import Outcome, Verdict, decide, write_verdict
+from bootstrap.verdict import Loss, Outcome, Verdict, decide, write_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +75,14 @@ class HeadAgent:
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._reception = Reception(secret, facts.hosts, self._on_joined)
         loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = loop.create_future()
+        self._lost: asyncio.Future[Loss] = loop.create_future()
         self._stopped_before_loss = False
+        self._gathering = Gathering(facts, options, self._reception)
         self._ray_up = {rank: loop.create_future() for rank in range(1, len(facts.hosts))}
         self._following: list[asyncio.Task[None]] = []
         self._ending = False
         self._claim: socket.socket | None = None
+        self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
         self._ray: LocalRay | None = None
 
     async def run(self) -> Verdict:
@@ -117,12 +129,15 @@ class HeadAgent:
         if driver.exited.done():
             return self._driver_ended(driver)
         if self._lost.done():
-            return Outcome(bringup_error=self._lost.result())
+            loss = self._lost.result()
+            return Outcome(bringup_error=loss.cause, exclude=loss.exclude)
         if bringup.done():
             error = bringup.exception()
             if error is None:
                 return None
-            if not isinstance(error, (BringupError, RayError, NetworkError, OSError)):
+            if isinstance(error, BringupError):
+                return Outcome(bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude)
+            if not isinstance(error, (LinkLost, RayError, NetworkError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
             return Outcome(bringup_error=str(error) or repr(error))
         return Outcome(stop_requested=True)  # nothing has begun that would have to be saved
@@ -137,16 +152,19 @@ class HeadAgent:
         if driver.exited.done() and driver.exited.result() not in _DELIBERATE_EXITS:
             await _first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
         if self._lost.done() and not driver.exited.done():
-            logger.error("%s; the driver has %.0f s", self._lost.result(), self._options.loss_grace_s)
-            self._stop.write(self._lost.result())
+            cause = self._lost.result().cause
+            logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
+            self._stop.write(cause)
             await _first_of(driver.exited, timeout_s=self._options.loss_grace_s)
         return self._driver_ended(driver)
 
     def _driver_ended(self, driver: Kept) -> Outcome:
+        loss = self._lost.result() if self._lost.done() else None
         return Outcome(
             driver_code=driver.exited.result() if driver.exited.done() else None,
             driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
-            lost=self._lost.result() if self._lost.done() else None,
+            lost=loss.cause if loss else None,
+            exclude=loss.exclude if loss else (),
             stop_requested=self._stop.requested.is_set() if not self._lost.done() else self._stopped_before_loss,
         )
 
@@ -157,15 +175,17 @@ class HeadAgent:
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
                 reports = await self._gather(ports)
                 await self._start_ray(reports[0], ports)
-                for link in self._reception.links.values():
-                    await link.send({"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base})
-                await asyncio.gather(*self._ray_up.values())
+                nodes_used = [report.rank for report in reports[1:]]
+                for rank in nodes_used:
+                    order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
+                    await self._reception.links[rank].send(order)
+                await asyncio.gather(*(self._ray_up[rank] for rank in nodes_used))
         except TimeoutError:
-            raise BringupError(self._describe_wait()) from None
+            raise self._too_late() from None
         nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
         job_ports = ports.job_ports
         return Cluster(
-            f"{reports[0].ip}:{ports.gcs}", str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
+            host_port(reports[0].ip, ports.gcs), str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
         )
 
     def _bind_ip(self) -> str:
@@ -178,9 +198,10 @@ class HeadAgent:
         return ip_of(ifname, local_addresses()) if ifname else ""
 
     async def _gather(self, ports: PortBlock) -> list[NodeReport]:
-        """Reports of all nodes by rank, once all have joined; the connections tell the addresses."""
+        """Reports of the nodes to use, by rank, once enough have joined; the connections tell the addresses."""
         facts, options = self._facts, self._options
-        ip, ifname = self._bind_ip(), options.socket_ifname or LOOPBACK_IFNAME
+        self._gathering.begin()
+        ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
             assert self._claim is not None
             await self._reception.open(self._claim)
@@ -188,14 +209,19 @@ class HeadAgent:
             if options.socket_ifname:
                 published = tuple(address for address in published if address.ifname == options.socket_ifname)
             write_atomic(options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
-            await self._reception.complete.wait()
-            ip = _only_local_ip(self._reception.links.values())
-            ifname = ifname_of(ip, local_addresses())
-        own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname)
+            await self._gathering.wait()
+            if self._reception.links:  # all of them may be spares that never came
+                ip = _only_local_ip(self._reception.links.values())
+                ifname = ifname_of(ip, local_addresses())
+        network, found = network_here(ifname, ip)
+        self._fabric = found.rdma_env if ifname != LOOPBACK_IFNAME else {}
+        row = network_row(network, found, installed_versions())
+        own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
         reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
+        await self._gathering.choose(ip if self._reception.links else "")
+        reports = [report for report in reports if report.host in self._gathering.used]
+        logger.info("nodes\n%s", comparison_table({report.host: report.network for report in reports}))
         check_versions(reports)
-        for report in reports:
-            logger.info("%-16s %-15s %-10s %d GPUs", report.host, report.ip, report.ifname, report.num_gpus)
         return reports
 
     async def _start_ray(self, own: NodeReport, ports: PortBlock) -> None:
@@ -208,17 +234,19 @@ class HeadAgent:
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,
+            has_dashboard=options.ray_dashboard,
         )
-        environ = ray_environment(self._environ, ports, own.ifname)
+        environ = ray_environment(self._environ, ports, own.ifname, self._fabric)
         self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{own.host}.log")
         await self._ray.wait_started()
         self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
 
     def _on_own_ray_end(self, _: asyncio.Future[int]) -> None:
         if self._ray is not None:
-            self._lose(f"{self._facts.host}: {self._ray.describe_end()}")
+            self._lose(Loss(f"{self._facts.host}: {self._ray.describe_end()}"))
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:
+        self._gathering.joined(report)
         self._following.append(asyncio.create_task(self._follow(report, link)))
 
     async def _follow(self, report: NodeReport, link: Link) -> None:
@@ -229,26 +257,37 @@ class HeadAgent:
                 if message["kind"] == "ray_up":
                     self._ray_up[report.rank].set_result(None)
                 elif message["kind"] == "lost":
-                    self._lose(f"{report.host}: {message['cause']}")
+                    self._lose(Loss(f"{report.host}: {message['cause']}"))
         except LinkLost as error:
-            self._lose(f"{report.host} is gone: {error}")
+            cause = f"{report.host} is gone: {error}"
+            self._on_node_end(report.host, Loss(cause, (report.host,) if error.node_is_bad else ()))
 
-    def _lose(self, cause: str) -> None:
+    def _on_node_end(self, host: str, loss: Loss) -> None:
+        if self._gathering.can_do_without(host, loss.cause):
+            logger.info("%s; the run goes on without it", loss.cause)
+        else:
+            self._lose(loss)
+
+    def _lose(self, loss: Loss) -> None:
         if not self._ending and not self._lost.done():
             self._stopped_before_loss = self._stop.requested.is_set()
-            self._lost.set_result(cause)
+            self._lost.set_result(loss)
 
-    def _describe_wait(self) -> str:
+    def _too_late(self) -> BringupError:
         """Who kept the bring-up waiting, with the last lines of what they wrote."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
             logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
-            return f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
-        late = [self._facts.hosts[rank] for rank, up in self._ray_up.items() if not up.done()]
+            cause = f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
+            # All but the head missing speaks against the head or its port rather than against each of them.
+            alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
+            return BringupError(cause, exclude=() if alone else missing)
+        late = [host for host in self._gathering.used[1:] if not self._ray_up[self._facts.hosts.index(host)].done()]
         if self._ray is None or not self._ray.started.done():
             late = [self._facts.host]
-        return f"Ray did not come up {within} on:\n" + describe_missing(late, attempt_dir, "ray-HOST.log")
+        logs = describe_missing(late, attempt_dir, "ray-HOST.log")
+        return BringupError(f"Ray did not come up {within} on:\n{logs}")
 
     async def _tear_down(self, driver: Kept, *, keep_logs: bool) -> None:
         for link in self._reception.links.values():

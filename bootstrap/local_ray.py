@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from bootstrap.causes import with_likely_cause
 from bootstrap.files import tail
 from bootstrap.ports import busy_ports
 from bootstrap.ray_command import STARTED_LINE, RayNode, start_argv
@@ -75,7 +76,7 @@ class LocalRay:
     def describe_end(self) -> str:
         """Why there is no Ray any more, for people."""
         code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
-        return f"Ray ended by itself ({code}); last lines of {self._log.name}:\n{tail(self._log)}"
+        return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its own logs first when somebody will want to read them."""
@@ -101,7 +102,7 @@ class LocalRay:
         try:
             with self._log.open("ab", buffering=0) as file:
                 while data := await reader.read(65_536):
-                    file.write(data)
+                    await asyncio.to_thread(file.write, data)  # the folder is shared and may stall
                     last = last[-len(STARTED_LINE) :] + data
                     if STARTED_LINE in last and not self.started.done():
                         self.started.set_result(None)

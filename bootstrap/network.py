@@ -2,16 +2,29 @@
 
 Comes in: the local address of an accepted connection. Goes out: the interface that owns it and the environment that
 makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ from node to node.
+
+``python -m bootstrap.network`` tells what would be decided on this host, or on the one that a file of facts describes.
 """
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
+import json
+import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+from bootstrap.files import write_atomic
+from bootstrap.link import plain_ip
+from bootstrap.network_detect import Detection, detect, socket_settings
+from bootstrap.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
+from bootstrap.network_host import read_document, read_host
 
 # Ray replaces 127.0.0.1 and localhost by the address of some interface (ray.util.get_node_ip_address); the rest of
 # 127/8 is loopback just as well and is left alone, so a one-node cluster can stay off the network.
@@ -25,20 +38,21 @@ class NetworkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One IPv4 address of this machine."""
+    """One address of this machine, IPv4 or IPv6 (without a zone)."""
 
     ifname: str
     ip: str
 
 
 def local_addresses() -> tuple[Address, ...]:
-    """IPv4 addresses of all interfaces that are up."""
+    """Addresses of all interfaces that are up: IPv4 first, which is what is used where there are both."""
     stats = psutil.net_if_stats()
     return tuple(
-        Address(ifname, address.address)
+        Address(ifname, plain_ip(address.address))
+        for family in (socket.AF_INET, socket.AF_INET6)
         for ifname, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if address.family == socket.AF_INET and ifname in stats and stats[ifname].isup
+        if address.family == family and ifname in stats and stats[ifname].isup
     )
 
 
@@ -72,26 +86,65 @@ def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
     """The first address of an interface that the user named.
 
     Raises:
-        NetworkError: there is no such interface with an IPv4 address; names those there are.
+        NetworkError: there is no such interface with an address; names those there are.
     """
     known = tuple(addresses)
     for address in known:
-        if address.ifname == ifname:
+        zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local  # means nothing to others
+        if address.ifname == ifname and not zoned:
             return address.ip
     listed = ", ".join(sorted({address.ifname for address in known}))
-    raise NetworkError(f"--socket-ifname {ifname}: this host has no such interface with an IPv4 address ({listed})")
+    raise NetworkError(f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})")
 
 
-def socket_environment(ifname: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to ``environ`` so that collectives use ``ifname``; a variable the user has set is left alone.
+def socket_environment(ifname: str, environ: Mapping[str, str], ip: str | None = None) -> dict[str, str]:
+    """What to add to ``environ`` so that collectives use ``ifname``; a variable the user has set is left alone."""
+    wanted = socket_settings(ifname, ip)
+    return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
 
-    Gloo and TensorPipe take a bare device name. NCCL, and NVSHMEM which copied its parser, take a prefix unless it
-    begins with ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a bare ``eth1`` would match ``eth10`` as well.
-    """
-    wanted = {
-        "GLOO_SOCKET_IFNAME": ifname,
-        "TP_SOCKET_IFNAME": ifname,
-        "NCCL_SOCKET_IFNAME": f"={ifname}",
-        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": f"={ifname}",
-    }
-    return {key: value for key, value in wanted.items() if not environ.get(key)}
+
+def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+    """This host's network, and what is decided for it now that the nodes have met at ``ip`` on ``ifname``."""
+    facts = read_host()
+    # Of 127/8 the interface holds but one address, and behind a named interface there may be none.
+    met_at = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
+    return facts, detect(facts, **met_at, environ=os.environ)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what is decided; 2 when the facts cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.network", description="Network settings of one host.")
+    parser.add_argument("--facts", type=Path, help="facts of another host (YAML or JSON); this host unless given")
+    parser.add_argument("--save", type=Path, help="write this host's facts there, to send them with a bug report")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--socket-ifname", help="interface for sockets; outranks all evidence")
+    parser.add_argument("--connection-ip", help="local address of a connection that reached the head")
+    options = parser.parse_args(argv)
+    if options.facts and options.save:
+        parser.error("--save writes the facts of this host: leave out --facts")
+    try:
+        document = None if options.facts else read_document(ask_names=True)
+        facts = parse_facts(document) if document is not None else load_facts(options.facts)
+    except FactsFileError as error:
+        parser.error(str(error))
+    if options.save:
+        write_atomic(options.save, json.dumps(document, indent=2) + "\n")
+    environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
+    found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
+    answer = found.to_document()
+    if options.json:
+        print(json.dumps(answer))
+        return 0
+    for key in ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index"):
+        value = answer[key]
+        print(f"{key:<16}{', '.join(value) if isinstance(value, list) else value}")
+    for name, setting in found.settings.items():
+        print(f"{name}={setting.value}  # {setting.reason}")
+    print(f"why             {answer['why']}")
+    for warning in (*found.socket.warnings, *found.rdma.warnings):
+        print(f"warning         {warning}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

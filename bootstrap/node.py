@@ -10,22 +10,26 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import NoReturn
 
+from bootstrap.comparison import network_row
 from bootstrap.facts import Facts
 from bootstrap.files import write_first
+from bootstrap.gathering import read_this_host
 from bootstrap.handoff import SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from bootstrap.link import Link, LinkLost
 from bootstrap.local_ray import LocalRay, RayError
-from bootstrap.network import ifname_of, ip_of, local_addresses
+from bootstrap.network import NetworkError, ifname_of, ip_of, local_addresses, network_here
 from bootstrap.options import Options
-from bootstrap.ports import PortBlock, candidate_blocks, ephemeral_floor
+from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
+from bootstrap.preflight import HostFacts
 from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
 from bootstrap.rendezvous import (
     HEAD_FILE,
     BringupError,
-    Link,
-    LinkLost,
     NodeReport,
     installed_versions,
     join,
@@ -47,6 +51,7 @@ class NodeAgent:
         self._secret = secret
         self._stop = stop
         self._ray: LocalRay | None = None
+        self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
 
     async def run(self) -> None:
         """Until the head says that it is over.
@@ -72,15 +77,17 @@ class NodeAgent:
     async def _join(self) -> Link | None:
         """The link to the head; None when a stop was requested first, for then there is nothing to join."""
         facts, options = self._facts, self._options
-        ifname = options.socket_ifname
-        source_ip = ip_of(ifname, local_addresses()) if ifname else None
-        report = NodeReport(facts.host, facts.rank, options.num_gpus, installed_versions())
+        host_facts = await read_this_host(facts, options)
+        source_ip = None
+        try:
+            source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
+        except NetworkError as error:  # the head learns of it, by whatever way there is
+            host_facts = replace(host_facts, problem=str(error))
         joining = asyncio.create_task(
             join(
-                report,
+                lambda link: self._report(link, host_facts),
                 secret=self._secret,
                 candidates=self._candidates,
-                ifname_of=lambda ip: ifname_of(ip, local_addresses()),
                 source_ip=source_ip,
             )
         )
@@ -96,6 +103,32 @@ class NodeAgent:
             f"{facts.host} did not find the head {facts.head_host} within {options.bringup_deadline_s:.0f} s "
             f"(tried {tried}); is port {tried.partition(',')[0]} open between the nodes?"
         )
+
+    def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
+        """What this node says of itself over the connection that it has just formed."""
+        ifname, problem = "", host_facts.problem
+        try:
+            ifname = ifname_of(link.local_ip, local_addresses())
+        except NetworkError as error:
+            problem = str(error)
+        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first
+        said = replace(host_facts, taken_ports=taken, problem=problem, clock=time.time())
+        return NodeReport(
+            self._facts.host,
+            self._facts.rank,
+            self._options.num_gpus,
+            installed_versions(),
+            link.local_ip,
+            ifname,
+            asdict(said),
+            self._look_at_network(ifname, link.local_ip) if ifname else {},
+        )
+
+    def _look_at_network(self, ifname: str, ip: str) -> dict[str, str]:
+        """The row of this node in the comparison; keeps what Ray's environment needs."""
+        facts, found = network_here(ifname, ip)
+        self._fabric = found.rdma_env
+        return network_row(facts, found, installed_versions())
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """The head's name at the job's first port, then what the head has published."""
@@ -132,7 +165,7 @@ class NodeAgent:
             object_store_memory=options.object_store_memory,
         )
         base = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
-        environ = ray_environment(base, node.ports, ifname_of(node.ip, local_addresses()))
+        environ = ray_environment(base, node.ports, ifname_of(node.ip, local_addresses()), self._fabric)
         self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{facts.host}.log")
         await self._ray.wait_started()
         await link.send({"kind": "ray_up"})

@@ -19,7 +19,9 @@ class Options:
     stop_grace_s: float
     loss_grace_s: float
     object_store_memory: int | None
+    spare_nodes: int
     driver: tuple[str, ...]
+    ray_dashboard: bool = False
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -32,6 +34,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--stop-grace-s", type=float, default=600.0, help="for the driver after a stop request")
     parser.add_argument("--loss-grace-s", type=float, default=10.0, help="for the driver after a node was lost")
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
+    parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head's loopback")
+    parser.add_argument("--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs")
     parser.add_argument("driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs")
     options = vars(parser.parse_args(argv))
     options["attempt_dir"] = options["attempt_dir"].resolve()

@@ -92,7 +92,7 @@ def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socke
         PortError: every block is in use.
     """
     for block in candidate_blocks(job_id, floor):
-        claim = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        claim = _socket_for(bind_ip)
         try:
             claim.bind((bind_ip, block.rendezvous))
         except OSError:
@@ -102,6 +102,20 @@ def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socke
             return block, claim
         claim.close()
     raise PortError(f"every block of {BLOCK_SIZE} ports below {floor} is in use; another node or fewer jobs are needed")
+
+
+def host_port(ip: str, port: int) -> str:
+    """``10.0.0.1:6379``, ``[fd00::1]:6379``."""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _socket_for(bind_ip: str) -> socket.socket:
+    """A socket of the address's family; one for all addresses takes connections over IPv4 and IPv6."""
+    if ":" not in bind_ip and (bind_ip or not socket.has_dualstack_ipv6()):
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    both = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    both.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bool(bind_ip)))
+    return both
 
 
 def _is_free(port: int) -> bool:

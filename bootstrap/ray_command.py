@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootstrap.facts import Facts
 from bootstrap.network import socket_environment
-from bootstrap.ports import PortBlock
+from bootstrap.ports import PortBlock, host_port
 
 STARTED_LINE = b"Ray runtime started"  # printed by `ray start --block` once the node's raylet is registered
 
@@ -39,6 +39,7 @@ class RayNode:
     num_cpus: int
     num_gpus: int
     object_store_memory: int | None = None
+    has_dashboard: bool = False
 
 
 def temp_dir(facts: Facts) -> str:
@@ -58,11 +59,12 @@ def start_argv(python: str, node: RayNode) -> list[str]:
     is_head = node.ip == node.head_ip
     argv = [python, "-u", "-m", "ray.scripts.scripts", "start"]
     if is_head:
-        argv += ["--head", f"--port={node.ports.gcs}", "--include-dashboard=false"]
+        argv += ["--head", f"--port={node.ports.gcs}"]
+        argv += [f"--include-dashboard={str(node.has_dashboard).lower()}"]
         argv += ["--dashboard-host=127.0.0.1", f"--dashboard-port={node.ports.base + 2}"]
         argv += [f"--ray-client-server-port={node.ports.base + 3}"]
     else:
-        argv += [f"--address={node.head_ip}:{node.ports.gcs}"]
+        argv += [f"--address={host_port(node.head_ip, node.ports.gcs)}"]
     argv += [
         f"--node-ip-address={node.ip}",
         f"--node-manager-port={node.ports.base + 4}",
@@ -101,14 +103,19 @@ def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Pa
     return environ
 
 
-def ray_environment(base: Mapping[str, str], ports: PortBlock, ifname: str) -> dict[str, str]:
+def ray_environment(
+    base: Mapping[str, str], ports: PortBlock, ifname: str, fabric: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Environment of ``ray start``; every Ray worker of the node inherits it.
+
+    ``fabric`` is what was detected of this node beyond the interface; what the user has set outranks it.
 
     Ray drains for 30 s at TERM and keeps looking for a lost head for 60 s by default. Our agents decide when a node
     ends, so neither wait has anything to wait for.
     """
     return {
         **base,
+        **{key: value for key, value in (fabric or {}).items() if not base.get(key)},
         **socket_environment(ifname, base),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",

@@ -12,16 +12,21 @@ import json
 import logging
 import platform
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from bootstrap.causes import with_likely_cause
 from bootstrap.files import tail
-from bootstrap.messages import Codec, Message, MessageError, hello_key, new_nonce, session_key
+from bootstrap.link import Link, LinkLost
+from bootstrap.messages import Codec, hello_key, new_nonce, session_key
 from bootstrap.network import Address
+from bootstrap.verdict import Word
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +34,18 @@ HEAD_FILE = "head.json"
 _HANDSHAKE_S = 10.0
 _RETRY_S = 0.2
 _STAGGER_S = 0.5
-# A node that loses power sends no end of connection: the kernel asks and gives up after about 8 s.
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 2, 2, 3
 
 
 class BringupError(Exception):
-    """The nodes did not come together; says who is missing or who does not fit."""
+    """The nodes did not come together; says who is missing or who does not fit.
 
+    ``verdict`` is what the attempt ends with, ``exclude`` the hosts that the next one must not get.
+    """
 
-class LinkLost(Exception):
-    """The other agent is gone: connection closed, machine dead, or talk that is not ours."""
+    def __init__(self, cause: str, *, verdict: Word = "failed", exclude: Sequence[str] = ()) -> None:
+        super().__init__(cause)
+        self.verdict: Word = verdict
+        self.exclude = tuple(exclude)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,14 @@ class NodeReport:
     versions: Mapping[str, str | None] = field(default_factory=dict)
     ip: str = ""  # as the connection shows it
     ifname: str = ""
+    host_facts: Mapping[str, Any] = field(default_factory=dict)  # of preflight.HostFacts
+    network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison
 
 
 def installed_versions() -> dict[str, str | None]:
     """Versions that must be equal on all nodes; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("ray", "torch"):
+    for package in ("ray", "torch", "sglang"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -76,48 +85,8 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
             if report.versions.get(name) != usual
         ]
     if odd:
-        raise BringupError("; ".join(odd) + ": use the same environment or image on every node")
-
-
-class Link:
-    """A conversation with another agent, message by message."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
-        self._reader = reader
-        self._writer = writer
-        self.codec = codec
-        _keep_alive(writer.get_extra_info("socket"))
-
-    @property
-    def local_ip(self) -> str:
-        return self._writer.get_extra_info("sockname")[0]
-
-    @property
-    def peer_ip(self) -> str:
-        return self._writer.get_extra_info("peername")[0]
-
-    async def send(self, message: Message) -> None:
-        """Raises LinkLost when the other side is gone."""
-        try:
-            self._writer.write(self.codec.pack(message))
-            await self._writer.drain()
-        except OSError as error:
-            raise LinkLost(str(error)) from error
-
-    async def receive(self) -> Message:
-        """The next message. Raises LinkLost when there will be none."""
-        try:
-            while (message := self.codec.unpack()) is None:
-                data = await self._reader.read(65_536)
-                if not data:
-                    raise LinkLost("the connection was closed")
-                self.codec.feed(data)
-        except (OSError, MessageError) as error:
-            raise LinkLost(str(error)) from error
-        return message
-
-    def close(self) -> None:
-        self._writer.close()
+        cause = "; ".join(odd) + ": use the same environment or image on every node"
+        raise BringupError(cause, verdict="config")
 
 
 class Reception:
@@ -129,6 +98,7 @@ class Reception:
         self._on_joined = on_joined
         self.links: dict[int, Link] = {}
         self.reports: dict[int, NodeReport] = {}
+        self.joined_at: dict[int, float] = {}  # seconds of the epoch, by the head's clock
         self.complete = asyncio.Event()
         self._server: asyncio.Server | None = None
         if len(hosts) == 1:
@@ -157,6 +127,8 @@ class Reception:
             link.close()
             return
         self.links[report.rank], self.reports[report.rank] = link, report
+        self.joined_at[report.rank] = time.time()
+        link.start_beating()
         logger.info("%s joined from %s (%s)", report.host, report.ip, report.ifname)
         self._on_joined(report, link)
         if not self.missing():
@@ -177,23 +149,22 @@ class Reception:
 
 
 async def join(
-    report: NodeReport,
+    describe: Callable[[Link], NodeReport],
     *,
     secret: bytes,
     candidates: Callable[[], Sequence[tuple[str, int]]],
-    ifname_of: Callable[[str], str],
     source_ip: str | None = None,
 ) -> Link:
     """A node's side: try all places where the head may be until one proves to be it.
 
-    ``candidates`` is asked anew each round, because the head publishes its addresses at its own time. Waits without
-    end; the caller sets the deadline.
+    ``describe`` tells what to report over the connection that was formed. ``candidates`` is asked anew each round,
+    because the head publishes its addresses at its own time. Waits without end; the caller sets the deadline.
     """
     while True:
         link = await _first_to_answer(candidates(), secret, source_ip)
         if link is not None:
-            said = {**asdict(report), "ip": link.local_ip, "ifname": ifname_of(link.local_ip)}
-            await link.send({"kind": "joined", "report": said})
+            await link.send({"kind": "joined", "report": asdict(describe(link))})
+            link.start_beating()
             return link
         await asyncio.sleep(_RETRY_S)
 
@@ -213,8 +184,9 @@ def published_candidates(head_file: Path) -> list[tuple[str, int]]:
 
 
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
-    """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced)."""
-    return "\n".join(f"{host}: {tail(attempt_dir / log_name.replace('HOST', host), 8)}" for host in missing)
+    """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced) and what they mean."""
+    logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
+    return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 
 
 async def _first_to_answer(candidates: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
@@ -238,10 +210,20 @@ async def _first_to_answer(candidates: Sequence[tuple[str, int]], secret: bytes,
     return links[0] if links else None
 
 
-async def _connect(host: str, port: int, secret: bytes, source_ip: str | None) -> Link:
+async def _open_connection(
+    host: str, port: int, source_ip: str | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Over IPv4, and over IPv6 where the host has no IPv4 address or does not answer at it."""
     local = (source_ip, 0) if source_ip else None
+    try:
+        return await asyncio.open_connection(host, port, family=socket.AF_INET, local_addr=local)
+    except OSError:
+        return await asyncio.open_connection(host, port, family=socket.AF_INET6, local_addr=local)
+
+
+async def _connect(host: str, port: int, secret: bytes, source_ip: str | None) -> Link:
     async with asyncio.timeout(_HANDSHAKE_S):
-        reader, writer = await asyncio.open_connection(host, port, family=socket.AF_INET, local_addr=local)
+        reader, writer = await _open_connection(host, port, source_ip)
         link = Link(reader, writer, Codec(hello_key(secret), "node"))
         try:
             nonce = new_nonce()
@@ -254,12 +236,3 @@ async def _connect(host: str, port: int, secret: bytes, source_ip: str | None) -
             raise
         link.codec.rekey(session_key(secret, nonce, welcome["nonce"]))
         return link
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    give_up_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

@@ -152,6 +152,7 @@ class StopRequest:
 
     async def _watch(self) -> None:
         # The writer may be another node, and no shared file system tells us about that: this one thing is polled.
-        while not self._path.exists():
+        # In a thread, because a shared file system that stalls must not stop the agent's signs of life.
+        while not await asyncio.to_thread(self._path.exists):
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

@@ -1,6 +1,6 @@
 """How an attempt ended, as one word for the batch script and one sentence for people.
 
-Comes in: an ``Outcome``, all that the head agent saw. Goes out: a ``Verdict`` and its two files. ``decide`` is pure
+Comes in: an ``Outcome``, all that the head agent saw. Goes out: a ``Verdict`` and its files. ``decide`` is pure
 and total: whatever happened, there is a verdict.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from bootstrap.files import write_atomic
-from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, VERDICT_FILE, VERDICT_JSON
+from bootstrap.handoff import EXCLUDE_FILE, EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, VERDICT_FILE, VERDICT_JSON
 
 Word = Literal["done", "requeue", "failed", "config"]
 
@@ -27,14 +27,25 @@ class Outcome:
     bringup_error: str | None = None
     lost: str | None = None  # the node or the Ray that ended by itself
     stop_requested: bool = False  # from outside, and before anything was lost
+    bringup_verdict: Word = "failed"
+    exclude: tuple[str, ...] = ()  # hosts that the next attempt must not get
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A node or a Ray that ended by itself; ``exclude`` names the host when starting there again would fail again."""
+
+    cause: str
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The word, and why."""
+    """The word, why, and which hosts the next attempt must not get."""
 
     verdict: Word
     cause: str
+    exclude: tuple[str, ...] = ()
 
 
 def decide(outcome: Outcome) -> Verdict:
@@ -47,11 +58,11 @@ def decide(outcome: Outcome) -> Verdict:
     if code == EXIT_PREEMPTED and (outcome.stop_requested or outcome.lost is None):
         return Verdict("requeue", f"the driver committed what was consistent and ended with {code}")
     if outcome.lost is not None:
-        return Verdict("failed", outcome.lost)
+        return Verdict("failed", outcome.lost, outcome.exclude)
     if code is not None:
         return Verdict("failed", _driver_said(code, outcome.driver_tail))
     if outcome.bringup_error is not None:
-        return Verdict("failed", outcome.bringup_error)
+        return Verdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
     if outcome.stop_requested:
         # The request came from outside and what was committed before it is still good.
         return Verdict("requeue", "a stop was requested and the driver had not ended by itself when its time was over")
@@ -59,7 +70,12 @@ def decide(outcome: Outcome) -> Verdict:
 
 
 def write_verdict(attempt_dir: Path, verdict: Verdict) -> None:
-    """Leave the verdict in the attempt's folder: first for people, then the word that the batch script acts on."""
+    """Leave the verdict in the attempt's folder: first for people, then the word that the batch script acts on.
+
+    ``exclude`` holds one host a line; it is there before the word is.
+    """
+    if verdict.exclude:
+        write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in verdict.exclude))
     write_atomic(attempt_dir / VERDICT_JSON, json.dumps(asdict(verdict), indent=1) + "\n")
     write_atomic(attempt_dir / VERDICT_FILE, verdict.verdict + "\n")
 

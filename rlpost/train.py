@@ -7,13 +7,16 @@ standard input. Settings are checked before anything heavy is imported.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bootstrap.handoff import EXIT_CONFIG, Cluster
 from rlpost.check import check
-from rlpost.cli.settings import EXIT_BAD_INPUT, parser, run_command, settings
+from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
+from rlpost.cli.secret_file import take_out
+from rlpost.cli.settings import parser, settings
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -43,6 +46,7 @@ def _train(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     run = RunFolder(options.run_folder)
     config = _settled(run, loaded.config)
+    take_out(run, os.environ)
     from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
     line = sys.stdin.readline()

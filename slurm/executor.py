@@ -7,6 +7,7 @@ agents and requeues from inside a container that may have no scontrol.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shlex
 import sys
@@ -47,11 +48,18 @@ class RunExecutor(submitit.SlurmExecutor):
 
 
 def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
-    """The spec with every place given: this interpreter, this run, its log next to it."""
+    """The spec with every place given: this interpreter (a container has its own), this run, its log next to it.
+
+    The jobs of a chain wait for each other by their name: it becomes the run's own.
+    """
+    name = spec.job_name
+    if spec.requeue == "chain":
+        name += "-" + hashlib.sha256(str(run.root).encode()).hexdigest()[:8]
     return replace(
         spec,
+        job_name=name,
         home=spec.home or str(home),
-        python=spec.python or sys.executable,
+        python=spec.python or ("python3" if spec.container else sys.executable),
         run_folder=spec.run_folder or str(run.root),
         output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
     )
@@ -75,7 +83,7 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, local: bool) -> str:
     script = render_sbatch(spec)
     write_atomic(run.script, script, mode=0o700)
     try:
-        job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes).submit_script()
+        job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch did not take {run.script}: {error}") from error
     run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
@@ -85,6 +93,8 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, local: bool) -> str:
 def _submit_locally(spec: JobSpec, run: RunFolder) -> str:
     if spec.nodes != 1:
         raise SubmitError(f"nodes={spec.nodes} but without Slurm (none found, or --local) there is only this one")
+    if spec.container:
+        raise SubmitError(f"container={spec.container.backend!r} needs Slurm; without it (or with --local) use 'none'")
     assert spec.home and spec.python
     # The process must import this package wherever the user stands.
     python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm.errors import SlurmError
+from slurm.render import preparation
 from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
 
@@ -63,8 +65,16 @@ class LocalAttempt:
 
 def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
     """The agent's command line, the same as in the batch script."""
-    assert spec.python and spec.run_folder
-    agent = [spec.python, "-u", "-m", "bootstrap.agent", "--attempt-dir", str(attempt_dir)]
+    assert spec.home and spec.python and spec.run_folder
+    agent = [
+        *shlex.split(preparation(spec, shlex.quote(spec.home))),
+        spec.python,
+        "-u",
+        "-m",
+        "bootstrap.agent",
+        "--attempt-dir",
+        str(attempt_dir),
+    ]
     driver = [spec.python, "-u", "-m", "rlpost.train", *spec.driver_args]
     driver += ["--cluster-from-stdin", "--run-folder", spec.run_folder]
     num_gpus = ["--num-gpus", str(spec.num_gpus_per_node)]

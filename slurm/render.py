@@ -1,15 +1,20 @@
 """A job spec as the text of a batch script. Pure.
 
-Comes in: a ``JobSpec``. Goes out: bash for ``sbatch``, at most 80 lines, that ``shellcheck`` passes.
+Comes in: a ``JobSpec``. Goes out: bash (4.3 or later) for ``sbatch``, at most 80 lines, that ``shellcheck`` passes.
 
-The script starts one agent a node under one ``srun``, turns Slurm's signals into the STOP file and acts on the one
-word that the agents leave (``bootstrap/handoff.py``). What it knows that the agents cannot:
+The script starts one agent a node under one ``srun``, turns Slurm's signals into the STOP file and does what
+``supervise`` makes of the one word that the agents leave (``bootstrap/handoff.py``); where the batch host has no
+Python, only a preempted run starts again. What the script knows that the agents cannot:
 
 - USR2 (time limit near, or preemption where the site sends the job's signal) reaches the batch shell alone.
 - TERM to the batch shell means that somebody cancelled the job, or that the end of the grace time has come and Slurm
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
+- srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - Slurm 22.05 does not requeue a preempted job that ended by itself within its grace time: the script must.
+- The hosts that a job does without can be changed only while it waits: after the requeue, which has sent TERM by then.
+- Where requeueing is forbidden a new job goes on with the same folder. It depends on the end of this one by its name
+  (singleton), which ``executor.completed`` makes the run's own.
 
 A spec without ``home``, ``python`` and ``run_folder`` gives a script that finds them itself, for plain
 ``sbatch jobs/NAME.sbatch`` from the project's folder; RLPOST_HOME, RLPOST_PYTHON and RLPOST_RUN_FOLDER override.
@@ -18,44 +23,149 @@ A spec without ``home``, ``python`` and ``run_folder`` gives a script that finds
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
+from slurm.container import enroot_command, enroot_removal, pyxis_options
 from slurm.spec import JobSpec
 
 
 def render_sbatch(spec: JobSpec) -> str:
     """The batch script for this job."""
-    return _directives(spec) + _PREAMBLE + _places(spec) + _ATTEMPT + _command(spec) + _WAIT_AND_DECIDE
+    parts = (_directives(spec), _PREAMBLE, _places(spec), _ATTEMPT, _image(spec), _record(spec), _STOP)
+    return "".join((*parts, _command(spec), _wait(spec), _decide(spec), _AGAIN, _restart(spec)))
+
+
+def preparation(spec: JobSpec, home: str) -> str:
+    """Text before the agent's command: set the variables, run the setup commands. ``home`` is text for the shell."""
+    variables = (f"{name}={value}" for name, value in spec.environment)
+    text = shlex.join(("env", *variables)) + " " if spec.environment else ""
+    if spec.setup_commands:
+        text += f"bash {home}/slurm/prepare.sh {shlex.join(spec.setup_commands)} -- "
+    return text
 
 
 def _directives(spec: JobSpec) -> str:
-    options = [f"--job-name={spec.job_name}", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--exclusive", "--mem=0"]
+    nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
+    nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
     if spec.gpu_request == "gres":
-        options.append(f"--gres=gpu:{spec.num_gpus_per_node}")
+        nodes.append(f"--gres=gpu:{spec.num_gpus_per_node}")
     elif spec.gpu_request == "gpus-per-node":
-        options.append(f"--gpus-per-node={spec.num_gpus_per_node}")
-    options.append(f"--time={spec.time}")
-    options += [f"--{name}={value}" for name in ("partition", "account") if (value := getattr(spec, name)) is not None]
-    options += [f"--signal=B:USR2@{spec.signal_lead_s}", "--requeue", "--open-mode=append"]
-    options.append(f"--output={shlex.quote(spec.output or 'slurm-%j.out')}")
-    return "#!/bin/bash\n" + "".join(f"#SBATCH {option}\n" for option in options)
+        nodes.append(f"--gpus-per-node={spec.num_gpus_per_node}")
+    named = ("partition", "account", "qos", "reservation", "constraint")
+    place = [_option(name, value) for name in named if (value := getattr(spec, name)) is not None]
+    place += [_option("exclude", ",".join(spec.exclude))] if spec.exclude else []
+    again = ["--requeue"] if spec.requeue == "requeue" else ["--no-requeue"]
+    again += ["--dependency=singleton"] if spec.requeue == "chain" else []
+    time = [f"--time={spec.time}", f"--signal=B:USR2@{spec.signal_lead_s}", *again, "--open-mode=append"]
+    output = [_option("output", spec.output or "slurm-%j.out")]
+    lines: Sequence[Sequence[str]] = ([f"--job-name={spec.job_name}"], nodes, place, time, output)
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={shlex.quote(value)}"
 
 
 def _places(spec: JobSpec) -> str:
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
-    python = shlex.quote(spec.python) if spec.python else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
+    found = "${RLPOST_PYTHON:-python3}" if spec.container else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
+    python = shlex.quote(spec.python) if spec.python else found
     derived = f"${{RLPOST_RUN_FOLDER:-$RLPOST_HOME/runs/{spec.job_name}-$SLURM_JOB_ID}}"
     run_folder = shlex.quote(spec.run_folder) if spec.run_folder else derived
     return f"RLPOST_HOME={home}\npython={python}\nrun_folder={run_folder}\n"
 
 
+def _host_python(spec: JobSpec) -> str:
+    return "python3" if spec.container else '"$python"'
+
+
+def _image(spec: JobSpec) -> str:
+    container = spec.container
+    if container is None:
+        return ""
+    if not container.is_imported:
+        return f"image={shlex.quote(container.image)}\n"
+    assert container.cache is not None
+    words = shlex.join((container.image, "--cache", container.cache))
+    return f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+
+
+def _record(spec: JobSpec) -> str:
+    image = ' --image "$image"' if spec.container else ""
+    return f"""\
+supervise() {{ {_host_python(spec)} -m slurm.supervise "$@" --run-folder "$run_folder" --attempt "$attempt"; }}
+supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || log "no budgets on this host"
+
+"""
+
+
 def _command(spec: JobSpec) -> str:
-    agent = shlex.join(("--num-gpus", str(spec.num_gpus_per_node), *spec.agent_args))
+    spares = ("--spare-nodes", str(spec.spare_nodes)) if spec.spare_nodes else ()
+    agent = shlex.join(("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args))
     driver = "".join(f" {shlex.quote(word)}" for word in spec.driver_args)
+    inside = ""
+    if spec.container:
+        inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
+    ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
   --output="${{attempt_dir//%/%%}}/agent-%N.log" \\
-  "$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
+{inside}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
   "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &
+"""
+
+
+def _wait(spec: JobSpec) -> str:
+    is_enroot = spec.container is not None and spec.container.backend == "enroot"
+    return f"""\
+srun_pid=$! code=0 end=''
+# A signal ends wait, not srun; and srun may stay long after the verdict.
+while kill -0 "$srun_pid" 2>/dev/null && [ "$SECONDS" -lt "${{end:-$((SECONDS + 1))}}" ]; do
+  [ -e "$attempt_dir/verdict" ] && end=${{end:-$((SECONDS + {spec.teardown_s}))}}
+  sleep 1 &
+  wait -n "$srun_pid" "$!"
+done
+kill -0 "$srun_pid" 2>/dev/null || {{ wait "$srun_pid" || code=$?; }}
+{enroot_removal() if is_enroot else ""}\
+"""
+
+
+def _decide(spec: JobSpec) -> str:
+    words = ["--max-preemptions", str(spec.max_preemptions), "--max-failures", str(spec.max_failures)]
+    words += ["--max-stalled-attempts", str(spec.max_stalled_attempts)]
+    words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
+    words += ["--never"] if spec.requeue == "never" else []
+    preempted = "75" if spec.requeue == "never" else "again"
+    return f"""\
+verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
+log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"
+read -r answer exclude < <(supervise end --code "$code" ${{terminated:+--terminated}} \\
+  {shlex.join(words)})
+[ "$answer" ] || case $verdict in # no Python on this host
+  done) answer=0 ;;
+  config) answer=78 ;;
+  requeue) answer={preempted} ;;
+  *) answer=$((code > 0 ? code : 1)) ;;
+esac
+"""
+
+
+def _restart(spec: JobSpec) -> str:
+    if spec.requeue == "chain":
+        script = '"$run_folder/job.sbatch"' if spec.run_folder else '"$0"'
+        options = '${exclude:+"--exclude=$exclude"}'
+        return f"""\
+job=$(RLPOST_RUN_FOLDER=$run_folder sbatch --parsable {options} {script} "$@") || exit 75
+log "chain: job $job goes on"
+supervise chained --job "${{job%;*}}"
+exit 0
+"""
+    return """\
+scontrol requeue "$SLURM_JOB_ID" || exit 75
+for _ in {1..10}; do
+  [ -z "$exclude" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$exclude" && break
+  sleep 0.5
+done
 """
 
 
@@ -84,7 +194,9 @@ mkdir "$attempt_dir" || exit 1
 ln -sfn "$attempt" "$run_folder/attempts/latest"
 od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >"$attempt_dir/secret"
 log "job $SLURM_JOB_ID attempt $attempt on $SLURM_JOB_NODELIST: $attempt_dir"
+"""
 
+_STOP = """\
 write_stop() {
   stopped=1
   log "USR2: preemption, or the time limit is near; asking the run to stop"
@@ -97,28 +209,11 @@ trap write_stop USR2
 
 """
 
-_WAIT_AND_DECIDE = """\
-srun_pid=$!
-wait "$srun_pid"
-code=$?
-# A signal ends wait, not srun.
-while kill -0 "$srun_pid" 2>/dev/null; do
-  wait "$srun_pid"
-  code=$?
-done
-
-verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
-log "agents ended (srun exit $code), verdict: ${verdict:-none}"
-case $verdict in
-  done) exit 0 ;;
-  config) log "not requeued: starting again cannot help, see $attempt_dir/verdict.json" && exit 78 ;;
-  requeue) ;;
-  *) log "not requeued: the attempt failed, see $attempt_dir" && exit "$((code > 0 ? code : 1))" ;;
-esac
+_AGAIN = """\
+[ "$answer" = again ] || exit "$answer"
 state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
 [ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
 trap '' TERM # requeue sends it
-log "requeue: the run was asked to stop and can go on from its checkpoint"
-scontrol requeue "$SLURM_JOB_ID" || exit 75
+log "requeue: the run can go on from its checkpoint"
 """

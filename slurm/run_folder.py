@@ -5,7 +5,7 @@
 Comes in: a path and the resolved settings as JSON text. Goes out: a ``RunFolder``.
 
 Invariants: the folder is its owner's alone (0700) and its files too (0600); run.json appears whole; a folder that
-holds another run is never taken over by accident; a line of the ledger is on disk when ``append`` returns.
+holds another run is never taken over by accident.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import json
 import os
 import secrets
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from slurm.errors import RunFolderError
+from slurm.ledger import Ledger
+
+__all__ = ["Ledger", "RunFolder", "create_run_folder", "write_atomic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,38 +164,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """An append-only file of JSON lines, each with ``time`` (UTC, ISO 8601) and ``event``."""
-
-    path: Path
-
-    def append(self, event: str, **details: Any) -> None:
-        """Add a line; it is on disk when this returns. ``details`` must be JSON values."""
-        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
-        line = json.dumps(entry) + "\n"
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = "\n" + line  # whoever wrote last was cut off: leave its line broken, not ours
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def read(self) -> list[dict[str, Any]]:
-        """All entries in order; lines that a crash cut off are left out. Empty without a file."""
-        try:
-            lines = self.path.read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        entries = []
-        for line in lines:
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                continue
-        return entries

@@ -1,4 +1,4 @@
-"""The code as it was when the job was submitted, in RUN/code: what a requeue runs.
+"""The code as it was when the job was submitted, in RUN/code: what a requeue runs. RUN/code.json says what it is.
 
 Comes in: the project's folder. Goes out: a copy of its tracked files, uncommitted changes and new files included,
 ignored ones left out; or, where the project is no git checkout, of its packages.
@@ -8,13 +8,15 @@ Invariant: ``target`` appears whole or not at all.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm.errors import SnapshotError
+from slurm.run_folder import write_atomic
 
 PACKAGES = ("rlpost", "bootstrap", "slurm", "jobs")
 
@@ -29,11 +31,17 @@ class Snapshot:
 
 
 def snapshot_code(source: Path, target: Path) -> Snapshot:
-    """Copy the code below ``source`` to ``target``, replacing what is there.
+    """Copy the code below ``source`` to ``target``, replacing what is there; leave the same facts in TARGET.json.
 
     Raises:
         SnapshotError: git does not list the files, or there is no code.
     """
+    snapshot = _copy_all(source, target)
+    write_atomic(target.with_name(f"{target.name}.json"), json.dumps(asdict(snapshot)) + "\n")
+    return snapshot
+
+
+def _copy_all(source: Path, target: Path) -> Snapshot:
     source, target = source.resolve(), target.absolute()
     in_git = (source / ".git").exists()
     paths = _git_files(source) if in_git else _package_files(source)
@@ -59,7 +67,7 @@ def _copy(file: Path, to: Path) -> int:
     if not file.is_symlink() and not file.exists():
         return 0  # deleted, and the deletion is not committed
     if file.is_dir() and not file.is_symlink():  # a repository inside the repository, or the place of one
-        return snapshot_code(file, to).num_files if (file / ".git").exists() else 0
+        return _copy_all(file, to).num_files if (file / ".git").exists() else 0
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(file, to, follow_symlinks=False)
     return 1

@@ -1,7 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py [--check]``.
 
-The scripts are for ``sbatch`` on a login node without Python. They carry the layout of ``JOBS``; everything else stays in
-the recipe. With --check nothing is written; the exit code is 1 when a file differs.
+The scripts are for ``sbatch`` on a login node without Python. They carry the layout of ``JOBS``; everything else stays
+in the recipe. With --check nothing is written; the exit code is 1 when a file differs.
 """
 
 from __future__ import annotations

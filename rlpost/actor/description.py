@@ -1,32 +1,24 @@
 """What config.json of a checkpoint says about its model, and whether this trainer can train it. Standard library only.
 
-In: a Hugging Face folder. Out: a ModelDescription. Families stand in one table, ``MODEL_SPECS``; a new one is a row
-here and a table of names in ``rlpost.weights.names``.
+In: a Hugging Face folder. Out: a ModelDescription. What is special to a family stands in ``rlpost.weights.families``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
+from rlpost.weights import families
+from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions
 
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What a family adds to the common dense decoder (RMSNorm, rotary embedding, gated SiLU, no biases)."""
-
-    transformer_fields: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
-
-
-MODEL_SPECS: dict[str, ModelSpec] = {
-    "Qwen3ForCausalLM": ModelSpec({"qk_layernorm": True}),
-}
-"""By the first entry of ``architectures``."""
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The frequencies that Megatron's scaled rotary embedding has built in; its factor can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +30,13 @@ class ModelDescription:
     hf_config: Mapping[str, Any]
 
     @property
-    def spec(self) -> ModelSpec:
-        return MODEL_SPECS[self.architecture]
+    def family(self) -> Family:
+        return families.family(self.architecture)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The family's fields of Megatron's TransformerConfig."""
+        return self.family.fields(self.hf_config)
 
     @property
     def head_dim(self) -> int:
@@ -48,21 +45,67 @@ class ModelDescription:
 
     @property
     def dims(self) -> Dimensions:
-        return Dimensions(self.hf_config["num_key_value_heads"], self.head_dim, self.hf_config["vocab_size"])
+        hf = self.hf_config
+        num_experts = self.fields.get("num_moe_experts", 0)
+        return Dimensions(hf["num_key_value_heads"], self.head_dim, hf["vocab_size"], num_experts)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.hf_config.get("tie_word_embeddings", False)
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """The rotary embedding's options; transformers 5 keeps them together, 4 spread them."""
+        hf = self.hf_config
+        return hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
 
     @property
     def rope_theta(self) -> float:
-        """The base of the rotary embedding; transformers 5 writes it under another key than 4 did."""
-        return (self.hf_config.get("rope_parameters") or self.hf_config)["rope_theta"]
+        """The base of the rotary embedding."""
+        return self.rope["rope_theta"]
 
-    def check_tensor_parallel(self, size: int) -> None:
-        """Raises ConfigError when the model cannot be cut into ``size`` equal parts."""
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            if self.hf_config[key] % size:
-                raise ConfigError(
-                    f"tensor_model_parallel_size={size} does not divide {key}={self.hf_config[key]} of {self.path}; "
-                    "choose a divisor"
-                )
+    @property
+    def rotary_percent(self) -> float:
+        """The part of each head that is rotated."""
+        return self.rope.get("partial_rotary_factor") or self.hf_config.get("partial_rotary_factor") or 1.0
+
+    @property
+    def rope_factor(self) -> float | None:
+        """Llama 3's scaling of long wave lengths, if there is one."""
+        return self.rope["factor"] if self.rope.get("rope_type") == "llama3" else None
+
+    def num_virtual_stages(self, settings: ActorSettings) -> int | None:
+        """Chunks of layers on each pipeline rank; None without interleaving."""
+        per_chunk = settings.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return None
+        return self.hf_config["num_hidden_layers"] // settings.pipeline_model_parallel_size // per_chunk
+
+    def check_layout(self, settings: ActorSettings) -> None:
+        """Raises ConfigError when the model cannot be cut so."""
+        fields, hf = self.fields, self.hf_config
+        tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        sizes = [(key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS]
+        if "num_moe_experts" in fields:
+            expert_tensor = settings.expert_tensor_parallel_size or tensor
+            sizes += [
+                ("number of experts", fields["num_moe_experts"], "expert_model_parallel_size", None),
+                ("moe_intermediate_size", hf["moe_intermediate_size"], "expert_tensor_parallel_size", expert_tensor),
+            ]
+        elif settings.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
+            )
+        if settings.decoder_first_pipeline_num_layers is None and settings.decoder_last_pipeline_num_layers is None:
+            chunks = pipeline * (settings.num_layers_per_virtual_pipeline_stage or 1)
+            sizes.append(("num_hidden_layers", hf["num_hidden_layers"], "pipeline_model_parallel_size", chunks))
+        for key, size, setting, divisor in sizes:
+            divisor = getattr(settings, setting) if divisor is None else divisor
+            if size % divisor:
+                raise ConfigError(f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor")
+        if settings.expert_model_parallel_size > 1 and tensor > 1 and not settings.sequence_parallel:
+            raise ConfigError("experts on several ranks with tensor parallelism need sequence_parallel; switch it on")
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
         """How many columns of a rank's logits are tokens; the rest pads the vocabulary to a multiple of the ranks."""
@@ -71,28 +114,40 @@ class ModelDescription:
         return min(max(vocab_size - tp_rank * per_rank, 0), per_rank)
 
 
+TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
 def read_description(hf_checkpoint: str | Path) -> ModelDescription:
     """Read config.json of a Hugging Face folder.
 
-    Raises WeightError when there is none, for an architecture of no row, and for options the model here does not have:
-    a model that computes something else than its checkpoint must not be trained.
+    Raises WeightError when there is none, for an architecture that is not known, and for options the model here does
+    not have: a model that computes something else than its checkpoint must not be trained.
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder")
     hf = json.loads(path.read_text())
     architecture = (hf.get("architectures") or ["none given"])[0]
-    if architecture not in MODEL_SPECS:
-        raise WeightError(f"{path}: architecture {architecture!r} is not known; known: {sorted(MODEL_SPECS)}")
-    rope_type = (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).get("rope_type", "default")
-    unsupported = {
-        "rope_type": rope_type if rope_type != "default" else None,
-        "attention_bias": hf.get("attention_bias"),
-        "use_sliding_window": hf.get("use_sliding_window"),
+    try:
+        description = ModelDescription(path, architecture, hf)
+        refused = {key: hf.get(key) for key in description.family.refused}
+    except WeightError as error:
+        raise WeightError(f"{path}: {error}") from None
+    for key, value in (refused | _refused_of_all(description)).items():
+        if value:
+            raise WeightError(f"{path}: {key}={value!r} is not supported; use a checkpoint without it")
+    return description
+
+
+def _refused_of_all(description: ModelDescription) -> dict[str, Any]:
+    """What no family here has: other activations, dropout, other rotary embeddings."""
+    hf, rope = description.hf_config, description.rope
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    known = rope_type == "default" or (
+        rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
+    )
+    return {
+        "rope_type": None if known else rope_type,
         "hidden_act": hf["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else None,
         "attention_dropout": hf.get("attention_dropout"),
     }
-    for key, value in unsupported.items():
-        if value:
-            raise WeightError(f"{path}: {key}={value!r} is not supported; use a checkpoint without it")
-    return ModelDescription(path, architecture, hf)

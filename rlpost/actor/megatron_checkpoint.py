@@ -7,6 +7,7 @@ Collective: all ranks call ``save`` and ``load`` together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import torch_adam_checkpoint
 from rlpost.errors import CheckpointError
@@ -35,20 +37,23 @@ METADATA = {
 NUM_WRITER_THREADS = 2
 
 
-def save(folder: str | Path, *, model: torch.nn.Module, optimizer: DistributedOptimizer, step: int) -> None:
+def save(
+    folder: str | Path, *, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, step: int
+) -> None:
     """Write model, optimizer and ``step`` into an existing folder; every file is flushed to disk.
 
     Raises CheckpointError when a rank cannot write, on every rank.
     """
     state = _state(model, optimizer, is_loading=False)
     state["step"] = step
+    state["adam_step"] = torch_adam_checkpoint.step_of(optimizer)
     try:
         dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave(), content_metadata=METADATA)
     except (OSError, torch_checkpoint.CheckpointException) as error:
         raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {error}") from error
 
 
-def load(folder: str | Path, *, model: torch.nn.Module, optimizer: DistributedOptimizer) -> int:
+def load(folder: str | Path, *, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
     """Restore model and optimizer from ``folder``, written at any layout. Returns the step.
 
     Raises CheckpointError when the folder does not hold such a checkpoint of this model.
@@ -57,9 +62,10 @@ def load(folder: str | Path, *, model: torch.nn.Module, optimizer: DistributedOp
         loaded = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
     except (CheckpointingException, OSError, torch_checkpoint.CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
-    model.load_state_dict(loaded["model"])
+    for key, chunk in _keyed(model):
+        chunk.load_state_dict(loaded[key])
     if torch_adam_checkpoint.uses_torch_adam(optimizer):
-        torch_adam_checkpoint.load(optimizer, loaded["optimizer"])
+        torch_adam_checkpoint.load(optimizer, loaded["optimizer"], step=loaded["adam_step"])
     else:
         optimizer.load_state_dict(loaded["optimizer"])
     return loaded["step"]
@@ -87,9 +93,17 @@ class InProcessSave(SaveShardedStrategy):
         torch_checkpoint.save(mcore_to_pyt_state_dict(renamed, False), storage_writer=writer, planner=planner)
 
 
-def _state(model: torch.nn.Module, optimizer: DistributedOptimizer, *, is_loading: bool) -> dict[str, Any]:
+def _keyed(model: Sequence[DistributedDataParallel]) -> list[tuple[str, torch.nn.Module]]:
+    """The chunks under the names that Megatron's optimizers expect; tensors are named by layer, whatever the chunk."""
+    single = len(model) == 1
+    return [("model" if single else f"model{number}", chunk.module) for number, chunk in enumerate(model)]
+
+
+def _state(
+    model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
     if torch_adam_checkpoint.uses_torch_adam(optimizer):
         torch_adam_checkpoint.prime(optimizer)
-    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=METADATA)}
+    state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in _keyed(model)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=METADATA)
     return state

@@ -7,7 +7,9 @@ import hook in front of them; what it changes stays inside those modules:
    ``device="cuda"``; everything else comes from the real torch;
 2. the optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``: these constants are rewritten
    in the modules' code (in memory, the bytecode cache keeps the original);
-3. ``megatron.core.jit`` compiles nothing, and the random-state helpers use the CPU generator.
+3. ``megatron.core.jit`` compiles nothing, the random-state helpers use the CPU generator, the split sizes of the
+   experts' all-to-all become numbers, and their parts of unequal length travel by broadcast;
+4. one method says ``Tensor.cpu()`` for ``Tensor.cuda()``.
 
 Invariant: torch itself, its classes and what other libraries see of it are untouched. A patched ``torch.empty_like``
 would leave buffers of transformers' models uninitialised, without an error.
@@ -17,6 +19,7 @@ This module goes away when megatron-core asks ``torch.accelerator`` (or the devi
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -122,6 +125,8 @@ def _torch_proxy() -> types.ModuleType:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
+    no_stream = types.SimpleNamespace(wait_stream=nothing, synchronize=nothing)
+    no_stream.record_event = lambda *args: no_stream
     cuda = _Proxy(
         torch.cuda,
         {
@@ -131,6 +136,10 @@ def _torch_proxy() -> types.ModuleType:
             "manual_seed": lambda seed: torch.manual_seed(seed),
             "get_rng_state": lambda *args: torch.get_rng_state(),
             "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+            "Stream": lambda *args, **kwargs: no_stream,  # there is one order of execution
+            "current_stream": lambda *args: no_stream,
+            "default_stream": lambda *args: no_stream,
+            "stream": lambda *args: contextlib.nullcontext(),
         },
     )
     return _Proxy(torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}})
@@ -149,7 +158,53 @@ def _adapt_random(module: types.ModuleType) -> None:
     module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
 
+def _adapt_moe(module: types.ModuleType) -> None:
+    """Split sizes become numbers only when they come from a GPU; gloo refuses tensors, as NCCL does."""
+    import torch
+
+    original = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and isinstance(tensor, torch.Tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    module.maybe_move_tensor_to_cpu = on_host  # type: ignore[attr-defined]
+
+
+def _adapt_language_module(module: types.ModuleType) -> None:
+    """Embeddings tied across pipeline stages are moved with ``Tensor.cuda()``; the method then says ``cpu`` instead."""
+    method = module.LanguageModule.setup_embeddings_and_output_layer  # type: ignore[attr-defined]
+    names = tuple("cpu" if name == "cuda" else name for name in method.__code__.co_names)
+    method.__code__ = method.__code__.replace(co_names=names)
+
+
+def _adapt_mappings(module: types.ModuleType) -> None:
+    """Experts that are cut themselves gather and scatter parts of unequal length; NCCL takes these, gloo does not."""
+    import torch.distributed as dist
+
+    def all_gather(parts: list[Any], mine: Any, group: Any) -> None:
+        parts[group.rank()].copy_(mine)
+        for rank, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=rank)
+
+    def reduce_scatter(mine: Any, parts: list[Any], group: Any) -> None:
+        for rank, part in enumerate(parts):
+            if part.numel():
+                summed = part.clone()
+                dist.reduce(summed, group=group, group_dst=rank)
+                if rank == group.rank():
+                    mine.copy_(summed)
+
+    own = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+    module.torch = _Proxy(module.torch, {"distributed": _Proxy(dist, own)})  # type: ignore[attr-defined]
+
+
 _ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _adapt_jit,
+    "megatron.core.models.common.language_module.language_module": _adapt_language_module,
+    "megatron.core.tensor_parallel.mappings": _adapt_mappings,
     "megatron.core.tensor_parallel.random": _adapt_random,
+    "megatron.core.transformer.moe.moe_utils": _adapt_moe,
 }

@@ -4,11 +4,16 @@ In: a tuple of TrainSample. Out: PackedMicroBatch on the CPU; ``to`` moves it. T
 tokens of the micro-batch (masked ones included). Invariants: samples stand in the row in their order, uncut; the logit
 that predicts response token r stands at row ``response_index[r]``; padding is a sequence of its own, which no sample
 attends to and no response token comes from.
+
+With context parallelism over c ranks every sequence is padded at its end to a multiple of 2c and cut into 2c chunks;
+rank r holds chunks r and 2c - 1 - r, so that causal attention is equal work for all (zigzag, as Megatron expects it).
+T and R then count what this rank holds.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -23,8 +28,9 @@ class PackedMicroBatch:
 
     input_ids: torch.Tensor  # [1, T] int64
     positions: torch.Tensor  # [1, T] int64, from 0 in each sequence
-    cu_seqlens: torch.Tensor  # [N + 1 (+ 1 with padding)] int32, where each sequence begins, and T
-    response_index: torch.Tensor  # [R] int64
+    cu_seqlens: torch.Tensor  # [N + 1 (+ 1 with padding)] int32, where each sequence begins in the whole row, its end
+    response_index: torch.Tensor  # [R] int64, rows of T
+    held: torch.Tensor  # [R] int64, which of all response tokens these are
     targets: torch.Tensor  # [R] int64, the response tokens
     sample_index: torch.Tensor  # [R] int64, in 0..N-1
     sample_lengths: torch.Tensor  # [R] int64, loss-masked tokens of the token's sample
@@ -32,7 +38,7 @@ class PackedMicroBatch:
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32
     max_length: int  # of a sequence
-    response_lengths: tuple[int, ...]  # [N], sums to R
+    response_lengths: tuple[int, ...]  # [N], of the whole samples
 
     def to(self, device: torch.device) -> PackedMicroBatch:
         """The same on ``device``."""
@@ -42,15 +48,24 @@ class PackedMicroBatch:
         )
 
 
-def pack(micro_batch: MicroBatch, *, multiple_of: int = 1) -> PackedMicroBatch:
-    """Pack samples one after another and pad the row to a multiple of ``multiple_of`` tokens.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How packed rows are padded, and which part of them a rank holds."""
+
+    row_multiple: int = 1
+    sequence_multiple: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+
+
+def pack(micro_batch: MicroBatch, cut: Cut = Cut()) -> PackedMicroBatch:
+    """Pack samples one after another and pad as ``cut`` says.
 
     Sequence parallelism needs T to be a multiple of the tensor-parallel size. Raises DataError for an empty
     micro-batch and for a sample without a prompt, whose first response token nothing predicts.
     """
     if not micro_batch:
         raise DataError("a micro-batch without samples cannot be packed; give every rank at least one sample")
-    lengths = [len(sample.token_ids) for sample in micro_batch]
     responses = [sample.response_length for sample in micro_batch]
     for number, sample in enumerate(micro_batch):
         if sample.prompt_length < 1 or sample.response_length < 1:
@@ -58,31 +73,58 @@ def pack(micro_batch: MicroBatch, *, multiple_of: int = 1) -> PackedMicroBatch:
                 f"sample {number} of a micro-batch has {sample.prompt_length} prompt and {sample.response_length} "
                 "response tokens; both must be at least 1"
             )
-    padding = -sum(lengths) % multiple_of
-    sequences = [*lengths, padding] if padding else lengths
+    sequences = [_up(len(sample.token_ids), cut.sequence_multiple) for sample in micro_batch]
+    ids = [
+        sample.token_ids + (0,) * (length - len(sample.token_ids))
+        for sample, length in zip(micro_batch, sequences, strict=True)
+    ]
+    if padding := -sum(sequences) % cut.row_multiple:
+        sequences.append(padding)
+        ids.append((0,) * padding)
     starts = [0, *itertools.accumulate(sequences)]
-    per_response = torch.tensor(responses)
-    ids = [token for sample in micro_batch for token in sample.token_ids] + [0] * padding
+    rows = torch.cat([_zigzag(length, cut) + start for start, length in zip(starts, sequences, strict=False)])
+    local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
-        torch.arange(start + sample.prompt_length - 1, start + len(sample.token_ids) - 1)
+        local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]
         for start, sample in zip(starts, micro_batch, strict=False)
     ]
-    num_masked = torch.tensor([sum(sample.loss_mask) for sample in micro_batch])
-    advantages = torch.tensor([sample.advantage for sample in micro_batch], dtype=torch.float32)
+    response_index = torch.cat(index)
+    held = (response_index >= 0).nonzero()[:, 0]
+
+    def of_response(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype)[held]
+
+    def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[held]
+
+    chain = itertools.chain.from_iterable
     return PackedMicroBatch(
-        input_ids=torch.tensor([ids]),
-        positions=torch.cat([torch.arange(length) for length in sequences]).unsqueeze(0),
+        input_ids=torch.tensor(list(chain(ids)))[rows].unsqueeze(0),
+        positions=torch.cat([torch.arange(length) for length in sequences])[rows].unsqueeze(0),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        response_index=torch.cat(index),
-        targets=torch.tensor([token for s in micro_batch for token in s.token_ids[s.prompt_length :]]),
-        sample_index=torch.arange(len(micro_batch)).repeat_interleave(per_response),
-        sample_lengths=num_masked.repeat_interleave(per_response),
-        loss_mask=torch.tensor([bit for s in micro_batch for bit in s.loss_mask], dtype=torch.float32),
-        advantages=advantages.repeat_interleave(per_response),
-        rollout_logprobs=torch.tensor([x for s in micro_batch for x in s.rollout_logprobs], dtype=torch.float32),
+        response_index=response_index[held],
+        held=held,
+        targets=of_response(chain(s.token_ids[s.prompt_length :] for s in micro_batch), torch.int64),
+        sample_index=of_sample(range(len(micro_batch)), torch.int64),
+        sample_lengths=of_sample((sum(s.loss_mask) for s in micro_batch), torch.int64),
+        loss_mask=of_response(chain(s.loss_mask for s in micro_batch), torch.float32),
+        advantages=of_sample((s.advantage for s in micro_batch), torch.float32),
+        rollout_logprobs=of_response(chain(s.rollout_logprobs for s in micro_batch), torch.float32),
         max_length=max(sequences),
         response_lengths=tuple(responses),
     )
+
+
+def _up(length: int, multiple: int) -> int:
+    return length + -length % multiple
+
+
+def _zigzag(length: int, cut: Cut) -> torch.Tensor:
+    """The positions of a sequence that a rank holds."""
+    if cut.context_size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * cut.context_size)
+    return torch.cat([chunks[cut.context_rank], chunks[-1 - cut.context_rank]])
 
 
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[tuple[float, ...]]:

@@ -1,7 +1,9 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state.
 
 In: this rank's place in the world and the layout. Out: initialised groups, and the few of them others need by name.
-Tensor-parallel ranks are neighbours: rank = data_parallel_rank * tensor_model_parallel_size + tensor_parallel_rank.
+Ranks count tensor-parallel first, then context, data and pipeline: tensor-parallel ranks are neighbours, pipeline
+stages are far apart. Experts are cut over the ranks of one pipeline stage: expert-tensor first, then expert, then
+data.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rlpost.actor import device
+from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
+from rlpost.weights.inventory import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +31,50 @@ class Rendezvous:
     master_port: int
 
 
-def initialise(
-    rendezvous: Rendezvous, *, tensor_model_parallel_size: int, distributed_timeout_minutes: int, seed: int
-) -> None:
+def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
     """Join the other ranks. Blocks until all have come or the timeout passes (torch's DistStoreError).
 
-    Raises PlacementError when the tensor-parallel size does not divide the number of ranks.
+    Raises PlacementError when the layout does not fit the number of ranks.
     """
-    if rendezvous.world_size % tensor_model_parallel_size:
-        raise PlacementError(
-            f"tensor_model_parallel_size={tensor_model_parallel_size} does not divide the {rendezvous.world_size} "
-            "ranks of the trainer; choose one that does"
-        )
+    _check(settings, rendezvous.world_size)
     dist.init_process_group(
         device.backend(),
         init_method=f"tcp://{_host(rendezvous.master_addr)}:{rendezvous.master_port}",
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
-        timeout=timedelta(minutes=distributed_timeout_minutes),
+        timeout=timedelta(minutes=settings.distributed_timeout_minutes),
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        distributed_timeout_minutes=distributed_timeout_minutes,
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages,
+        context_parallel_size=settings.context_parallel_size,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
+        distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
-    device.seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    device.seed(settings.seed)
+    model_parallel_cuda_manual_seed(settings.seed)
+
+
+def _check(settings: ActorSettings, world_size: int) -> None:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    left = world_size
+    for name in names:
+        size = getattr(settings, name)
+        if left % size:
+            taken = f", of which other sizes leave {left}" if left != world_size else ""
+            raise PlacementError(
+                f"{name}={size} does not divide the {world_size} ranks of the trainer{taken}; choose one that does"
+            )
+        left //= size
+    expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    ranks = world_size // settings.pipeline_model_parallel_size
+    if ranks % (expert_tensor * settings.expert_model_parallel_size):
+        raise PlacementError(
+            f"expert_model_parallel_size={settings.expert_model_parallel_size} x expert_tensor_parallel_size="
+            f"{expert_tensor} does not divide the {ranks} ranks of a pipeline stage; choose sizes that do"
+        )
 
 
 def destroy() -> None:
@@ -62,18 +85,43 @@ def destroy() -> None:
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold one copy of the model together."""
+    """The ranks among which single tensors are cut."""
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same shard of the model."""
-    return parallel_state.get_data_parallel_group()
+def context_parallel_group() -> dist.ProcessGroup:
+    """The ranks among which sequences are cut."""
+    return parallel_state.get_context_parallel_group()
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks among which layers are cut."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def data_parallel_group(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """The ranks that hold the same weights and train on other samples, or on other parts of samples too."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def data_parallel_rank() -> int:
     """Which part of a batch is this rank's."""
     return parallel_state.get_data_parallel_rank()
+
+
+def weight_groups() -> Groups:
+    """Among whom the weights are cut."""
+    return Groups(
+        tensor=tensor_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        pipeline=pipeline_group(),
+    )
+
+
+def holds_first_copy() -> bool:
+    """Whether this rank and rank 0 hold parts of one copy of the model; experts may be spread over all ranks."""
+    return weight_groups().expert.size() > 1 or data_parallel_group(with_context_parallel=True).rank() == 0
 
 
 def _host(address: str) -> str:

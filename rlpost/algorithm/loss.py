@@ -18,20 +18,50 @@ def policy_loss(
     *,
     eps_clip: float,
     eps_clip_high: float,
+    eps_clip_c: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new - old).
 
-    Args: float tensors of shape [T]. Gradients flow through ``logprobs_T`` only. Returns the loss [T] and, detached,
-    ``ppo_kl`` = old - new [T] and ``clip_frac`` [T], which is 1 where clipping took over.
-    Source: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10.
+    Args: float tensors of shape [T]. Gradients flow through ``logprobs_T`` only. With ``eps_clip_c`` > 1 the loss of a
+    token with A < 0 is at most -eps_clip_c A (dual clip). Returns the loss [T] and, detached, ``ppo_kl`` = old - new
+    [T] and ``clip_frac`` [T], which is 1 where clipping took over.
+    Source: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10; dual clip:
+    arXiv 1912.09729, equation 5.
     """
     log_ratio = logprobs_T - old_logprobs_T.detach()
     ratio = log_ratio.exp()
     plain = -ratio * advantages_T
     clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantages_T
     loss_T = torch.maximum(plain, clipped)
-    stats = {"ppo_kl": -log_ratio.detach(), "clip_frac": (clipped > plain).detach().float()}
+    is_clipped = clipped > plain
+    if eps_clip_c is not None:
+        bound = torch.where(advantages_T < 0, -eps_clip_c * advantages_T, torch.inf)
+        is_clipped = is_clipped | (loss_T > bound)
+        loss_T = torch.minimum(loss_T, bound)
+    stats = {"ppo_kl": -log_ratio.detach(), "clip_frac": is_clipped.detach().float()}
     return loss_T, stats
+
+
+def cispo_loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE whose importance weight is clipped and carries no gradient: -sg(clip(r)) A log p. No token loses its
+    gradient. Arguments and statistics as for ``policy_loss``. Source: CISPO, arXiv 2506.13585, equation 4."""
+    log_ratio = (logprobs_T - old_logprobs_T).detach()
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
+    stats = {"ppo_kl": -log_ratio, "clip_frac": (weight != ratio).float()}
+    return -weight * advantages_T * logprobs_T, stats
+
+
+def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
+    """Log-ratios whose value is that of the token's sequence and whose gradient is the token's own (GSPO-token).
+
+    Args: ``mean_log_ratio_T`` is the mean of new - old over the loss-masked tokens of each token's sample. Add old
+    log-probs of zero and pass the result to ``policy_loss``: with one advantage a sample the gradient is GSPO's.
+    Source: GSPO, arXiv 2507.18071, equations 5 and 13.
+    """
+    return mean_log_ratio_T.detach() + logprobs_T - logprobs_T.detach()
 
 
 def token_weights(sample_lengths: Tensor, *, num_samples: int, num_tokens: int, per_token: bool) -> Tensor:

@@ -16,17 +16,25 @@ Schedule = list[list[list[int]]]
 
 
 def schedule(
-    lengths: Sequence[int], *, data_parallel_size: int, max_tokens: int | None, micro_batch_size: int
+    lengths: Sequence[int],
+    *,
+    data_parallel_size: int,
+    max_tokens: int | None,
+    micro_batch_size: int,
+    multiple_of: int = 1,
 ) -> Schedule:
     """Schedule samples of the given ``lengths`` (tokens) on ``data_parallel_size`` ranks.
 
     With ``max_tokens`` samples are packed up to that many tokens, first fit in order of falling length; without it each
-    micro-batch has ``micro_batch_size`` samples. Raises ValueError when the number of samples is not a multiple of the
-    number of ranks: then the invariants could not hold when every sample fills a micro-batch of its own.
+    micro-batch has ``micro_batch_size`` samples. A rank's number of micro-batches is a multiple of ``multiple_of``
+    (interleaved pipelines need one of their depth). Raises ValueError when the number of samples is not a multiple of
+    both together: then the invariants could not hold when every sample fills a micro-batch of its own.
     """
-    if not lengths or len(lengths) % data_parallel_size:
+    unit = data_parallel_size * multiple_of
+    if not lengths or len(lengths) % unit:
         raise ValueError(
-            f"{len(lengths)} samples cannot be spread evenly over {data_parallel_size} data-parallel ranks"
+            f"{len(lengths)} samples cannot be spread evenly over {data_parallel_size} data-parallel ranks "
+            f"with a multiple of {multiple_of} micro-batches each"
         )
     if max_tokens is None:
         bins = [
@@ -34,7 +42,7 @@ def schedule(
         ]
     else:
         bins = _first_fit(lengths, max_tokens)
-    while len(bins) % data_parallel_size:
+    while len(bins) % unit:
         _split_largest(bins, lengths)
     return _deal(bins, lengths, data_parallel_size)
 

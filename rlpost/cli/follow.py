@@ -10,23 +10,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
+from rlpost.cli.runs import LOCAL, local_is_alive
 from rlpost.metrics.writer import eval_rewards, read_metrics
-from slurm.client import POLL_S, job_state
+from slurm.client import POLL_S
+from slurm.queue import queue
 from slurm.run_folder import RunFolder
 
 LOG_POLL_S = 0.5
+ENDING_POLL_S = 3.0
 EXIT_CODES = {"done": 0, "requeue": 75, "config": 2}
 
 
-def follow(run: RunFolder, job_id: str) -> int:
-    """Print the driver's log until the job is over; returns 0 when the run is done.
+def follow(run: RunFolder, job_id: str, *, log_name: str = "driver.log", started_it: bool = False) -> int:
+    """Print the driver's log, or another of the attempt's, until the job is over; returns 0 when the run is done.
 
-    The first Ctrl-C of a local run asks it to stop at the next checkpoint; the second leaves at once.
+    Ctrl-C leaves and the run goes on. Only a local run that this process has started (``started_it``) gets the same
+    Ctrl-C from the terminal and stops at its next checkpoint; a second one leaves at once.
     """
-    is_over = _local_is_over(job_id) if job_id.startswith("local-") else _slurm_is_over(job_id)
-    log = _LogTail(run.attempts)
+    is_over = (lambda: not local_is_alive(job_id)) if job_id.startswith(LOCAL) else _slurm_is_over(run, job_id)
+    log = _LogTail(run.attempts, log_name)
     interrupted = False
     while True:
         try:
@@ -36,7 +38,7 @@ def follow(run: RunFolder, job_id: str) -> int:
                 break
             time.sleep(LOG_POLL_S)
         except KeyboardInterrupt:
-            if interrupted:
+            if interrupted or not started_it:
                 raise
             interrupted = True
             print("stopping; the run commits a checkpoint first (Ctrl-C again: leave now)")
@@ -44,10 +46,11 @@ def follow(run: RunFolder, job_id: str) -> int:
 
 
 class _LogTail:
-    """Prints what is new in the driver's log of the newest attempt."""
+    """Prints what is new in one log of the newest attempt."""
 
-    def __init__(self, attempts: Path) -> None:
+    def __init__(self, attempts: Path, name: str) -> None:
         self._attempts = attempts
+        self._name = name
         self._current: Path | None = None
         self._offset = 0
 
@@ -61,7 +64,7 @@ class _LogTail:
         self._print_rest()
 
     def _print_rest(self) -> None:
-        if self._current is None or not (path := self._current / "driver.log").exists():
+        if self._current is None or not (path := self._current / self._name).exists():
             return
         with path.open("rb") as file:
             file.seek(self._offset)
@@ -72,26 +75,16 @@ class _LogTail:
             print(whole.decode(errors="replace"), end="", flush=True)
 
 
-def _local_is_over(job_id: str) -> Callable[[], bool]:
-    pid = int(job_id.removeprefix("local-"))
-
-    def is_over() -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    return is_over
-
-
-def _slurm_is_over(job_id: str) -> Callable[[], bool]:
+def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
+    """Asks Slurm rarely; more often once the attempt has left its verdict, for then the job ends or is requeued."""
     asked = -POLL_S
     over = False
 
     def is_over() -> bool:
         nonlocal asked, over
-        if time.monotonic() - asked >= POLL_S:
-            asked, over = time.monotonic(), job_state(job_id).is_over
+        poll_s = ENDING_POLL_S if (run.attempts / "latest" / "verdict").exists() else POLL_S
+        if time.monotonic() - asked >= poll_s:
+            asked, over = time.monotonic(), queue([job_id])[job_id].is_over
         return over
 
     return is_over

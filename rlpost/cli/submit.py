@@ -7,20 +7,26 @@ handed to submitit.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from rlpost.check import check
+from rlpost.cli.entry import run_command
 from rlpost.cli.follow import follow
-from rlpost.cli.settings import parser, run_command, settings
+from rlpost.cli.secret_file import put_away
+from rlpost.cli.settings import parser, settings
 from rlpost.config.load import dump
-from rlpost.config.tree import Config
+from rlpost.config.tree import ClusterConfig, Config
 from rlpost.errors import ConfigError
 from slurm.client import is_available
+from slurm.container import Container
 from slurm.errors import SlurmError
 from slurm.executor import completed, submit
+from slurm.queue import expected_start
 from slurm.render import render_sbatch
 from slurm.run_folder import RunFolder, create_run_folder
 from slurm.snapshot import snapshot_code
@@ -31,7 +37,7 @@ PROJECT = Path(__file__).parents[2]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``python -m rlpost.submit``."""
-    return run_command(_submit, arguments)
+    return run_command(submit_main, arguments)
 
 
 def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
@@ -42,21 +48,46 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
         agent_args += ["--socket-ifname", cluster.socket_ifname]
     if cluster.ray_object_store_memory is not None:
         agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
+    if cluster.ray_dashboard:
+        agent_args.append("--ray-dashboard")
     return JobSpec(
         job_name=cluster.job_name,
         nodes=cluster.nodes,
+        spare_nodes=cluster.spare_nodes,
         num_gpus_per_node=cluster.num_gpus_per_node,
         gpu_request=cluster.gpu_request,
         time=cluster.time,
         partition=cluster.partition,
         account=cluster.account,
+        qos=cluster.qos,
+        reservation=cluster.reservation,
+        constraint=cluster.constraint,
+        exclusive=cluster.exclusive,
+        exclude=cluster.exclude,
+        requeue=cluster.requeue,
+        max_preemptions=cluster.max_preemptions,
+        max_failures=cluster.max_failures,
+        max_stalled_attempts=cluster.max_stalled_attempts,
+        python=cluster.python,
+        container=container_of(cluster),
+        environment=tuple(cluster.environment.items()),
+        setup_commands=cluster.setup_commands,
         signal_lead_s=cluster.signal_lead_s,
         agent_args=tuple(agent_args),
         driver_args=driver_args,
     )
 
 
-def _submit(arguments: Sequence[str]) -> int:
+def container_of(cluster: ClusterConfig) -> Container | None:
+    """The container that a run's agents live in."""
+    if cluster.container == "none":
+        return None
+    cache = cluster.image_cache or str(Path(cluster.runs_dir) / "images")
+    return Container(cluster.container, cluster.container_image or "", cluster.container_mounts, cache)
+
+
+def submit_main(arguments: Sequence[str]) -> int:
+    """``rlpost submit RECIPE``. Raises ConfigError."""
     made = parser("python -m rlpost.submit", "Check a recipe, make its run folder and submit it.")
     _add_options(made)
     options, loaded = settings(made, arguments)
@@ -72,19 +103,36 @@ def _submit(arguments: Sequence[str]) -> int:
             run = RunFolder(root.absolute())
             print(render_sbatch(completed(spec, run, home=run.code)), end="")
             return 0
+        if options.test_only:
+            print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
+            return 0
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
+        put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
         job_id = submit(spec, run, home=run.code, local=local)
     except SlurmError as error:
         raise ConfigError(str(error)) from error
     print(f"submitted {job_id}\nrun folder {run.root}")
     wait = local if options.wait is None else options.wait
-    return follow(run, job_id) if wait else 0
+    return follow(run, job_id, started_it=local) if wait else 0
+
+
+def _tested(spec: JobSpec) -> str:
+    """What Slurm says about a job that it is not given."""
+    if not is_available():
+        raise ConfigError("--test-only asks Slurm, and there is none here")
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
+        script.write(render_sbatch(spec))
+        script.flush()
+        return expected_start(Path(script.name))
 
 
 def _add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--local", action="store_true", help="run on this machine; the default where there is no Slurm")
     made.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    made.add_argument(
+        "--test-only", action="store_true", help="ask Slurm when and where the job would start and submit nothing"
+    )
     made.add_argument(
         "--run-folder", type=Path, metavar="FOLDER", help="where the run lives; RUNS_DIR/NAME-TIME if not given"
     )

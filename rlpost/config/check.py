@@ -11,10 +11,13 @@ from typing import Any
 
 from rlpost.config.tree import Config
 
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Where families write the number of experts."""
+
 
 def layout_problems(config: Config) -> list[str]:
     """Nodes, GPUs and parallel sizes that do not fit together."""
-    cluster, perf = config.cluster, config.perf
+    cluster = config.cluster
     problems = []
     if config.actor_num_nodes > cluster.nodes:
         problems.append(
@@ -26,15 +29,7 @@ def layout_problems(config: Config) -> list[str]:
             f"cluster.actor_num_gpus_per_node = {cluster.actor_num_gpus_per_node}: a node has only "
             f"cluster.num_gpus_per_node = {cluster.num_gpus_per_node}"
         )
-    tensor, world = perf.tensor_model_parallel_size, config.actor_world_size
-    if world % tensor:
-        problems.append(
-            f"perf.tensor_model_parallel_size = {tensor} does not divide the {world} GPUs that train (actor_num_nodes "
-            f"{config.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}); "
-            f"choose {_choices(world)}"
-        )
-    if perf.sequence_parallel and tensor == 1:
-        problems.append("perf.sequence_parallel = True needs perf.tensor_model_parallel_size of 2 or more, got 1")
+    problems += parallel_problems(config)
     per_engine = cluster.rollout_num_gpus_per_engine
     if cluster.rollout_num_gpus % per_engine:
         problems.append(
@@ -44,6 +39,65 @@ def layout_problems(config: Config) -> list[str]:
     elif not problems:
         problems += _room_problems(config)
     return problems
+
+
+def parallel_problems(config: Config) -> list[str]:
+    """Sizes of the trainer's layout that do not divide its GPUs, and settings that need each other."""
+    perf, world = config.perf, config.actor_world_size
+    problems = []
+    left = world
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(perf, key)
+        if left % size:
+            of = "" if left == world else f", {left} of them for each part that other sizes cut"
+            return [
+                f"perf.{key} = {size} does not divide the {world} GPUs that train (actor_num_nodes "
+                f"{config.actor_num_nodes} x actor_num_gpus_per_node {config.cluster.actor_num_gpus_per_node}{of}); "
+                f"choose {_choices(left)}"
+            ]
+        left //= size
+    expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+    experts, stage = expert_tensor * perf.expert_model_parallel_size, world // perf.pipeline_model_parallel_size
+    if stage % experts:
+        problems.append(
+            f"perf.expert_model_parallel_size = {perf.expert_model_parallel_size} x expert_tensor_parallel_size = "
+            f"{expert_tensor} does not divide the {stage} GPUs of a pipeline stage; choose a product of "
+            f"{_choices(stage)}"
+        )
+    return problems + _needs(config)
+
+
+def _needs(config: Config) -> list[str]:
+    """Settings that only work with others."""
+    perf = config.perf
+    tensor, uneven = perf.tensor_model_parallel_size, "decoder_first_pipeline_num_layers or ..._last_..."
+    is_uneven = (perf.decoder_first_pipeline_num_layers or perf.decoder_last_pipeline_num_layers) is not None
+    interleaved = perf.num_layers_per_virtual_pipeline_stage is not None
+    full = perf.recompute_granularity == "full"
+    given = (perf.recompute_method is not None, perf.recompute_num_layers is not None)
+    rules = [
+        (perf.sequence_parallel and tensor == 1, "sequence_parallel = True", "tensor_model_parallel_size of 2 or more"),
+        (
+            perf.expert_model_parallel_size > 1 and tensor > 1 and not perf.sequence_parallel,
+            f"expert_model_parallel_size = {perf.expert_model_parallel_size}, tensor_model_parallel_size = {tensor}",
+            "sequence_parallel = true",
+        ),
+        (
+            interleaved and perf.pipeline_model_parallel_size == 1,
+            f"num_layers_per_virtual_pipeline_stage = {perf.num_layers_per_virtual_pipeline_stage}",
+            "pipeline_model_parallel_size of 2 or more",
+        ),
+        (is_uneven and perf.pipeline_model_parallel_size == 1, uneven, "pipeline_model_parallel_size of 2 or more"),
+        (is_uneven and interleaved, uneven, "num_layers_per_virtual_pipeline_stage not to be given"),
+        (full and not all(given), "recompute_granularity = full", "recompute_method and recompute_num_layers"),
+        (not full and any(given), "recompute_method and recompute_num_layers", "recompute_granularity = full"),
+        (
+            perf.overlap_param_gather and not (perf.use_distributed_optimizer and perf.overlap_grad_reduce),
+            "overlap_param_gather = True",
+            "use_distributed_optimizer and overlap_grad_reduce",
+        ),
+    ]
+    return [f"perf.{given} needs perf.{needed}" for broken, given, needed in rules if broken]
 
 
 def _room_problems(config: Config) -> list[str]:
@@ -74,33 +128,67 @@ def batch_problems(config: Config) -> list[str]:
             f"rollout.global_batch_size = {given} and num_steps_per_rollout = {steps} must multiply to the "
             f"{samples} samples of a rollout ({shown})"
         )
-    elif not layout_problems(config) and (samples // steps) % config.data_parallel_size:
+    elif not layout_problems(config) and (samples // steps) % (config.data_parallel_size * config.micro_batch_multiple):
+        rounds = (
+            f", in rounds of {config.micro_batch_multiple} micro-batches" if config.micro_batch_multiple > 1 else ""
+        )
         problems.append(
             f"{samples // steps} samples an optimizer step ({shown} / {steps} steps) do not spread evenly over "
-            f"{config.data_parallel_size} data-parallel ranks; change one of them"
+            f"{config.data_parallel_size} data-parallel ranks{rounds}; change one of them"
         )
     if config.perf.use_dynamic_batch_size and config.perf.max_tokens_per_gpu is None:
         problems.append("perf.use_dynamic_batch_size = True needs perf.max_tokens_per_gpu (tokens of a micro-batch)")
-    if rollout.n_samples_per_prompt == 1:
+    if config.grpo.kl_loss_coef and not config.grpo.use_kl_loss:
+        problems.append(f"grpo.kl_loss_coef = {config.grpo.kl_loss_coef} needs grpo.use_kl_loss = true")
+    if rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
         problems.append(
-            "rollout.n_samples_per_prompt = 1: GRPO compares the answers to one prompt with each other and learns "
-            "nothing from a single one; choose 2 or more"
+            f"rollout.n_samples_per_prompt = 1: {config.grpo.advantage_estimator} compares the answers to one prompt "
+            "with each other and learns nothing from a single one; choose 2 or more"
         )
     return problems
 
 
 def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Sizes of the model, as in its ``config.json``, that tensor parallelism does not divide; once the layout fits."""
+    """Sizes of the model, as in its ``config.json``, that its layout does not divide; once the layout fits the GPUs."""
     if layout_problems(config):
         return []
-    tensor = config.perf.tensor_model_parallel_size
-    sizes = {key: hf_config.get(key) for key in ("num_attention_heads", "num_key_value_heads", "vocab_size")}
-    return [
-        f"perf.tensor_model_parallel_size = {tensor} does not divide the model's {key} = {size}; "
-        f"choose {_choices(size)}"
-        for key, size in sizes.items()
-        if isinstance(size, int) and size % tensor
-    ]
+    perf = config.perf
+    tensor = "perf.tensor_model_parallel_size", perf.tensor_model_parallel_size
+    cut = [(tensor, key) for key in ("num_attention_heads", "num_key_value_heads", "vocab_size")]
+    experts = next((key for key in EXPERT_KEYS if key in hf_config), None)
+    if experts is not None:
+        expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+        cut.append((("perf.expert_model_parallel_size", perf.expert_model_parallel_size), experts))
+        cut.append((("perf.expert_tensor_parallel_size", expert_tensor), "moe_intermediate_size"))
+    problems = _layer_problems(config, hf_config.get("num_hidden_layers"))
+    if experts is None and perf.expert_model_parallel_size > 1:
+        problems.append(
+            f"perf.expert_model_parallel_size = {perf.expert_model_parallel_size}: the model has no experts"
+        )
+    for (name, divisor), key in cut:
+        size = hf_config.get(key)
+        if isinstance(size, int) and size % divisor:
+            problems.append(f"{name} = {divisor} does not divide the model's {key} = {size}; choose {_choices(size)}")
+    return problems
+
+
+def _layer_problems(config: Config, num_layers: int | None) -> list[str]:
+    perf = config.perf
+    first, last = perf.decoder_first_pipeline_num_layers, perf.decoder_last_pipeline_num_layers
+    uneven = [layers for layers in (first, last) if layers is not None]
+    stages = perf.pipeline_model_parallel_size - len(uneven)
+    per_chunk = perf.num_layers_per_virtual_pipeline_stage or 1
+    if num_layers is None:
+        return []
+    rest = num_layers - sum(uneven)
+    if rest < 0 or (rest > 0) != (stages > 0) or (stages > 0 and rest % (stages * per_chunk)):
+        taken = f" less {' and '.join(map(str, uneven))}" if uneven else ""
+        chunks = f" in chunks of {per_chunk}" if per_chunk > 1 else ""
+        return [
+            f"perf.pipeline_model_parallel_size = {perf.pipeline_model_parallel_size}: the model's num_hidden_layers = "
+            f"{num_layers}{taken} cannot be shared evenly by {stages} stages{chunks}; change one of them"
+        ]
+    return []
 
 
 def eval_problems(config: Config) -> list[str]:

@@ -122,24 +122,24 @@ def _literal(text: str) -> Any:
 def _shape(field: FieldInfo) -> dict[str, Any]:
     """How argparse should read a field: a switch, several words or one."""
     help_text = (field.description or "").replace("%", "%%")
-    kinds = _kinds(field.annotation)
-    if kinds == [bool]:
+    admitted = kinds(field.annotation)
+    if admitted == [bool]:
         return {"nargs": "?", "const": "true", "metavar": "BOOL", "help": help_text}
-    default = "" if field.default in (None, "", ()) else f" (default: {field.default})"
+    default = "" if field.default in (None, "", (), {}) else f" (default: {field.default})"
     choices = [
-        str(word) for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)
+        str(word) for kind in admitted if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)
     ]
     if choices:
         return {"metavar": "{" + ",".join(choices) + "}", "help": help_text + default}
-    if any(typing.get_origin(kind) is tuple for kind in kinds):
+    if any(typing.get_origin(kind) in (tuple, dict) for kind in admitted):
         return {"nargs": "*", "metavar": "X", "help": help_text + default}
-    return {"metavar": getattr(kinds[0], "__name__", "X").upper(), "help": help_text + default}
+    return {"metavar": getattr(admitted[0], "__name__", "X").upper(), "help": help_text + default}
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def kinds(annotation: Any) -> list[Any]:
     """The types an annotation admits, without None and without their metadata."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return _kinds(typing.get_args(annotation)[0])
+        return kinds(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
+        return [kind for part in typing.get_args(annotation) for kind in kinds(part)]
     return [] if annotation is type(None) else [annotation]

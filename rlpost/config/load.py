@@ -112,7 +112,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
         changed = {
             key: str(base / Path(value).expanduser())
             for key, field in group.model_fields.items()
-            if _is_path(field) and (value := getattr(node, key))
+            if is_path(field) and (value := getattr(node, key))
         }
         if name == "eval":
             pairs = list(node.eval_prompt_data)
@@ -122,7 +122,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
     return config.model_copy(update=update)
 
 
-def _is_path(field: FieldInfo) -> bool:
+def is_path(field: FieldInfo) -> bool:
     """Whether a field, or a part of its union, is annotated as FilePath."""
     parts = typing.get_args(field.annotation)
     return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)

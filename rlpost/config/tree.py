@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 FilePath = Annotated[str, "path"]  # made absolute when settings are loaded: a job may run in another folder
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def _variables(given: Any) -> Any:
+    """A flag gives words NAME=VALUE, a file a table."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    if wrong := [word for word in given if "=" not in str(word)]:
+        raise ValueError(f"write NAME=VALUE, not {wrong[0]!r}")
+    return dict(word.split("=", 1) for word in given)
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
 
 
 class Group(BaseModel):
@@ -27,7 +39,9 @@ class ClusterConfig(Group):
     job_name: str = "rlpost"
     """Name of the job and, unless --run-folder says otherwise, of its run folder."""
     nodes: Positive = 1
-    """Nodes of the allocation."""
+    """Nodes that the run uses."""
+    spare_nodes: Annotated[int, Field(ge=0)] = 0
+    """Nodes allocated beyond those, to take the place of broken ones."""
     num_gpus_per_node: Positive = 8
     """GPUs of each node (without CUDA: logical slots, one process each)."""
     actor_num_nodes: Positive | None = None
@@ -44,6 +58,38 @@ class ClusterConfig(Group):
     """Slurm partition."""
     account: str | None = None
     """Slurm account."""
+    qos: str | None = None
+    """Slurm quality of service."""
+    reservation: str | None = None
+    """Slurm reservation."""
+    constraint: str | None = None
+    """Features that the nodes must have, as Slurm writes them."""
+    exclusive: bool = True
+    """Ask for whole nodes with all their memory."""
+    exclude: tuple[str, ...] = ()
+    """Host lists to do without, for instance n[01-03]; those that broke during the run are added."""
+    requeue: Literal["requeue", "chain", "never"] = "requeue"
+    """How the run comes back: Slurm's requeue, a new job (where requeueing is forbidden), or not."""
+    max_preemptions: Annotated[int, Field(ge=0)] = 100
+    """How often it comes back after a preemption or its time limit."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """How often it comes back after a failure."""
+    max_stalled_attempts: Positive = 3
+    """Attempts in a row without a new checkpoint after which it does not come back."""
+    python: str | None = None
+    """Interpreter of the nodes; this one unless given, in a container its python3."""
+    container: Literal["none", "pyxis", "enroot"] = "none"
+    """What the agents run in."""
+    container_image: str | None = None
+    """Absolute path of a .sqsh file, or a name in a registry, imported once with enroot."""
+    container_mounts: tuple[str, ...] = ()
+    """SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; run folder and code are mounted anyway."""
+    image_cache: FilePath | None = None
+    """Folder for imported images; RUNS_DIR/images unless given."""
+    environment: Variables = {}
+    """Variables NAME=VALUE of agents, driver and workers, also in a container. No secrets: they stand in the script."""
+    setup_commands: tuple[str, ...] = ()
+    """Lines of shell that each node runs before its agent, in the container."""
     time: str = "04:00:00"
     """Time limit of one attempt, as Slurm writes it."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
@@ -58,6 +104,8 @@ class ClusterConfig(Group):
     """Minutes after which a collective of the trainer counts as hung."""
     ray_object_store_memory: Positive | None = None
     """Bytes of shared memory for Ray's object store on each node; Ray's own choice unless given."""
+    ray_dashboard: bool = False
+    """Run Ray's dashboard on the head's loopback; ``rlpost tunnel`` prints the way to it."""
 
 
 class CheckpointConfig(Group):
@@ -142,10 +190,37 @@ class PerfConfig(Group):
     """Tensor-parallel size."""
     sequence_parallel: bool = False
     """Split activations along the sequence between tensor-parallel ranks."""
+    pipeline_model_parallel_size: Positive = 1
+    """Stages into which the layers are cut."""
+    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    """Layers of a chunk: each stage then has several and works on them in turn (interleaved pipeline)."""
+    decoder_first_pipeline_num_layers: Positive | None = None
+    """Layers of the first stage, where the stages are not equal."""
+    decoder_last_pipeline_num_layers: Positive | None = None
+    """Layers of the last stage, where the stages are not equal."""
+    context_parallel_size: Positive = 1
+    """Ranks among which every sequence is cut."""
+    expert_model_parallel_size: Positive = 1
+    """Ranks among which the experts of a layer are spread."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Ranks among which a single expert is cut; --tensor-model-parallel-size unless given."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers, or only attention, in the backward pass instead of keeping their activations."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers, with full: all in chunks of --recompute-num-layers, or that many of each stage."""
+    recompute_num_layers: Positive | None = None
+    """Layers of a chunk, or of a stage, that are recomputed."""
+    use_distributed_optimizer: bool = True
+    """Shard the state of the optimizer over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward pass goes on; needs the two above."""
     use_dynamic_batch_size: bool = False
     """Pack samples of different lengths up to --max-tokens-per-gpu instead of --micro-batch-size samples."""
     max_tokens_per_gpu: Positive | None = None
-    """Tokens of a micro-batch; a longer sample is alone in its own and never cut."""
+    """Tokens of a micro-batch on one GPU (times the context-parallel size in all); a longer sample is alone in its own
+    and never cut."""
     micro_batch_size: Positive = 1
     """Samples of a micro-batch without --use-dynamic-batch-size."""
     update_weight_buffer_size: Positive = 512 * 1024**2
@@ -155,14 +230,26 @@ class PerfConfig(Group):
 class GrpoConfig(Group):
     """The algorithm."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """Advantages: the group's rewards less their mean, over their standard deviation."""
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    """Advantages: rewards less their group's mean, over its standard deviation (grpo; gspo and cispo use them with the
+    ratio of whole sequences, and with clipped weights), less the mean of the others (rloo), whitened over the batch
+    (reinforce_plus_plus, with the group's mean off: _baseline)."""
     disable_grpo_std_normalization: bool = False
     """Do not divide by the standard deviation (Dr. GRPO)."""
     eps_clip: Annotated[float, Field(ge=0.0)] = 0.2
     """How far the ratio may fall below 1."""
     eps_clip_high: Annotated[float, Field(ge=0.0)] | None = None
     """How far the ratio may rise above 1; --eps-clip unless given."""
+    eps_clip_c: Annotated[float, Field(gt=1.0)] | None = None
+    """Largest ratio that counts against a bad answer (dual clip); off unless given."""
+    use_kl_loss: bool = False
+    """Keep the weights of --hf-checkpoint as a reference and measure the KL divergence from it."""
+    kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of that divergence in the loss."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """Its estimator."""
     calculate_per_token_loss: bool = False
     """Average over all tokens of the batch instead of first over each sample."""
 
@@ -246,7 +333,25 @@ class Config(Group):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.actor_world_size // self.perf.tensor_model_parallel_size
+        return self.actor_world_size // self.model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on one sample together."""
+        perf = self.perf
+        return perf.tensor_model_parallel_size * perf.pipeline_model_parallel_size * perf.context_parallel_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a micro-batch, whose sequences all context-parallel ranks share; None without a limit."""
+        if not self.perf.use_dynamic_batch_size or self.perf.max_tokens_per_gpu is None:
+            return None
+        return self.perf.max_tokens_per_gpu * self.perf.context_parallel_size
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the micro-batches of a rank must be a multiple of: an interleaved pipeline is filled in whole rounds."""
+        return 1 if self.perf.num_layers_per_virtual_pipeline_stage is None else self.perf.pipeline_model_parallel_size
 
     @property
     def num_engines(self) -> int:

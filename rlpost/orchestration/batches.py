@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rlpost.algorithm.advantage import grpo_advantages
+from rlpost.algorithm.advantage import estimate
 from rlpost.algorithm.schedule import schedule
 from rlpost.config.tree import Config
 from rlpost.rollout.evaluate import summarise
@@ -18,9 +18,8 @@ from rlpost.types import SampleGroup, TrainBatch, TrainSample
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
 
 
-def train_samples(group: SampleGroup, *, normalize_std: bool) -> list[TrainSample]:
+def train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
     """The group's answers with their advantages, in order."""
-    advantages = grpo_advantages(group.rewards, normalize_std=normalize_std)
     return [
         TrainSample(
             token_ids=scored.sample.prompt_ids + scored.sample.response_ids,
@@ -35,8 +34,14 @@ def train_samples(group: SampleGroup, *, normalize_std: bool) -> list[TrainSampl
 
 def make_batches(groups: Sequence[SampleGroup], config: Config) -> list[StepBatches]:
     """The batches of each optimizer step of a rollout, in order."""
-    normalize = not config.grpo.disable_grpo_std_normalization
-    samples = [sample for group in groups for sample in train_samples(group, normalize_std=normalize)]
+    advantages = estimate(
+        config.grpo.advantage_estimator,
+        [group.rewards for group in groups],
+        [[len(scored.sample.response_ids) for scored in group.samples] for group in groups],
+        normalize_std=not config.grpo.disable_grpo_std_normalization,
+    )
+    pairs = zip(groups, advantages, strict=True)
+    samples = [sample for group, own in pairs for sample in train_samples(group, own)]
     size = len(samples) // config.num_steps_per_rollout
     return [_step_batches(samples[start : start + size], config) for start in range(0, len(samples), size)]
 
@@ -45,8 +50,9 @@ def _step_batches(samples: Sequence[TrainSample], config: Config) -> StepBatches
     dealt = schedule(
         [len(sample.token_ids) for sample in samples],
         data_parallel_size=config.data_parallel_size,
-        max_tokens=config.perf.max_tokens_per_gpu if config.perf.use_dynamic_batch_size else None,
+        max_tokens=config.max_tokens,
         micro_batch_size=config.perf.micro_batch_size,
+        multiple_of=config.micro_batch_multiple,
     )
     num_tokens = sum(sum(sample.loss_mask) for sample in samples)
     return tuple(

@@ -59,6 +59,7 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
     stages = ClusterStages(config, cluster, checkpoints=checkpoints, stop=stop)
     try:
         await stages.start(checkpoint)
+        run.ledger.append("ready", attempt=attempt, step=state.step)
         loop = Loop(stages, config, cursor=initial_cursor(stages, config, state), metrics=metrics, stop=stop)
         state = await loop.run(state, saved=checkpoint is not None)
         weights = await stages.weights_hash()

@@ -242,11 +242,24 @@ def _all_prompts(prompts: PromptSet) -> list[Prompt]:
 
 def actor_settings(config: Config) -> ActorSettings:
     """The leaves that an actor needs."""
-    optimizer, grpo = config.optimizer, config.grpo
+    optimizer, grpo, perf = config.optimizer, config.grpo, config.perf
     return ActorSettings(
         hf_checkpoint=config.checkpoint.hf_checkpoint,
-        tensor_model_parallel_size=config.perf.tensor_model_parallel_size,
-        sequence_parallel=config.perf.sequence_parallel,
+        tensor_model_parallel_size=perf.tensor_model_parallel_size,
+        sequence_parallel=perf.sequence_parallel,
+        pipeline_model_parallel_size=perf.pipeline_model_parallel_size,
+        num_layers_per_virtual_pipeline_stage=perf.num_layers_per_virtual_pipeline_stage,
+        decoder_first_pipeline_num_layers=perf.decoder_first_pipeline_num_layers,
+        decoder_last_pipeline_num_layers=perf.decoder_last_pipeline_num_layers,
+        context_parallel_size=perf.context_parallel_size,
+        expert_model_parallel_size=perf.expert_model_parallel_size,
+        expert_tensor_parallel_size=perf.expert_tensor_parallel_size,
+        recompute_granularity=perf.recompute_granularity,
+        recompute_method=perf.recompute_method,
+        recompute_num_layers=perf.recompute_num_layers,
+        use_distributed_optimizer=perf.use_distributed_optimizer,
+        overlap_grad_reduce=perf.overlap_grad_reduce,
+        overlap_param_gather=perf.overlap_param_gather,
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.adam_beta1,
@@ -255,11 +268,16 @@ def actor_settings(config: Config) -> ActorSettings:
         clip_grad=optimizer.clip_grad,
         seed=optimizer.seed,
         temperature=config.rollout.rollout_temperature,
+        advantage_estimator=grpo.advantage_estimator,
         eps_clip=grpo.eps_clip,
         eps_clip_high=grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
+        eps_clip_c=grpo.eps_clip_c,
+        use_kl_loss=grpo.use_kl_loss,
+        kl_loss_coef=grpo.kl_loss_coef,
+        kl_loss_type=grpo.kl_loss_type,
         calculate_per_token_loss=grpo.calculate_per_token_loss,
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
-        update_weight_buffer_size=config.perf.update_weight_buffer_size,
+        update_weight_buffer_size=perf.update_weight_buffer_size,
     )
 
 

@@ -1,6 +1,6 @@
 """Export: the Megatron model as Hugging Face tensors, in buckets of bounded size; to a folder, or to a hash.
 
-In: this rank's model and its tensor-parallel group. Out: full tensors under Hugging Face names. The plan is made from
+In: the inventory of this rank. Out: full tensors under Hugging Face names, at every layout. The plan is made from
 shapes alone and is the same on every rank; data is gathered one bucket at a time. Invariant: import and export are
 inverse bit by bit.
 """
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,43 +19,27 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rlpost.types import Bucket
-from rlpost.weights import layouts, names
-from rlpost.weights.names import Dimensions, Rule
+from rlpost.weights import layouts
+from rlpost.weights.importer import HuggingFaceFolder, extra_layers
+from rlpost.weights.inventory import Entry, Inventory
 
 SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts its files
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
 NOT_COPIED = ("model.safetensors.index.json",)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One Megatron parameter of the plan."""
-
-    parameter: torch.nn.Parameter
-    rule: Rule
-    shapes: tuple[tuple[int, ...], ...]  # of its Hugging Face tensors
-    num_bytes: int
-
-
 class Exporter:
-    """The full tensors of a tensor-parallel model, bucket by bucket."""
+    """The full tensors of the model, bucket by bucket."""
 
-    def __init__(
-        self, model: torch.nn.Module, *, architecture: str, dims: Dimensions, group: dist.ProcessGroup
-    ) -> None:
-        """Args: ``group`` is the tensor-parallel group; all its ranks must call ``gather`` together."""
-        self.dims = dims
-        self.group = group
-        rules = names.family(architecture)
-        self.entries = [
-            self._entry(parameter, names.to_hugging_face(name, rules)) for name, parameter in model.named_parameters()
-        ]
+    def __init__(self, inventory: Inventory) -> None:
+        """All ranks that hold one copy of the model must call ``gather`` together."""
+        self.inventory = inventory
 
     def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        """The parameters in order, in buckets of at most ``max_bytes``; a larger parameter is alone in one."""
+        """The weights in order, in buckets of at most ``max_bytes``; a larger one is alone in its bucket."""
         buckets: list[list[Entry]] = []
         room = 0
-        for entry in self.entries:
+        for entry in self.inventory.entries:
             if not buckets or entry.num_bytes > room:
                 buckets.append([])
                 room = max_bytes
@@ -65,35 +49,45 @@ class Exporter:
 
     @torch.no_grad()
     def gather(self, bucket: tuple[Entry, ...]) -> dict[str, torch.Tensor]:
-        """Full Hugging Face tensors of a bucket, on the parameters' device. A collective of the group."""
+        """Full Hugging Face tensors of a bucket, on the device. A collective."""
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            full = self._full(entry)
-            tensors.update(zip(entry.rule.hugging_face, layouts.split(full, entry.rule.layout, self.dims), strict=True))
+            for rule, full in zip(entry.rules, self._full(entry), strict=True):
+                parts = layouts.split(full, rule.layout, self.inventory.dims)
+                tensors.update(zip(rule.hugging_face, parts, strict=True))
         return tensors
 
-    def _entry(self, parameter: torch.nn.Parameter, rule: Rule) -> Entry:
-        size = self.group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
-        shards = [torch.empty(parameter.shape, device="meta")] * size
-        full = layouts.join(shards, rule.layout, dim=getattr(parameter, "partition_dim", 0))
-        shapes = tuple(tuple(part.shape) for part in layouts.split(full, rule.layout, self.dims))
-        num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * parameter.element_size()
-        return Entry(parameter, rule, shapes, num_bytes)
+    def _full(self, entry: Entry) -> Sequence[torch.Tensor]:
+        """The full Megatron tensors of an entry: from the tensor-parallel ranks of its stage, then from all experts,
+        then to the other stages."""
+        groups, held = self.inventory.groups, self.inventory.part(entry)
+        if held is not None:
+            local = held.tensor.detach()
+            shards = [local] if held.dim is None else _all_gather(local, held.group)
+            full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
+            fulls = [full] if len(entry.rules) == 1 else _all_gather(full, groups.expert)
+        if groups.pipeline.size() == 1:
+            return fulls
+        if held is None:
+            device = next(iter(self.inventory.held.values())).tensor.device
+            fulls = [torch.empty(entry.full_shape, dtype=entry.dtype, device=device) for _ in entry.rules]
+        fulls = [full.contiguous() for full in fulls]
+        for full in fulls:
+            dist.broadcast(full, group=groups.pipeline, group_src=entry.owner)
+        return fulls
 
-    def _full(self, entry: Entry) -> torch.Tensor:
-        local = entry.parameter.detach()
-        if not getattr(entry.parameter, "tensor_model_parallel", False) or self.group.size() == 1:
-            return local
-        shards = [torch.empty_like(local) for _ in range(self.group.size())]
-        dist.all_gather(shards, local.contiguous(), group=self.group)
-        return layouts.join(shards, entry.rule.layout, dim=entry.parameter.partition_dim)
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 def describe(bucket: tuple[Entry, ...]) -> Bucket:
     """Names, shapes and dtypes of a bucket, as an engine needs them beforehand."""
-    dtypes = [str(entry.parameter.dtype).removeprefix("torch.") for entry in bucket for _ in entry.shapes]
+    dtypes = [str(entry.dtype).removeprefix("torch.") for entry in bucket for _ in entry.shapes]
     return Bucket(
-        names=tuple(name for entry in bucket for name in entry.rule.hugging_face),
+        names=tuple(name for entry in bucket for name in entry.hugging_face),
         shapes=tuple(shape for entry in bucket for shape in entry.shapes),
         dtypes=tuple(dtypes),
     )
@@ -116,28 +110,40 @@ def export_folder(
     """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and tokenizer.
 
     Args: ``template`` is the folder the model came from; its configuration and tokenizer files are copied, with the
-    dtype of the weights. All ranks of the tensor-parallel group call this; the one with ``writes`` writes.
+    dtype of the weights, and so are weights that are not trained. All ranks that hold one copy of the model call this;
+    the one with ``writes`` writes.
     """
-    folder = Path(folder)
+    folder, template = Path(folder), Path(template)
+    plan = exporter.plan(shard_bytes)
+    kept = extra_layers(HuggingFaceFolder(template), exporter.inventory) if writes else []
     if writes:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _copy_configuration(Path(template), folder, dtype=exporter.entries[0].parameter.dtype)
-    plan = exporter.plan(shard_bytes)
+        _copy_configuration(template, folder, dtype=plan[0][0].dtype)
+    num_files = len(plan) + bool(kept)
     file_of: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(plan, start=1):
         tensors = exporter.gather(bucket)
-        single = len(plan) == 1
-        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        file_of.update(dict.fromkeys(tensors, name))
-        total += sum(entry.num_bytes for entry in bucket)
         if writes:
-            on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-            save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
-            os.replace(folder / f".{name}", folder / name)
-    if writes and len(plan) > 1:
+            file_of.update(dict.fromkeys(tensors, _write(tensors, folder, number, num_files)))
+            total += sum(entry.num_bytes for entry in bucket)
+    if kept:
+        source = HuggingFaceFolder(template)
+        tensors = {name: source.read(name) for name in kept}
+        file_of.update(dict.fromkeys(tensors, _write(tensors, folder, num_files, num_files)))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if num_files > 1 and writes:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
+    """One file of safetensors, atomically; returns its name."""
+    name = "model.safetensors" if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
+    on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
+    os.replace(folder / f".{name}", folder / name)
+    return name
 
 
 def _copy_configuration(template: Path, folder: Path, *, dtype: torch.dtype) -> None:

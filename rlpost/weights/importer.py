@@ -1,21 +1,22 @@
-"""Import: Hugging Face safetensors into the parameters of this rank's Megatron model.
+"""Import: Hugging Face safetensors into the parameters of this rank's Megatron model, at any layout.
 
-In: a folder with config.json and safetensors. Out: every parameter filled. Streamed: the host holds the tensors of one
-parameter at a time. Invariant: every parameter is filled and every tensor of the folder is used, or WeightError says
-which is not; a wrong model is never trained silently.
+In: a folder with config.json and safetensors. Out: every weight this rank holds filled. Streamed: the host holds the
+tensors of one parameter at a time. Invariant: every parameter is filled and every tensor of the folder is used, or
+WeightError says which is not; a wrong model is never trained silently.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from rlpost.errors import WeightError
-from rlpost.weights import layouts, names
-from rlpost.weights.names import Dimensions
+from rlpost.weights import layouts
+from rlpost.weights.inventory import Inventory
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values that old exporters wrote
 
@@ -47,41 +48,42 @@ class HuggingFaceFolder:
             return opened.get_tensor(name)
 
 
+def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
+    """Tensors of layers beyond the model's last, where the family may have such: they are kept and not trained."""
+    if not inventory.carries_extra_layers:
+        return []
+    return sorted(
+        name
+        for name in source.file_of
+        if (found := re.match(r"model\.layers\.(\d+)\.", name)) and int(found[1]) >= inventory.num_layers
+    )
+
+
 @torch.no_grad()
-def import_weights(
-    model: torch.nn.Module, folder: str | Path, *, architecture: str, dims: Dimensions, tp_rank: int, tp_size: int
-) -> None:
-    """Fill the parameters of ``model`` with this tensor-parallel rank's part of the weights in ``folder``.
+def import_weights(inventory: Inventory, folder: str | Path) -> None:
+    """Fill what this rank holds with its part of the weights in ``folder``.
 
     Values are cast to the dtype of the parameters. Raises WeightError for tensors that are missing, left over, or of
     another shape.
     """
     source = HuggingFaceFolder(folder)
-    rules = names.family(architecture)
-    unused = set(source.file_of)
-    has_output_layer = False
-    for name, parameter in model.named_parameters():
-        rule = names.to_hugging_face(name, rules)
-        has_output_layer |= name == "output_layer.weight"
-        full = layouts.merge([source.read(hf) for hf in rule.hugging_face], rule.layout, dims)
-        is_sharded = getattr(parameter, "tensor_model_parallel", False)
-        part = (
-            layouts.shard(full, rule.layout, dim=parameter.partition_dim, rank=tp_rank, size=tp_size)
-            if is_sharded
-            else full
-        )
-        if part.shape != parameter.shape:
+    for name, held in inventory.held.items():
+        rule, tensor = held.rule, held.tensor
+        part = layouts.merge([source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims)
+        if held.dim is not None:
+            part = layouts.shard(part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size())
+        if part.shape != tensor.shape:
             raise WeightError(
                 f"{' + '.join(rule.hugging_face)} in {folder} give shape {tuple(part.shape)} for {name}, the model "
-                f"needs {tuple(parameter.shape)}; is config.json that of these weights?"
+                f"needs {tuple(tensor.shape)}; is config.json that of these weights?"
             )
-        parameter.copy_(part)
-        unused.difference_update(rule.hugging_face)
-    if not has_output_layer:  # tied: some folders carry the copy
+        tensor.copy_(part)
+    unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
+    if inventory.tied:  # some folders carry the copy
         unused.discard("lm_head.weight")
     unused = {name for name in unused if not name.endswith(UNUSED_SUFFIXES)}
     if unused:
         raise WeightError(
-            f"{folder} holds {len(unused)} tensors that {architecture} has no place for, the first are "
+            f"{folder} holds {len(unused)} tensors that the model has no place for, the first are "
             f"{sorted(unused)[:5]}; is config.json that of these weights?"
         )

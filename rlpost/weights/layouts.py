@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from rlpost.errors import WeightError
 from rlpost.weights.names import Dimensions, Layout
 
+GATED = ("gated", "fused_gated")
+
 
 def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> torch.Tensor:
     """Full Hugging Face tensors -> the full Megatron tensor (without padding of the vocabulary)."""
@@ -48,7 +50,7 @@ def shard(tensor: torch.Tensor, layout: Layout, *, dim: int, rank: int, size: in
     """
     if size == 1:
         return tensor
-    if layout == "gated":
+    if layout in GATED:
         return torch.cat([_part(half, 0, rank, size) for half in tensor.chunk(2)])
     if layout == "vocabulary":
         tensor = F.pad(tensor, (0, 0, 0, -tensor.size(0) % size))
@@ -59,7 +61,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, *, dim: int) -> torch.T
     """The full Megatron tensor from the shards of all tensor-parallel ranks, in order."""
     if len(shards) == 1:
         return shards[0]
-    if layout == "gated":
+    if layout in GATED:
         halves = [part.chunk(2) for part in shards]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     return torch.cat(list(shards), dim=dim)

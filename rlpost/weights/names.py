@@ -1,7 +1,8 @@
-"""Names of weights: Megatron's on one side, Hugging Face's on the other. Pure Python, one table a family.
+"""Names of weights: Megatron's on one side, Hugging Face's on the other. Pure Python.
 
-In: the name of a Megatron parameter. Out: the Hugging Face names it holds and how they lie in it. ``{layer}`` stands
-for the number of the layer, which is the same on both sides.
+In: the name of a Megatron parameter, its layer and expert counted over the whole model. Out: the Hugging Face names it
+holds and how they lie in it. ``{layer}`` and ``{expert}`` stand for numbers that are the same on both sides. The rows
+below are common to several families; which family has which stands in ``rlpost.weights.families``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Literal
 
 from rlpost.errors import WeightError
 
-Layout = Literal["plain", "vocabulary", "qkv", "gated"]
+Layout = Literal["plain", "vocabulary", "qkv", "gated", "fused_gated"]
 """plain: as it is. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by group. gated: gate
-above up, in each tensor-parallel shard."""
+above up, in each tensor-parallel shard. fused_gated: the same, but one tensor for Hugging Face too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Dimensions:
     num_query_groups: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,48 +37,84 @@ class Rule:
     layout: Layout = "plain"
 
 
-_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
+def in_layer(megatron: str, *hugging_face: str, layout: Layout = "plain") -> Rule:
+    """A row whose names are counted from the layer."""
+    return Rule(
+        "decoder.layers.{layer}." + megatron, tuple("model.layers.{layer}." + name for name in hugging_face), layout
+    )
 
-QWEN3: tuple[Rule, ...] = (
+
+OUTSIDE_LAYERS: tuple[Rule, ...] = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary"),
-    Rule(_LAYER + "input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",)),
-    Rule(
-        _LAYER + "self_attention.linear_qkv.weight",
-        tuple(f"{_HF_LAYER}self_attn.{part}_proj.weight" for part in "qkv"),
-        "qkv",
-    ),
-    Rule(_LAYER + "self_attention.q_layernorm.weight", (_HF_LAYER + "self_attn.q_norm.weight",)),
-    Rule(_LAYER + "self_attention.k_layernorm.weight", (_HF_LAYER + "self_attn.k_norm.weight",)),
-    Rule(_LAYER + "self_attention.linear_proj.weight", (_HF_LAYER + "self_attn.o_proj.weight",)),
-    Rule(_LAYER + "pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",)),
-    Rule(
-        _LAYER + "mlp.linear_fc1.weight",
-        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
-        "gated",
-    ),
-    Rule(_LAYER + "mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Rule("output_layer.weight", ("lm_head.weight",), "vocabulary"),
 )
+ATTENTION: tuple[Rule, ...] = (
+    in_layer("input_layernorm.weight", "input_layernorm.weight"),
+    in_layer("self_attention.linear_qkv.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"), layout="qkv"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+QKV_BIAS: tuple[Rule, ...] = (
+    in_layer("self_attention.linear_qkv.bias", *(f"self_attn.{part}_proj.bias" for part in "qkv"), layout="qkv"),
+)
+QK_NORM: tuple[Rule, ...] = (
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+MLP_NORM: tuple[Rule, ...] = (in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),)
 
-FAMILIES: dict[str, tuple[Rule, ...]] = {"Qwen3ForCausalLM": QWEN3}
-"""By the first entry of ``architectures`` in config.json."""
+
+def gated_mlp(megatron: str, hugging_face: str) -> tuple[Rule, ...]:
+    """A gated MLP whose weights stand below these prefixes."""
+    return (
+        in_layer(
+            megatron + "linear_fc1.weight",
+            hugging_face + "gate_proj.weight",
+            hugging_face + "up_proj.weight",
+            layout="gated",
+        ),
+        in_layer(megatron + "linear_fc2.weight", hugging_face + "down_proj.weight"),
+    )
 
 
-def family(architecture: str) -> tuple[Rule, ...]:
-    """The table of an architecture; raises WeightError, naming those known."""
-    if architecture not in FAMILIES:
-        raise WeightError(f"architecture {architecture!r} has no table of weight names; known: {sorted(FAMILIES)}")
-    return FAMILIES[architecture]
+DENSE_MLP = gated_mlp("mlp.", "mlp.")
+EXPERTS: tuple[Rule, ...] = (
+    in_layer("mlp.router.weight", "mlp.gate.weight"),
+    *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
+)
+
+_NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.)?")
+
+
+def layer_number(name: str) -> int | None:
+    """The number after ``decoder.layers.``, if there is one."""
+    found = _NUMBERS.match(name)
+    return int(found["layer"]) if found else None
+
+
+def expert_number(name: str) -> int | None:
+    """The number after ``local_experts.``, if there is one."""
+    found = _NUMBERS.match(name)
+    return int(found["expert"]) if found and found["expert"] else None
+
+
+def renumber(name: str, *, layer: int | None = None, expert: int | None = None) -> str:
+    """The name with other numbers where these are given."""
+    if layer is not None:
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", str(layer), name)
+    return name if expert is None else re.sub(r"(?<=\.local_experts\.)\d+", str(expert), name)
 
 
 def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
-    """The rule of a Megatron parameter with the layer filled in; raises WeightError for a name of no rule."""
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    number = layer[1] if layer else ""
-    template = name.replace(f".layers.{number}.", ".layers.{layer}.", 1) if layer else name
+    """The rule of a Megatron parameter with its numbers filled in; raises WeightError for a name of no rule."""
+    layer, expert = layer_number(name), expert_number(name)
+    template = name
+    if layer is not None:
+        template = template.replace(f".layers.{layer}.", ".layers.{layer}.", 1)
+    if expert is not None:
+        template = template.replace(f".local_experts.{expert}.", ".local_experts.{expert}.", 1)
     for rule in rules:
         if rule.megatron == template:
-            return Rule(name, tuple(hf.replace("{layer}", number) for hf in rule.hugging_face), rule.layout)
+            filled = (hf.replace("{layer}", str(layer)).replace("{expert}", str(expert)) for hf in rule.hugging_face)
+            return Rule(name, tuple(filled), rule.layout)
     raise WeightError(f"parameter {name!r} of the Megatron model has no Hugging Face name in its family's table")

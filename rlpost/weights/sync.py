@@ -25,13 +25,12 @@ from rlpost.weights.exporter import Exporter, describe
 class SyncSender:
     """Sends the weights of the trainer; one on every rank, all called alike."""
 
-    def __init__(
-        self, exporter: Exporter, *, bucket_bytes: int, data_parallel_rank: int, backend: str, timeout_s: float
-    ) -> None:
-        """Args: ``bucket_bytes`` bounds a bucket; ``timeout_s`` is the deadline of connecting and of each broadcast."""
+    def __init__(self, exporter: Exporter, *, bucket_bytes: int, gathers: bool, backend: str, timeout_s: float) -> None:
+        """Args: ``bucket_bytes`` bounds a bucket; ``gathers``: whether this rank and global rank 0 hold parts of the
+        same copy of the model; ``timeout_s`` is the deadline of connecting and of each broadcast."""
         self.exporter = exporter
         self.buckets = exporter.plan(bucket_bytes)
-        self.gathers = data_parallel_rank == 0
+        self.gathers = gathers
         self.is_source = dist.get_rank() == 0
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)

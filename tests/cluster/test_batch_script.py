@@ -85,8 +85,9 @@ def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, subm
 
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
 def test_what_would_fail_again_is_not_requeued(lab: Lab, submit: Callable[..., Run], behaviour: str, code: int) -> None:
-    """A wrong setting, a failure and agents that die without a verdict end the job with their own exit codes."""
-    run = submit(lab, behaviour, folder=behaviour)
+    """A wrong setting, and without a budget a failure and agents that die without a verdict, end the job with their own
+    exit codes."""
+    run = submit(lab, behaviour, folder=behaviour, max_failures=0)
     run.until_over(JobState.FAILED, code)
     assert "not requeued" in run.log
     assert job_info(lab, run.job).num_restarts == 0
@@ -172,7 +173,7 @@ def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab)
     shutil.copytree(STUB_HOME, home)
     (home / ".venv/bin").mkdir(parents=True)
     (home / ".venv/bin/python").symlink_to(sys.executable)
-    script = render_sbatch(JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",)))
+    script = render_sbatch(JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",), max_failures=0))
     (home / "tiny.sbatch").write_text(script)
     submitted = lab.run("ctl", ["sbatch", "--parsable", "--nodes=2", "tiny.sbatch", "--lr", "1"], cwd=home)
     run = Run(lab, submitted.stdout.strip(), home / f"runs/tiny-{submitted.stdout.strip()}")

@@ -6,6 +6,8 @@ fork server holds the imports, so a world starts in a second or two.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -84,42 +86,40 @@ def _rank_main(
         pipe.send((False, traceback.format_exc()))
 
 
-def batch_of(samples: Sequence[TrainSample], *, rank: int, size: int, max_tokens: int | None) -> TrainBatch:
-    """The part of a global batch that is data-parallel ``rank``'s."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    plan = schedule(lengths, data_parallel_size=size, max_tokens=max_tokens, micro_batch_size=1)
+def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
+    """This rank's part of a global batch."""
+    from rlpost.actor import parallel
+
+    plan = schedule(
+        [len(sample.token_ids) for sample in samples],
+        data_parallel_size=parallel.data_parallel_group().size(),
+        max_tokens=max_tokens,
+        micro_batch_size=1,
+        multiple_of=actor.settings.micro_batch_multiple,
+    )
     return TrainBatch(
-        micro_batches=tuple(tuple(samples[i] for i in micro) for micro in plan[rank]),
+        micro_batches=tuple(tuple(samples[i] for i in micro) for micro in plan[actor.data_parallel_rank]),
         num_samples=len(samples),
         num_tokens=sum(sum(sample.loss_mask) for sample in samples),
     )
 
 
-def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
-    """This rank's part of a global batch."""
-    from rlpost.actor import parallel
-
-    size = parallel.data_parallel_group().size()
-    return batch_of(samples, rank=actor.data_parallel_rank, size=size, max_tokens=max_tokens)
-
-
 def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
-    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array."""
+    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array; None but on the last stage."""
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from rlpost.actor import step
     from rlpost.actor.packing import pack
 
-    multiple = actor.settings.tensor_model_parallel_size if actor.settings.sequence_parallel else 1
-    packed = [pack(tuple(samples), multiple_of=multiple)]
+    packed = [pack(tuple(samples), actor.cut)]
     collect = lambda index, micro_batch, sharded: (  # noqa: E731
         sharded.sum(),
         gather_from_tensor_model_parallel_region(sharded)[0],
     )
     with torch.no_grad():
-        (full,) = step.run(actor.model, packed, loss_of=collect, forward_only=True)
-    return full.numpy()
+        found = step.run(actor.model, packed, loss_of=collect, forward_only=True)
+    return found[0].numpy() if found else None
 
 
 def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, Any]:
@@ -168,12 +168,84 @@ def train(
     return {"metrics": metrics, "hash": actor.weights_hash()}
 
 
+def train_and_compare(actor: Any, steps: Sequence[Sequence[TrainSample]], *, two_passes: bool) -> dict[str, Any]:
+    """Train, and show what can be compared between layouts: full gradients of the first step, and full weights."""
+    gradients: dict[str, Any] = {}
+    real_step = actor.optimizer.step
+
+    def step() -> Any:
+        if not gradients:
+            gradients.update(_whole(actor, gradients=True))
+        return real_step()
+
+    actor.optimizer.step = step
+    trained = train(actor, steps, two_passes=two_passes)
+    return trained | {"gradients": gradients, "weights": _whole(actor, gradients=False)}
+
+
+def _whole(actor: Any, *, gradients: bool) -> dict[str, Any]:
+    """All tensors, or gradients in their place, under their Hugging Face names, as NumPy arrays; on rank 0."""
+    import torch
+
+    from rlpost.weights.exporter import Exporter
+
+    inventory = copy.copy(actor.inventory)
+    if gradients:
+        for chunk in actor.model:
+            _share_reduced_gradients(chunk)
+        inventory.held = {
+            name: dataclasses.replace(held, tensor=held.tensor.main_grad)
+            for name, held in inventory.held.items()
+            if isinstance(held.tensor, torch.nn.Parameter)
+        }
+        inventory.entries = [
+            entry for entry in inventory.entries if not entry.rules[0].megatron.endswith("expert_bias")
+        ]
+    (bucket,) = Exporter(inventory).plan(2**40)
+    tensors = Exporter(inventory).gather(bucket)
+    first = torch.distributed.get_rank() == 0
+    return {name: tensor.clone().numpy() for name, tensor in tensors.items()} if first else {"": None}
+
+
+def _share_reduced_gradients(chunk: Any) -> None:
+    """The distributed optimizer leaves each data-parallel rank with its part of the sum; give all parts to all."""
+    import torch.distributed as dist
+
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        if group.ddp_config.use_distributed_optimizer:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                parts = list(bucket.grad_data.chunk(ranks.size()))
+                dist.all_gather(parts, parts[ranks.rank()].clone(), group=ranks)
+
+
 def look_and_train(
     actor: Any, samples: Sequence[TrainSample], *, folder: str, steps: Sequence[Sequence[TrainSample]]
 ) -> dict[str, Any]:
     """Both, in one world: what imports, and what training makes of it."""
     seen = look(actor, samples, f"{folder}/imported")
     return seen | train(actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained"))
+
+
+def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]:
+    """How often norms and attentions run in one training step of one micro-batch."""
+    from rlpost.actor.attention import PackedAttention
+    from rlpost.actor.norm import RMSNorm
+
+    counts = {"norms": 0, "attentions": 0}
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        return forward
+
+    RMSNorm.forward = counted("norms", RMSNorm.forward)  # in a process of its own that ends soon
+    PackedAttention.forward = counted("attentions", PackedAttention.forward)
+    actor.import_weights()
+    actor.train_step(my_batch(actor, samples, max_tokens=10_000))
+    return counts
 
 
 def plan_sync(actor: Any) -> Any:

@@ -6,7 +6,6 @@ of transformers' model, AdamW of torch.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from rlpost.actor.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, load, look_and_train, run_ranks, train
+from tests.contract.samples import STEPS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,21 +52,6 @@ def make_model(folder: Path, *, tied: bool) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(folder)
-
-
-def random_sample(source: random.Random) -> TrainSample:
-    prompt_length, response_length = source.randint(1, 12), source.randint(1, 20)
-    return TrainSample(
-        token_ids=tuple(source.randrange(96) for _ in range(prompt_length + response_length)),
-        prompt_length=prompt_length,
-        loss_mask=(1, *(int(source.random() < 0.8) for _ in range(response_length - 1))),
-        rollout_logprobs=tuple(-4 * source.random() for _ in range(response_length)),
-        advantage=source.uniform(-2, 2),
-    )
-
-
-_source = random.Random(3)
-STEPS = [[random_sample(_source) for _ in range(8)] for _ in range(3)]
 
 
 @pytest.fixture(scope="module")

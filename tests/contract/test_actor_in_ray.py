@@ -10,7 +10,8 @@ import pytest
 
 from rlpost.types import TrainBatch
 from tests.contract.actor_ranks import Files, free_port, run_ranks, train
-from tests.contract.test_actor import STEPS, models, settings  # noqa: F401
+from tests.contract.samples import STEPS
+from tests.contract.test_actor import models, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
 ray = pytest.importorskip("ray")

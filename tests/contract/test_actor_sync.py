@@ -18,7 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import connect_to_nobody, free_port, plan_sync, run_ranks, send_weights
+from tests.contract.families import make_family
+from tests.contract.layouts import LAYOUTS
 from tests.contract.test_actor import models, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,9 +76,8 @@ def receive(ports: list[int], group_name: str, plan: tuple, results: Any) -> Non
         results.put(tensors)
 
 
-@pytest.mark.parametrize(("model", "layout", "world_size"), [("untied", "tp2_sp", 2), ("tied", "tp2_dp2_sp", 4)])
-def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(models, model, layout, world_size):  # noqa: F811
-    actor = settings(models, model, layout, update_weight_buffer_size=BUCKET_BYTES)
+def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
+    """What a peer gets that joins twice and takes all buckets each time."""
     plans = run_ranks(plan_sync, world_size, actor)
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
@@ -85,14 +87,31 @@ def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(models, m
     peer.start()
     try:
         run_ranks(send_weights, world_size, actor, ports=ports, group_name="rlpost-sync")
-        received = [results.get(timeout=60) for _ in ports]
+        return [results.get(timeout=60) for _ in ports]
     finally:
         peer.kill()
         peer.join()
-    original = load_file(models / model / "model.safetensors")
+
+
+def assert_equal_bit_for_bit(received: list[dict], folder: Path) -> None:
+    original = load_file(folder / "model.safetensors")
     for tensors in received:
         assert tensors.keys() == original.keys()
         assert all(torch.equal(torch.from_numpy(tensors[name]), original[name]) for name in original)
+
+
+@pytest.mark.parametrize(("model", "layout", "world_size"), [("untied", "tp2_sp", 2), ("tied", "tp2_dp2_sp", 4)])
+def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(models, model, layout, world_size):  # noqa: F811
+    actor = settings(models, model, layout, update_weight_buffer_size=BUCKET_BYTES)
+    assert_equal_bit_for_bit(received_by_an_engine(actor, world_size), models / model)
+
+
+@pytest.mark.parametrize("name", ["pp2-tied", "moe-tp2-sp-ep2-pp2"])
+def test_weights_reach_an_engine_from_all_stages_and_experts(tmp_path, name):
+    layout = next(one for one in LAYOUTS if one.name == name)
+    make_family(tmp_path, layout.model)
+    actor = ActorSettings(str(tmp_path), update_weight_buffer_size=BUCKET_BYTES, **layout.settings)
+    assert_equal_bit_for_bit(received_by_an_engine(actor, layout.num_ranks), tmp_path)
 
 
 def test_engines_that_do_not_come_are_reported_at_the_deadline(models):  # noqa: F811

@@ -10,8 +10,9 @@ def test_the_run_ends_done_with_every_step_once(undisturbed):
     assert undisturbed.verdict(0) == "done"
     assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
     assert set(evaluations(undisturbed.metrics)) == {0, 12, 24}
-    assert [event["event"] for event in undisturbed.ledger][:2] == ["submitted", "started"]
-    assert undisturbed.ledger[-1]["event"] == "done"
+    events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
+    assert sorted(events[:2]) == ["attempt", "submitted"]  # a job may begin before sbatch has returned
+    assert events[2:] == ["started", "ready", "done", "verdict"]
 
 
 def test_both_nodes_meet_on_the_routable_interface(undisturbed):

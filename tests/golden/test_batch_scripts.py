@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm.container import Container
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 
@@ -29,10 +30,43 @@ SPECS = {
         run_folder="/shared/runs/glm",
         output="/shared/runs/glm/slurm-%j.out",
     ),
+    "pyxis.sbatch": JobSpec(
+        job_name="rl",
+        nodes=4,
+        spare_nodes=1,
+        partition="gpu,backfill",
+        account="rl",
+        qos="high",
+        reservation="week47",
+        constraint="h100&ib",
+        exclude=("gpu[001-003]", "gpu9"),
+        requeue="chain",
+        max_preemptions=50,
+        max_failures=5,
+        max_stalled_attempts=4,
+        container=Container("pyxis", "/images/train.sqsh", ("/models", "/data/prompts:/prompts:ro")),
+        environment=(("NCCL_IB_HCA", "=mlx5_0,mlx5_1"), ("NCCL_SOCKET_IFNAME", "ib0")),
+        setup_commands=("ulimit -Sn 65535",),
+        driver_args=("jobs/recipes/tiny.toml",),
+        home="/shared/runs/rl/code",
+        python="python3",
+        run_folder="/shared/runs/rl",
+        output="/shared/runs/rl/slurm-%j.out",
+    ),
+    "enroot.sbatch": JobSpec(
+        job_name="rl",
+        exclusive=False,
+        gpu_request="none",
+        requeue="never",
+        container=Container("enroot", "nvcr.io/nvidia/pytorch:25.01-py3", ("/models",), "/shared/images"),
+        driver_args=("jobs/recipes/tiny.toml",),
+    ),
     "hostile.sbatch": JobSpec(
         job_name="hostile",
         num_gpus_per_node=1,
         driver_args=("a'; touch x", "$(touch x)", "`touch x`", "# x", ""),
+        environment=(("MARK", "a'; touch x $(touch x)"),),
+        setup_commands=("a'; touch x", "$(touch x) # x"),
         home="/home/a'; touch x",
         python="/home/$(touch x)/python",
         run_folder='/runs/%j "; touch x; #',

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.actor.description import MODEL_SPECS, read_description
+from rlpost.actor.description import read_description
+from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
-from rlpost.weights.names import FAMILIES, Dimensions
+from rlpost.weights.names import Dimensions
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
+    "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "vocab_size": 97,
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
@@ -25,10 +27,6 @@ CONFIG = {
 def folder_with(folder: Path, **changes) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder
-
-
-def test_every_family_that_is_built_has_names_for_its_weights():
-    assert MODEL_SPECS.keys() == FAMILIES.keys()
 
 
 def test_the_head_dimension_follows_from_the_hidden_size_unless_given(tmp_path):
@@ -59,8 +57,8 @@ def test_an_option_the_model_here_does_not_have_is_refused(tmp_path, change):
 
 
 def test_an_unknown_architecture_is_named_with_those_known(tmp_path):
-    with pytest.raises(WeightError, match=r"'LlamaForCausalLM' is not known; known: .*Qwen3ForCausalLM"):
-        read_description(folder_with(tmp_path, architectures=["LlamaForCausalLM"]))
+    with pytest.raises(WeightError, match=r"'MixtralForCausalLM' is not known; known: .*Qwen3ForCausalLM"):
+        read_description(folder_with(tmp_path, architectures=["MixtralForCausalLM"]))
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
@@ -68,11 +66,41 @@ def test_a_folder_without_config_is_refused(tmp_path):
         read_description(tmp_path)
 
 
-def test_a_tensor_parallel_size_that_does_not_divide_is_refused_with_the_numbers(tmp_path):
-    description = read_description(folder_with(tmp_path))
-    description.check_tensor_parallel(2)
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=4 does not divide num_key_value_heads=2"):
-        description.check_tensor_parallel(4)
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 30,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "said"),
+    [
+        ({}, {"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide num_key_value_heads=2"),
+        ({}, {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size=3 does not divide num_hidden_layers=4"),
+        ({}, {"expert_model_parallel_size": 2}, "has no experts"),
+        (MOE, {"expert_model_parallel_size": 3}, "expert_model_parallel_size=3 does not divide number of experts=8"),
+        (MOE, {"expert_tensor_parallel_size": 4}, "expert_tensor_parallel_size=4 does not divide moe_intermediate_"),
+        (MOE, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "need sequence_parallel"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_numbers(tmp_path, config, layout, said):
+    description = read_description(folder_with(tmp_path, **config))
+    description.check_layout(ActorSettings(""))
+    with pytest.raises(ConfigError, match=said):
+        description.check_layout(ActorSettings("", **layout))
+
+
+def test_llama_3_1_frequencies_are_known_and_others_are_not(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    known = rope | {"original_max_position_embeddings": 8192}
+    assert read_description(folder_with(tmp_path, **llama, rope_parameters=known)).rope_factor == 8.0
+    older = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": known}
+    assert read_description(folder_with(tmp_path, **llama, **older)).rope_factor == 8.0
+    with pytest.raises(WeightError, match="rope_type='llama3' is not supported"):
+        read_description(folder_with(tmp_path, **llama, rope_parameters=rope | {"low_freq_factor": 2.0}))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 96, 97])

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.algorithm.advantage import grpo_advantages
-from rlpost.algorithm.loss import policy_loss, token_weights
+from rlpost.algorithm.advantage import estimate, grpo_advantages, rloo_advantages, whiten
+from rlpost.algorithm.kl import estimate_kl
+from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, token_weights
 from rlpost.algorithm.schedule import schedule
 
 
@@ -60,13 +61,16 @@ def test_token_weights_make_the_sum_a_mean_over_samples_or_over_tokens():
     ranks=st.integers(1, 6),
     limit=st.one_of(st.none(), st.integers(1, 400)),
     size=st.integers(1, 5),
+    multiple=st.integers(1, 3),
 )
-def test_the_schedule_keeps_its_three_invariants(lengths, ranks, limit, size):
-    if len(lengths) % ranks:
+def test_the_schedule_keeps_its_invariants(lengths, ranks, limit, size, multiple):
+    options = dict(data_parallel_size=ranks, max_tokens=limit, micro_batch_size=size, multiple_of=multiple)
+    if len(lengths) % (ranks * multiple):
         with pytest.raises(ValueError, match="cannot be spread evenly"):
-            schedule(lengths, data_parallel_size=ranks, max_tokens=limit, micro_batch_size=size)
+            schedule(lengths, **options)
         return
-    dealt = schedule(lengths, data_parallel_size=ranks, max_tokens=limit, micro_batch_size=size)
+    dealt = schedule(lengths, **options)
+    assert all(len(rank) % multiple == 0 for rank in dealt)
     assert sorted(i for rank in dealt for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
     assert len({len(rank) for rank in dealt}) == 1
     assert all(micro_batch for rank in dealt for micro_batch in rank)
@@ -75,3 +79,75 @@ def test_the_schedule_keeps_its_three_invariants(lengths, ranks, limit, size):
             assert len(micro_batch) <= size
         else:
             assert len(micro_batch) == 1 or sum(lengths[i] for i in micro_batch) <= limit
+
+
+def test_leave_one_out_compares_each_answer_with_the_others():
+    assert rloo_advantages([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert rloo_advantages([5.0]) == (0.0,)
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 50)), min_size=2, max_size=20))
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pairs):
+    advantages, lengths = zip(*pairs, strict=True)
+    whitened = torch.tensor(whiten(advantages, lengths), dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    assert whitened.mean().abs() < 1e-6
+    if torch.tensor(advantages).var() > 1e-2:
+        assert whitened.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_baseline_takes_the_group_off_and_reinforce_plus_plus_does_not():
+    groups, lengths = [[1.0, 1.0], [0.0, 0.0]], [[3, 5], [4, 4]]
+    assert estimate("reinforce_plus_plus_baseline", groups, lengths, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+    plain = estimate("reinforce_plus_plus", groups, lengths, normalize_std=True)
+    assert [a for group in plain for a in group] == pytest.approx([1.0, 1.0, -1.0, -1.0])
+    for name in ("grpo", "gspo", "cispo"):
+        assert estimate(name, groups, lengths, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+
+
+def test_the_dual_clip_bounds_the_loss_of_bad_answers_only():
+    new, old = torch.log(torch.tensor([0.9, 0.9])), torch.log(torch.tensor([0.1, 0.1]))
+    loss, stats = policy_loss(new, old, torch.tensor([-1.0, 1.0]), eps_clip=0.2, eps_clip_high=0.2, eps_clip_c=3.0)
+    assert loss.tolist() == pytest.approx([3.0, -1.2])
+    assert stats["clip_frac"].tolist() == [1.0, 1.0]
+
+
+def test_cispo_gives_every_token_the_gradient_of_its_clipped_weight():
+    new = torch.log(torch.tensor([0.9, 0.5, 0.1])).requires_grad_()
+    old, advantages = torch.log(torch.tensor([0.5, 0.5, 0.5])), torch.tensor([1.0, 2.0, -1.0])
+    loss, stats = cispo_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
+    loss.sum().backward()
+    assert new.grad.tolist() == pytest.approx([-1.28, -2.0, 0.8], rel=1e-6)
+    assert stats["clip_frac"].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_the_gradient_at_sequence_level_is_that_of_the_paper():
+    """GSPO, equation 5: the ratio is exp of the mean log-ratio of the sequence; differentiated here as it stands."""
+    old, advantage = torch.tensor([-1.0, -2.0, -0.5]), 1.7
+    start = torch.tensor([-1.1, -1.9, -0.6])
+    ours = start.clone().requires_grad_()
+    mean = (ours - old).mean().expand(3)
+    clip = dict(eps_clip=0.2, eps_clip_high=0.2)
+    loss, _ = policy_loss(sequence_level(ours, mean), torch.zeros(3), torch.full((3,), advantage), **clip)
+    loss.mean().backward()
+    theirs = start.clone().requires_grad_()
+    expected = -((theirs - old).mean().exp() * advantage)
+    expected.backward()
+    assert loss.mean().item() == pytest.approx(expected.item())
+    assert torch.allclose(ours.grad, theirs.grad)
+
+
+def test_expected_k1_and_k3_are_the_divergence_and_the_expected_gradient_of_k2_is_its_gradient():
+    """Over all tokens of a small vocabulary, against torch's own kl_div."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.0, 0.2, 0.5, -0.4], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = torch.nn.functional.kl_div(ref, logprobs, log_target=True, reduction="sum")
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3", "low_var_kl"):
+        assert (logprobs.exp() * estimate_kl(logprobs, ref, kind)).sum().item() == pytest.approx(exact.item())
+    k2 = (logprobs.exp().detach() * estimate_kl(logprobs, ref, "k2")).sum()
+    assert torch.allclose(torch.autograd.grad(k2, logits)[0], gradient)
+    far = estimate_kl(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl")
+    assert far.item() == 10.0
+    with pytest.raises(ValueError, match="choose k1, k2, k3, low_var_kl"):
+        estimate_kl(ref, ref, "k4")

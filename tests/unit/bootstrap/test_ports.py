@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.ports import BLOCK_SIZE, PortBlock, PortError, candidate_blocks, claim_block, ephemeral_floor
+from bootstrap.ports import BLOCK_SIZE, PortBlock, PortError, candidate_blocks, claim_block, ephemeral_floor, host_port
 
 
 @given(st.text(min_size=1, max_size=12), st.integers(9000, 61000))
@@ -61,3 +61,8 @@ def test_a_block_with_a_busy_service_port_is_passed_over() -> None:
         second, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
         claim.close()
     assert second != first
+
+
+def test_an_ipv6_address_is_bracketed_before_a_port() -> None:
+    assert host_port("10.0.0.1", 6379) == "10.0.0.1:6379"
+    assert host_port("fd00::1", 6379) == "[fd00::1]:6379"

@@ -87,3 +87,11 @@ def test_a_folder_too_long_for_a_socket_is_refused() -> None:
     assert temp_dir(FACTS) == "/tmp/r4711.3"
     with pytest.raises(ValueError, match="socket"):
         temp_dir(Facts("n", 0, ("n",), "9" * 60, 0, in_slurm=True))
+
+
+def test_what_was_detected_of_the_fabric_yields_to_what_the_user_has_set() -> None:
+    base = {"NCCL_IB_HCA": "mlx5", "UCX_NET_DEVICES": ""}
+    fabric = {"NCCL_IB_HCA": "=a:1", "UCX_NET_DEVICES": "a:1,eth0", "FI_PROVIDER": "efa"}
+    environ = ray_environment(base, PortBlock(20_000), "eth0", fabric)
+    assert environ["NCCL_IB_HCA"] == "mlx5"
+    assert environ["UCX_NET_DEVICES"] == "a:1,eth0" and environ["FI_PROVIDER"] == "efa"

@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from bootstrap.messages import Codec, hello_key
+from bootstrap.ports import claim_block, ephemeral_floor
 from bootstrap.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
 
 SECRET = b"the secret of the attempt"
@@ -27,8 +28,11 @@ async def opened(hosts: tuple[str, ...]) -> tuple[Reception, int]:
 
 
 def joining(port: int, rank: int, secret: bytes = SECRET) -> Coroutine[Any, Any, Link]:
-    report = NodeReport(f"n{rank}", rank, 8)
-    return join(report, secret=secret, candidates=lambda: [("127.0.0.1", port)], ifname_of=lambda ip: "lo")
+    return join(describing(rank), secret=secret, candidates=lambda: [("127.0.0.1", port)])
+
+
+def describing(rank: int) -> Callable[[Link], NodeReport]:
+    return lambda link: NodeReport(f"n{rank}", rank, 8, {}, link.local_ip, "lo")
 
 
 def run(scene: Coroutine[Any, Any, None]) -> None:
@@ -67,6 +71,25 @@ def test_a_stranger_gets_no_byte_and_breaks_nothing(noise: bytes) -> None:
         writer.close()
         await joining(port, 1)
         await reception.complete.wait()
+        reception.close()
+
+    run(scene())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_one_listener_takes_nodes_over_ipv4_and_ipv6() -> None:
+    """Addresses come out in their plain spelling: what a node says of itself is what the head sees."""
+
+    async def scene() -> None:
+        reception = Reception(SECRET, ("n0", "n1", "n2"), lambda report, link: None)
+        block, claim = claim_block("77", ephemeral_floor(), "")
+        await reception.open(claim)
+        for rank, ip in ((1, "127.0.0.1"), (2, "::1")):
+            link = await join(describing(rank), secret=SECRET, candidates=lambda ip=ip: [(ip, block.rendezvous)])
+            assert link.local_ip == ip
+        await reception.complete.wait()
+        assert [reception.reports[rank].ip for rank in (1, 2)] == ["127.0.0.1", "::1"]
+        assert [reception.links[rank].local_ip for rank in (1, 2)] == ["127.0.0.1", "::1"]
         reception.close()
 
     run(scene())
@@ -122,7 +145,7 @@ def test_a_node_passes_over_places_that_are_not_its_head() -> None:
         foreign = await asyncio.start_server(lambda reader, writer: writer.write(b"SSH-2.0-OpenSSH\r\n" * 4), port=0)
         foreign_port = foreign.sockets[0].getsockname()[1]
         places = [("127.0.0.1", unused_port), ("127.0.0.1", foreign_port), ("127.0.0.1", port)]
-        link = await join(NodeReport("n1", 1, 8), secret=SECRET, candidates=lambda: places, ifname_of=lambda ip: "lo")
+        link = await join(describing(1), secret=SECRET, candidates=lambda: places)
         await reception.complete.wait()
         link.close()
         unused.close()

@@ -27,6 +27,8 @@ from bootstrap.verdict import Outcome, decide, write_verdict
         (Outcome(lost="n02 is gone"), "failed"),
         (Outcome(bringup_error="n03 did not join"), "failed"),
         (Outcome(bringup_error="n03 did not join", stop_requested=True), "failed"),
+        (Outcome(bringup_error="other ray", bringup_verdict="config"), "config"),
+        (Outcome(bringup_error="n03 is unfit", bringup_verdict="requeue"), "requeue"),
         (Outcome(), "failed"),
     ],
 )
@@ -55,3 +57,12 @@ def test_the_word_stands_alone_in_its_file_and_the_cause_beside_it(tmp_path: Pat
     assert "lr: not a number" in json.loads((tmp_path / "verdict.json").read_text())["cause"]
     assert stat.S_IMODE((tmp_path / "verdict").stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["verdict", "verdict.json"]
+
+
+def test_hosts_to_avoid_stand_one_a_line_beside_the_verdict(tmp_path: Path) -> None:
+    unfit = Outcome(bringup_error="too few", bringup_verdict="requeue", exclude=("n02", "n07"))
+    write_verdict(tmp_path, decide(unfit))
+    assert (tmp_path / "exclude").read_text() == "n02\nn07\n"
+    assert json.loads((tmp_path / "verdict.json").read_text())["exclude"] == ["n02", "n07"]
+    assert decide(Outcome(lost="n02 is gone", exclude=("n02",))).exclude == ("n02",)
+    assert decide(Outcome(driver_code=0, lost="n02 is gone", exclude=("n02",))).exclude == ()

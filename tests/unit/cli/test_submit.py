@@ -1,6 +1,5 @@
 """rlpost.submit as a person meets it: a dry run, and bad input refused on the login node with exit code 2."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from rlpost.cli.submit import main
 from rlpost.config.flags import fields, flag
+from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,20 +16,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder with a recipe, a model folder and prompts that have nothing wrong."""
-    model = tmp_path / "model"
-    model.mkdir()
-    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "eos_token_id": 1}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "model.safetensors").write_bytes(b"")
-    (model / "tokenizer.json").write_text("{}")
-    (model / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)
-    (tmp_path / "recipe.toml").write_text(
-        "[cluster]\njob_name = 'test'\nnum_gpus_per_node = 4\nactor_num_gpus_per_node = 2\nrollout_num_gpus = 2\n"
-        "[checkpoint]\nhf_checkpoint = 'model'\n"
-        "[rollout]\nprompt_data = 'prompts.jsonl'\ninput_key = 'prompt'\nlabel_key = 'label'\n"
-        "rollout_batch_size = 4\nn_samples_per_prompt = 2\n"
-    )
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -44,7 +31,7 @@ def refused(capsys, *arguments):
 def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert main(["recipe.toml", "--dry-run", "--nodes", "2", "--partition", "low"]) == 0
     script = capsys.readouterr().out
-    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2\n")
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2 ")
     assert "#SBATCH --partition=low" in script and "bootstrap.agent" in script and "rlpost.train" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not (project / "runs").exists()

@@ -30,6 +30,16 @@ def test_settings_that_fit_have_no_problems():
         ({"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}}, ["does not divide", "3"]),
         ({"cluster": {"rollout_num_gpus": 3}}, ["3 engines of 1 GPUs", "room for 2"]),
         ({"perf": {"sequence_parallel": True}}, ["sequence_parallel", "2 or more"]),
+        (
+            {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
+            ["context_parallel_size = 2", "2 GPUs", "1 of them", "choose 1"],
+        ),
+        ({"perf": {"expert_model_parallel_size": 4}}, ["expert_model_parallel_size = 4", "the 2 GPUs of a pipeline"]),
+        ({"perf": {"num_layers_per_virtual_pipeline_stage": 1}}, ["virtual", "pipeline_model_parallel_size of 2"]),
+        ({"perf": {"decoder_last_pipeline_num_layers": 1}}, ["pipeline_model_parallel_size of 2"]),
+        ({"perf": {"recompute_granularity": "full"}}, ["recompute_method and recompute_num_layers"]),
+        ({"perf": {"recompute_num_layers": 1}}, ["recompute_granularity = full"]),
+        ({"perf": {"overlap_param_gather": True}}, ["use_distributed_optimizer and overlap_grad_reduce"]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
@@ -44,7 +54,8 @@ def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
         ({"rollout": {"num_steps_per_rollout": 3}}, ["num_steps_per_rollout = 3", "8 samples"]),
         ({"rollout": {"rollout_batch_size": 3, "n_samples_per_prompt": 3}}, ["9 samples", "2 data-parallel ranks"]),
         ({"perf": {"use_dynamic_batch_size": True}}, ["max_tokens_per_gpu"]),
-        ({"rollout": {"n_samples_per_prompt": 1}}, ["n_samples_per_prompt = 1", "2 or more"]),
+        ({"rollout": {"n_samples_per_prompt": 1}}, ["n_samples_per_prompt = 1", "grpo compares", "2 or more"]),
+        ({"grpo": {"kl_loss_coef": 0.1}}, ["kl_loss_coef = 0.1", "use_kl_loss"]),
     ],
 )
 def test_batches_that_do_not_fit_are_named_with_their_numbers(groups, words):
@@ -62,6 +73,40 @@ def test_model_sizes_that_tensor_parallelism_does_not_divide_are_named():
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 64}
     (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), sizes)
     assert "num_key_value_heads = 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("perf", "sizes", "words"),
+    [
+        ({"pipeline_model_parallel_size": 2}, {}, ["num_hidden_layers = 5", "2 stages"]),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
+            {"num_hidden_layers": 6},
+            ["chunks of 2"],
+        ),
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 6}, {}, ["5 less 6"]),
+        ({"expert_model_parallel_size": 2}, {}, ["the model has no experts"]),
+        ({"expert_model_parallel_size": 2}, {"num_experts": 3}, ["num_experts = 3"]),
+        ({"expert_tensor_parallel_size": 2}, {"num_experts": 4, "moe_intermediate_size": 9}, ["moe_intermediate_size"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_named_with_its_numbers(perf, sizes, words):
+    (problem,) = model_problems(config(perf=perf), {"num_hidden_layers": 5} | sizes)
+    assert all(word in problem for word in words), problem
+
+
+def test_stages_of_unequal_size_fit_when_they_add_up():
+    first = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}
+    both = first | {"decoder_last_pipeline_num_layers": 3}
+    assert model_problems(config(perf=first), {"num_hidden_layers": 5}) == []
+    assert model_problems(config(perf=both), {"num_hidden_layers": 5}) == []
+
+
+def test_samples_fill_an_interleaved_pipeline_in_whole_rounds():
+    perf = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 3}
+    (problem,) = batch_problems(config(perf=perf, rollout=rollout))
+    assert "9 samples" in problem and "rounds of 2 micro-batches" in problem
 
 
 def test_evaluation_sets_come_in_pairs():

@@ -48,6 +48,20 @@ def test_advantages_are_relative_to_the_own_group_only():
     assert sorted(s.advantage for s in samples) == pytest.approx([-0.70710578, 0.0, 0.0, 0.70710578])
 
 
+@pytest.mark.parametrize(("estimator", "expected"), [("rloo", [-1.0, 1.0]), ("reinforce_plus_plus_baseline", None)])
+def test_the_estimator_of_the_settings_makes_the_advantages(estimator, expected):
+    settings = config(grpo={"advantage_estimator": estimator})
+    steps = make_batches([group(0, [0.0, 1.0]), group(1, [0.0, 1.0])], settings)
+    found = sorted({round(s.advantage, 6) for batch in steps[0] for m in batch.micro_batches for s in m})
+    assert found == expected if expected else sum(found) != 0 and len(found) == 2  # whitened by tokens, not samples
+
+
+def test_an_interleaved_pipeline_gets_micro_batches_in_whole_rounds():
+    perf = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 3}
+    (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
+    assert [len(batch.micro_batches) for batch in ranks] == [4]
+
+
 def test_rollout_metrics_are_those_of_the_samples():
     metrics = rollout_metrics([group(0, [1.0, 0.0]), group(1, [1.0, 1.0], finish="length")])
     assert metrics["reward/mean"] == 0.75

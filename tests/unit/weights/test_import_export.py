@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from rlpost.errors import WeightError
 from rlpost.weights.exporter import Exporter, describe, export_folder, weights_hash
+from rlpost.weights.families import family
 from rlpost.weights.importer import import_weights
+from rlpost.weights.inventory import Groups, Inventory
 from rlpost.weights.names import Dimensions
 
 DIMS = Dimensions(num_query_groups=2, head_dim=4, vocab_size=11)
@@ -43,6 +45,9 @@ class OneRank:
     def size(self) -> int:
         return 1
 
+    def rank(self) -> int:
+        return 0
+
 
 def megatron_model(*, tied: bool = False) -> torch.nn.Module:
     model = torch.nn.Module()
@@ -56,7 +61,14 @@ def megatron_model(*, tied: bool = False) -> torch.nn.Module:
                 owner.add_module(part, torch.nn.Module())
             owner = getattr(owner, part)
         owner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape)))
+    model.get_submodule("decoder.layers.0").layer_number = 1
     return model
+
+
+def inventory_of(model: torch.nn.Module, architecture: str = "Qwen3ForCausalLM") -> Inventory:
+    groups = Groups(OneRank(), OneRank(), OneRank(), OneRank())
+    tied = not hasattr(model, "output_layer")
+    return Inventory([model], family=family(architecture), dims=DIMS, groups=groups, tied=tied)
 
 
 def write_folder(folder: Path, names: list[str] | None = None, *, num_files: int = 1) -> dict[str, torch.Tensor]:
@@ -76,12 +88,12 @@ def write_folder(folder: Path, names: list[str] | None = None, *, num_files: int
 
 
 def filled(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    import_weights(model, folder, architecture="Qwen3ForCausalLM", dims=DIMS, tp_rank=0, tp_size=1)
+    import_weights(inventory_of(model), folder)
     return model
 
 
 def exporter_of(model: torch.nn.Module) -> Exporter:
-    return Exporter(model, architecture="Qwen3ForCausalLM", dims=DIMS, group=OneRank())
+    return Exporter(inventory_of(model))
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -119,12 +131,12 @@ def test_buckets_hold_every_tensor_once_in_order_and_keep_to_the_limit(max_bytes
     shapes = {name: shape for one in described for name, shape in zip(one.names, one.shapes, strict=True)}
     assert shapes == HUGGING_FACE_SHAPES
     assert [name for one in described for name in one.names] == [
-        n for e in exporter.entries for n in e.rule.hugging_face
+        n for e in exporter.inventory.entries for n in e.hugging_face
     ]
     for bucket in plan:
         assert len(bucket) == 1 or sum(entry.num_bytes for entry in bucket) <= max_bytes
     if max_bytes == 1:
-        assert len(plan) == len(exporter.entries)
+        assert len(plan) == len(exporter.inventory.entries)
 
 
 def test_what_is_gathered_is_what_was_described():
@@ -177,3 +189,15 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises(WeightError, match=r"neither model\.safetensors nor"):
         filled(megatron_model(), tmp_path)
+
+
+def test_layers_beyond_the_last_are_handed_on_as_they_are_where_a_family_has_such(tmp_path):
+    tensors = write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.eh_proj.weight"])
+    inventory = inventory_of(megatron_model(), "Glm4MoeForCausalLM")
+    import_weights(inventory, tmp_path)
+    export_folder(Exporter(inventory), tmp_path / "out", template=tmp_path, writes=True)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])

@@ -6,6 +6,11 @@ The first word of the driver that is not the batch script's own is the behaviour
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
     wait-once                   the same on attempt 0; ``done`` on later ones
     crash                       die without a verdict
+    requeue                     leave this verdict at once, as after a stop
+    commit-requeue              the same with a checkpoint one step beyond the last attempt's
+    requeue-once                requeue on attempt 0, done on later ones
+    exclude-once                ``failed`` because of this host on attempt 0; ``done`` on later ones
+    linger                      the head leaves ``done``, the other tasks stay
 
 Beside the verdict: ``argv-HOST.json`` (what it was called with) and ``signals-HOST`` (a line a signal).
 """
@@ -51,7 +56,8 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)
-    place = {key: os.environ.get(key) for key in ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID")}
+    names = ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID", "MARK", "IMAGE", "SET_UP")
+    place = {key: os.environ.get(key) for key in names}
     facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}
     write(attempt_dir / f"argv-{host}.json", json.dumps(facts))
     if behaviour == "crash":
@@ -63,6 +69,19 @@ def main() -> int:
             verdict = "done"
         else:
             wait_for_stop(attempt_dir)
+    is_first = attempt_dir.name == "0"
+    if behaviour == "commit-requeue":
+        with (attempt_dir.parents[1] / "ledger.jsonl").open("a") as ledger:
+            ledger.write(json.dumps({"event": "committed", "step": int(attempt_dir.name)}) + "\n")
+        verdict = "requeue"
+    if behaviour in ("requeue-once", "exclude-once"):
+        verdict = behaviour.replace("exclude", "failed").split("-")[0] if is_first else "done"
+    if behaviour == "exclude-once" and is_first:
+        write(attempt_dir / "exclude", host + "\n")
+    if behaviour == "linger":
+        verdict = "done"
+        if os.environ["SLURM_NODEID"] != "0":
+            time.sleep(DEADLINE_S)
     if os.environ.get("SLURM_NODEID", "0") == "0":
         write(attempt_dir / "verdict.json", json.dumps({"verdict": verdict, "cause": "told to"}))
         write(attempt_dir / "verdict", verdict + "\n")

@@ -1,0 +1,30 @@
+"""What probably went wrong, from the last lines that a process left behind: pure.
+
+Comes in: text of a log, or what ``files.tail`` says of a log that is not there. Goes out: one sentence, or nothing.
+"""
+
+from __future__ import annotations
+
+# The first that fits counts; words of ours, of Python, of Ray 2.60 and of the kernel.
+_CAUSES = (
+    ("no space left on device", "a disk is full there"),
+    ("holds no secret", "its run folder is not the shared one"),
+    ("did not find the head", "a firewall or the wrong network is between it and the head; see --socket-ifname"),
+    ("modulenotfounderror", "another Python environment or image is used there"),
+    ("address already in use", "another process has one of the job's ports"),
+    ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),
+    ("out of memory", "memory ran out"),
+    ("oom", "memory ran out"),
+    ("permission denied", "a file or folder belongs to somebody else"),
+    (
+        "cannot be read: no such file",
+        "its agent never began: the node is down, its image is still on the way, or the run folder is not mounted",
+    ),
+)
+
+
+def with_likely_cause(log: str) -> str:
+    """The text, with the likely cause in front where one is known."""
+    lower = log.lower()
+    cause = next((cause for words, cause in _CAUSES if words in lower), None)
+    return f"probably {cause}:\n{log}" if cause else log

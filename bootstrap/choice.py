@@ -1,0 +1,46 @@
+"""Narrowing a set of candidates by one piece of evidence after another, and remembering why.
+
+Comes in: candidates and predicates or scores. Goes out: those that are left, and sentences. Invariant: a set never
+becomes empty; evidence that would leave nobody says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Named(Protocol):
+    """Anything that has a name to speak of."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Candidate = TypeVar("Candidate", bound=Named)
+
+
+class Narrowing(Generic[Candidate]):
+    """Candidates that evidence has not yet ruled out; ``why`` tells what each piece of it did."""
+
+    def __init__(self, candidates: Iterable[Candidate], why: list[str]) -> None:
+        self.left: Sequence[Candidate] = tuple(candidates)
+        self.why = why
+
+    @property
+    def is_decided(self) -> bool:
+        return len(self.left) <= 1
+
+    def keep(self, condition: Callable[[Candidate], bool], reason: str) -> None:
+        """Keep those for which the condition holds, if there are any."""
+        kept = tuple(one for one in self.left if condition(one))
+        if kept and len(kept) < len(self.left):
+            gone = ", ".join(one.name for one in self.left if one not in kept)
+            self.why.append(f"not {gone}: {reason}")
+            self.left = kept
+
+    def keep_best(self, score: Callable[[Candidate], float], reason: str) -> None:
+        """Keep those with the highest score."""
+        if not self.is_decided:
+            best = max(score(one) for one in self.left)
+            self.keep(lambda one: score(one) == best, reason)

@@ -1,0 +1,141 @@
+"""Who of the allocation is here, who is fit, who takes part.
+
+Comes in: nodes as they join and leave, what each said of itself. Goes out: the hosts of the cluster, one preflight
+table in the log and ``preflight.json``. Invariant: once chosen, the hosts of a cluster do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bootstrap.facts import Facts
+from bootstrap.files import write_atomic
+from bootstrap.handoff import PREFLIGHT_JSON
+from bootstrap.options import Options
+from bootstrap.preflight import Check, HostFacts, Preflight, Seen, Wanted, check_host, level_of
+from bootstrap.preflight_probe import CANARY_DIR, read_host
+from bootstrap.ray_command import temp_dir
+from bootstrap.rendezvous import BringupError, NodeReport, Reception
+from bootstrap.selection import choose_hosts
+
+logger = logging.getLogger(__name__)
+
+_LATE_SPARE_S = 10.0  # for nodes that may still come when enough are here already
+_CANARY_S = 5.0
+_CANARY_POLL_S = 0.05
+
+
+class Gathering:
+    """The head's list of hosts, from the first that joins to the choice."""
+
+    def __init__(self, facts: Facts, options: Options, reception: Reception) -> None:
+        self._facts = facts
+        self._options = options
+        self._reception = reception
+        self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self._num_needed = len(facts.hosts) - options.spare_nodes
+        self._fit: set[str] = {facts.host}
+        self._absent: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._own: asyncio.Task[HostFacts] | None = None
+        self.used: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Look at the head's own host while the others come.
+
+        Raises:
+            BringupError: more spares than nodes.
+        """
+        if self._num_needed < 1:
+            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none to run on"
+            raise BringupError(cause, verdict="config")
+        self._own = asyncio.create_task(read_this_host(self._facts, self._options))
+
+    def joined(self, report: NodeReport) -> None:
+        """A node is here, with what it says of itself."""
+        if level_of(check_host(_host_facts(report), self._wanted)) != "EXCLUDE_NODE":
+            self._fit.add(report.host)
+        self._changed.set()
+
+    def can_do_without(self, host: str, why: str) -> bool:
+        """A node has gone: whether the cluster does not need it, or need not."""
+        if self.used:
+            return host not in self.used
+        self._absent[host] = why
+        self._fit.discard(host)
+        self._changed.set()
+        return len(self._facts.hosts) - len(self._absent) >= self._num_needed
+
+    async def wait(self) -> None:
+        """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
+        complete = self._reception.complete
+        if not self._options.spare_nodes:
+            await complete.wait()
+        while not complete.is_set():
+            if len(self._fit) >= self._num_needed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(complete.wait(), _LATE_SPARE_S)
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def choose(self, head_ip: str) -> None:
+        """Judge every host that is here and choose ``used``.
+
+        Raises:
+            BringupError: too few are fit, or what is asked for fits no host.
+        """
+        facts, attempt_dir = self._facts, self._options.attempt_dir
+        assert self._own is not None
+        read = {facts.host: await self._own}
+        reports = self._reception.reports
+        read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
+        canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])
+        arrived_at = {reports[rank].host: at for rank, at in self._reception.joined_at.items()}
+        checks: dict[str, tuple[Check, ...]] = {}
+        for host, found in read.items():
+            skew = found.clock - arrived_at[host] if host in arrived_at and found.clock is not None else None
+            seen = Seen(skew, head_ip, None if found.canary is None else found.canary in canaries)
+            checks[host] = check_host(found, self._wanted, seen)
+        preflight = Preflight.of(checks, {host: found.folder_fs for host, found in read.items()})
+        write_atomic(attempt_dir / PREFLIGHT_JSON, preflight.to_json())
+        logger.info("preflight\n%s", preflight.table())
+        absent = {host: "it did not join" for host in self._reception.missing()} | self._absent
+        self.used = choose_hosts(facts.hosts, self._num_needed, preflight, absent, can_requeue=facts.in_slurm)
+        for host, why in {**preflight.unfit, **absent}.items():
+            logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+
+
+async def read_this_host(facts: Facts, options: Options) -> HostFacts:
+    """What preflight wants to know of the host that this agent runs on."""
+    ray_folder = Path(temp_dir(facts)).parent
+    return await asyncio.to_thread(read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ)
+
+
+def _host_facts(report: NodeReport) -> HostFacts:
+    try:
+        return HostFacts.from_json(report.host_facts)
+    except TypeError as error:
+        return HostFacts(problem=f"its agent speaks another version of the preflight ({error})")
+
+
+def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
+    """Those of the names that can be seen here; a shared folder shows them all, at the latest after a moment."""
+    folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
+    deadline = time.monotonic() + _CANARY_S
+    while True:
+        try:
+            seen = set(os.listdir(folder)) & wanted
+        except OSError:
+            seen = set()
+        if seen == wanted or time.monotonic() > deadline:
+            shutil.rmtree(folder, ignore_errors=True)
+            return seen
+        time.sleep(_CANARY_POLL_S)

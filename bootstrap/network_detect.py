@@ -1,0 +1,159 @@
+"""Network settings of one host, decided purely: which interface, which RDMA ports, which environment, and why.
+
+Comes in: facts of this host, the variables that the user or the site has set. Goes out: a ``Detection``. Nothing is
+read from the machine here. Settings are for one host: names of interfaces and devices differ between nodes of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootstrap.network_facts import NetworkFacts, RdmaPort, address_of
+from bootstrap.network_rdma import RdmaChoice, choose_rdma
+from bootstrap.network_socket import SocketChoice, choose_socket
+
+# What a site may prescribe for its fabric (NCCL's user guide, chapter "Environment Variables"). Nothing on a host tells
+# the right value, so none of them is ever set by detection.
+SITE_VARIABLES = frozenset(
+    {
+        *("NCCL_IB_TC", "NCCL_IB_SL", "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT", "NCCL_IB_QPS_PER_CONNECTION"),
+        *(
+            "NCCL_IB_SPLIT_DATA_ON_QPS",
+            "NCCL_IB_ADAPTIVE_ROUTING",
+            "NCCL_IB_PCI_RELAXED_ORDERING",
+            "NCCL_IB_ADDR_RANGE",
+        ),
+        *("NCCL_IB_ROCE_VERSION_NUM", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE", "NCCL_CROSS_NIC"),
+        *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+        *("NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_TOPO_FILE"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable's value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What was decided for one host."""
+
+    socket: SocketChoice
+    rdma: RdmaChoice
+    settings: Mapping[str, Setting]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment to add."""
+        return {name: setting.value for name, setting in self.settings.items()}
+
+    @property
+    def rdma_env(self) -> dict[str, str]:
+        """The part of it that is not about sockets."""
+        return {name: value for name, value in self.env.items() if "SOCK" not in name}
+
+    def to_document(self) -> dict[str, object]:
+        """The public shape, ready for JSON."""
+        rdma = self.rdma
+        return {
+            "socket_ifname": self.socket.ifname,
+            "node_ip": self.socket.ip,
+            "rdma": rdma.kind,
+            "ib_hca": _names(rdma.ports),
+            # A device with one port in use and one dead is in use; the port's number in ``env`` tells which.
+            "ib_hca_exclude": [name for name in _names(rdma.excluded) if name not in _names(rdma.ports)],
+            "gid_index": rdma.gid_index,
+            "gid_index_per_hca": rdma.gid_index_per_hca,
+            "data_ifaces": list(rdma.data_ifnames),
+            "env": self.env,
+            "env_why": {name: setting.reason for name, setting in self.settings.items()},
+            "warnings": [*self.socket.warnings, *rdma.warnings],
+            "why": "; ".join((*self.socket.why, *rdma.why)),
+        }
+
+
+def detect(
+    facts: NetworkFacts,
+    *,
+    override: str | None = None,
+    connection_ip: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Detection:
+    """Decide for one host.
+
+    Args:
+        override: interface for sockets that the user named.
+        connection_ip: local address of the connection that reached the head; outranks all evidence but the user.
+        environ: variables set by the user or the site profile; they are kept, whatever the facts say.
+    """
+    sockets = choose_socket(facts, override, connection_ip)
+    rdma = choose_rdma(facts, sockets.ifname)
+    given = {name: value for name, value in (environ or {}).items() if value}
+    wanted = {**socket_settings(sockets.ifname, sockets.ip), **_rdma_settings(facts, rdma, sockets.ifname)}
+    settings = {name: setting for name, setting in wanted.items() if name not in given}
+    for name in sorted(given):
+        if name in SITE_VARIABLES or name in wanted:
+            settings[name] = Setting(given[name], "set by the user or the site")
+    return Detection(sockets, rdma, settings)
+
+
+def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
+    """How each library is told to use ``ifname``.
+
+    Gloo and TensorPipe take a bare device name. NCCL, and NVSHMEM which copied its parser, take a prefix unless it
+    begins with ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a bare ``eth1`` would match ``eth10`` as well. Both look
+    for IPv4 first, so that a host with IPv6 only has to say so.
+    """
+    if not ifname:
+        return {}
+    settings = {
+        "GLOO_SOCKET_IFNAME": Setting(ifname, "Gloo takes one bare name"),
+        "TP_SOCKET_IFNAME": Setting(ifname, "TensorPipe takes one bare name"),
+        "NCCL_SOCKET_IFNAME": Setting(f"={ifname}", "NCCL takes a prefix unless told to match exactly"),
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(f"={ifname}", "NVSHMEM reads names as NCCL does"),
+    }
+    if ip and address_of(ip).version == 6:
+        settings["NCCL_SOCKET_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
+        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
+    return settings
+
+
+def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) -> dict[str, Setting]:
+    if rdma.kind in ("efa", "cxi"):
+        return {"FI_PROVIDER": Setting(rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP")}
+    if rdma.kind == "gpudirect-tcpx":
+        settings = {
+            "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")
+        }
+        if ifname:
+            settings["NCCL_GPUDIRECTTCPX_CTRL_DEV"] = Setting(ifname, "NIC for control messages")
+        return settings
+    if rdma.kind not in ("ib", "roce") or not rdma.ports:
+        return {}
+    settings = {}
+    active = {(port.name, port.port) for port in facts.rdma_ports if port.state == "ACTIVE"}
+    ports = ",".join(f"{port.name}:{port.port}" for port in rdma.ports)
+    if {(port.name, port.port) for port in rdma.ports} != active:
+        reason = f"not all active ports: {', '.join(_names(rdma.excluded))} left out"
+        settings["NCCL_IB_HCA"] = Setting(f"={ports}", reason)
+        settings["NVSHMEM_HCA_LIST"] = Setting(ports, reason)
+        # A list without an interface would leave UCX no TCP to fall back to.
+        settings["UCX_NET_DEVICES"] = Setting(f"{ports},{ifname}" if ifname else ports, reason)
+    if rdma.gid_is_seen and rdma.gid_index is not None:
+        settings["NVSHMEM_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NVSHMEM takes index 0 unless told")
+        if not _has_ipv4_gid(rdma):
+            settings["NCCL_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NCCL looks for an IPv4 GID; there is none")
+    return settings
+
+
+def _has_ipv4_gid(rdma: RdmaChoice) -> bool:
+    return any(address_of(gid.addr).version == 4 for port in rdma.ports for gid in port.gids)
+
+
+def _names(ports: tuple[RdmaPort, ...]) -> list[str]:
+    return list(dict.fromkeys(port.name for port in ports))

@@ -1,0 +1,276 @@
+"""What is known of one host's network, as plain data: interfaces, RDMA ports, routes, how peers are reached.
+
+Comes in: a document of the schema ``netlayout/1`` (a YAML or JSON file, or ``network_host.read_host``). Goes out:
+frozen ``NetworkFacts``. Invariants: None means that the source does not say, an empty tuple that there is none; the
+keys ``name``, ``platform``, ``tags``, ``expected`` and other words about a layout are never read.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "netlayout/1"
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+# Kinds that no wire hangs on; a bridge or bond counts as wired when a wired interface is its member.
+VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
+
+
+class FactsFileError(ValueError):
+    """A layout does not have the shape of the schema; names the file or key, and what was got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One network interface; addresses as text with or without prefix length."""
+
+    name: str
+    type: str = "ether"
+    state: str = "unknown"
+    ipv4: tuple[str, ...] | None = None
+    ipv6: tuple[str, ...] | None = None
+    mtu: int | None = None
+    speed_mbps: int | None = None
+    driver: str | None = None
+    pci: str | None = None
+    master: str | None = None
+    sriov_vf: bool = False
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Known addresses, IPv4 first."""
+        return (self.ipv4 or ()) + (self.ipv6 or ())
+
+    @property
+    def routable(self) -> tuple[str, ...]:
+        """Those of them that a peer elsewhere could use: neither loopback nor link-local nor multicast."""
+        return tuple(text for text in self.addresses if _is_routable(address_of(text)))
+
+    @property
+    def is_unlisted(self) -> bool:
+        """Whether it may have addresses that the source does not show."""
+        return self.ipv4 is None or (self.ipv6 is None and not self.ipv4)
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One row of a port's GID table: ``type`` is RoCE_v1 or RoCE_v2 (IB for InfiniBand)."""
+
+    index: int
+    type: str
+    addr: str
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """One port of an RDMA device; ``pci_path`` are the PCI addresses from the root port down, where known."""
+
+    name: str
+    port: int = 1
+    state: str = "unknown"
+    link_layer: str | None = None
+    rate_gbps: float | None = None
+    netdev: str | None = None
+    pci: str | None = None
+    numa: int | None = None
+    driver: str | None = None
+    sriov_vf: bool = False
+    gids: tuple[Gid, ...] = ()
+    pci_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Where a GPU sits."""
+
+    numa: int | None = None
+    pci_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFacts:
+    """One host; ``num_gpus`` is None where nobody counted, ``gpus`` lists only those whose place is known."""
+
+    interfaces: tuple[Interface, ...]
+    rdma_ports: tuple[RdmaPort, ...] = ()
+    default_route: str | None = None
+    hints: tuple[str, ...] = ()
+    slurm_addr: str | None = None
+    slurm_subnet: str | None = None
+    example_peer: str | None = None
+    num_gpus: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+    def interface(self, name: str | None) -> Interface | None:
+        """The interface of that name."""
+        return next((one for one in self.interfaces if one.name == name), None)
+
+    def members(self, name: str) -> tuple[Interface, ...]:
+        """Interfaces enslaved to it."""
+        return tuple(one for one in self.interfaces if one.master == name)
+
+    def is_wired(self, one: Interface) -> bool:
+        """Whether traffic leaves the host there by itself and not through another interface or a tunnel."""
+        if one.type == "bridge":
+            return any(member.type not in VIRTUAL_TYPES for member in self.members(one.name))
+        return one.type not in VIRTUAL_TYPES and one.type != "loopback"
+
+    def owner(self, address: str) -> Interface | None:
+        """The interface that holds ``address``."""
+        wanted = address_of(address)
+        return next((one for one in self.interfaces if any(address_of(a) == wanted for a in one.addresses)), None)
+
+
+def address_of(text: str) -> IpAddress:
+    """The address in ``10.0.0.1/24``, ``fe80::1%eth0`` or ``::ffff:10.0.0.1`` (which is an IPv4 address)."""
+    address = ipaddress.ip_address(text.split("/")[0].split("%")[0])
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return mapped or address
+
+
+def network_of(text: str) -> IpNetwork | None:
+    """The connected network of an address with prefix length; None where none is given or none follows from it."""
+    if "/" not in text:
+        return None
+    address, _, prefix = text.partition("/")
+    return ipaddress.ip_interface(f"{address.split('%')[0]}/{prefix}").network
+
+
+def _is_routable(address: IpAddress) -> bool:
+    return not (address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified)
+
+
+def load_facts(path: Path) -> NetworkFacts:
+    """Facts from a file in YAML or JSON.
+
+    Raises:
+        FactsFileError: the file cannot be read, or is no layout.
+    """
+    try:
+        return parse_facts(load_document(path))
+    except FactsFileError as error:
+        raise FactsFileError(f"{path}: {error}") from error
+
+
+def load_document(path: Path) -> Mapping[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Raises:
+        FactsFileError: no such file, not YAML, or no mapping.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FactsFileError(f"cannot be read: {error}") from error
+    try:
+        document = json.loads(text)
+    except ValueError:
+        import yaml  # only people's files need it; what we save is JSON, which YAML readers take as well
+
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise FactsFileError(f"is neither YAML nor JSON: {error}") from error
+    if not isinstance(document, Mapping):
+        raise FactsFileError(f"holds a {type(document).__name__}; a mapping of the schema {SCHEMA} is needed")
+    return document
+
+
+def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
+    """Facts from a document of the schema; keys that it does not need are ignored.
+
+    Raises:
+        FactsFileError: another schema, or a list that is none; names the key.
+    """
+    if document.get("schema", SCHEMA) != SCHEMA:
+        raise FactsFileError(f"schema is {document['schema']!r}; {SCHEMA!r} is needed")
+    route, peers = document.get("default_route") or {}, document.get("peers") or {}
+    gpus = document.get("gpus") or {}
+    return NetworkFacts(
+        interfaces=tuple(_interface(row) for row in _rows(document, "interfaces")),
+        rdma_ports=tuple(_port(row) for row in _rows(document, "rdma_devices")),
+        default_route=route.get("iface"),
+        hints=tuple(str(hint) for hint in document.get("provider_hints") or ()),
+        slurm_addr=_legible(peers, "slurm_addr"),
+        slurm_subnet=_legible(peers, "slurm_subnet"),
+        example_peer=_legible(peers, "example_peer"),
+        num_gpus=gpus.get("count"),
+        gpus=tuple(Gpu(row.get("numa"), tuple(row.get("pci_path") or ())) for row in gpus.get("devices") or ()),
+    )
+
+
+def _rows(document: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
+    rows = document.get(key) or ()
+    if isinstance(rows, str | Mapping) or any(not isinstance(row, Mapping) or "name" not in row for row in rows):
+        raise FactsFileError(f"{key} must be a list of mappings with a name, got {rows!r:.200}")
+    return rows
+
+
+def _interface(row: Mapping[str, Any]) -> Interface:
+    return Interface(
+        name=str(row["name"]),
+        type=row.get("type") or "ether",
+        state=row.get("state") or "unknown",
+        ipv4=_addresses(row, "ipv4"),
+        ipv6=_addresses(row, "ipv6"),
+        mtu=row.get("mtu"),
+        speed_mbps=row.get("speed_mbps"),
+        driver=row.get("driver"),
+        pci=row.get("pci"),
+        master=row.get("master"),
+        sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
+    )
+
+
+def _port(row: Mapping[str, Any]) -> RdmaPort:
+    gids = tuple(
+        Gid(int(gid["index"]), gid.get("type") or "", str(gid["addr"]))
+        for gid in row.get("gids") or ()
+        if gid.get("index") is not None and _is_legible(gid.get("addr"))
+    )
+    return RdmaPort(
+        name=str(row["name"]),
+        port=row.get("port") or 1,
+        state=row.get("state") or "unknown",
+        link_layer=row.get("link_layer"),
+        rate_gbps=row.get("rate_gbps"),
+        netdev=row.get("netdev"),
+        pci=row.get("pci"),
+        numa=row.get("numa"),
+        driver=row.get("driver"),
+        sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
+        gids=gids,
+        pci_path=tuple(row.get("pci_path") or ()),
+    )
+
+
+def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
+    """The addresses that can be read; None when there are some and all are masked (people hide them in bug reports)."""
+    given = row.get(key)
+    if given is None:
+        return None
+    legible = tuple(str(text) for text in given if _is_legible(text))
+    return legible if legible or not given else None
+
+
+def _is_legible(text: object) -> bool:
+    try:
+        ipaddress.ip_interface(str(text).split("%")[0] if "/" not in str(text) else str(text))
+    except ValueError:
+        logger.warning("%r is no address; taken as not known", text)
+        return False
+    return True
+
+
+def _legible(document: Mapping[str, Any], key: str) -> str | None:
+    value = document.get(key)
+    return str(value) if value and _is_legible(value) else None

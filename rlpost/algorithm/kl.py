@@ -1,0 +1,31 @@
+"""Estimators of KL(policy || reference) at sampled tokens: pure functions of log-probs.
+
+In: log-probs of the tokens under both. Out: one number a token, differentiable. Source: Schulman, "Approximating KL
+divergence" (2020), which names them k1, k2 and k3.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
+LOW_VAR_BOUND = 10.0
+
+
+def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
+    """[T], [T] -> [T]. With d = policy - reference: k1 is d (unbiased, of either sign), k2 is d^2 / 2 (its gradient is
+    that of the divergence), k3 is exp(-d) + d - 1 (unbiased, never negative), low_var_kl is k3 cut at 10.
+
+    Raises ValueError for another kind, naming those known.
+    """
+    difference = logprobs_T - ref_logprobs_T.detach()
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind in ("k3", "low_var_kl"):
+        k3 = (-difference).exp() + difference - 1
+        return k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else k3
+    raise ValueError(f"kl_loss_type={kind!r} is not known; choose {', '.join(get_args(Estimator))}")

@@ -1,0 +1,122 @@
+"""``rlpost check RECIPE``: everything that can be known wrong, or the arithmetic of what is right.
+
+In: a recipe, a cluster profile, flags. Out: a table of how GPUs, batches and memory come about; or every problem at
+once and exit code 2. Imports neither torch nor anything of the training stack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlpost.check import check
+from rlpost.cli.settings import parser, settings
+from rlpost.cli.submit import job_spec
+from rlpost.config.memory import engine_weights, num_parameters, trainer_memory
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from slurm.errors import SpecError
+
+_INDENT = 14
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check and show."""
+    options, loaded = settings(parser("rlpost check", "Check a recipe and show its arithmetic."), arguments)
+    if options.recipe is None:
+        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+    problems = []
+    for look in (check, job_spec):
+        try:
+            look(loaded.config)
+        except (ConfigError, SpecError) as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("\n".join(problems))
+    print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in arithmetic(loaded.config)))
+    return 0
+
+
+def arithmetic(config: Config) -> list[tuple[str, str]]:
+    """How the sizes of a run that has nothing wrong follow from its settings: (what, the sum)."""
+    cluster, rollout = config.cluster, config.rollout
+    total, trains, generates = (
+        cluster.nodes * cluster.num_gpus_per_node,
+        config.actor_world_size,
+        cluster.rollout_num_gpus,
+    )
+    data = config.data_parallel_size
+    a_step = config.samples_per_rollout // config.num_steps_per_rollout
+    lines = [
+        (
+            "GPUs",
+            f"{cluster.nodes} nodes x {cluster.num_gpus_per_node} = {total}: {trains} train, {generates} generate",
+        ),
+        ("trainer", f"{trains} ranks = {_layout(config)}"),
+        ("engines", f"{generates} GPUs / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"),
+        (
+            "rollout",
+            f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} answers = "
+            f"{config.samples_per_rollout} samples, {rollout.num_rollout} times",
+        ),
+        (
+            "batch",
+            f"{config.samples_per_rollout} samples / {config.num_steps_per_rollout} optimizer steps = {a_step}; "
+            f"/ DP {data} = {a_step // data} a rank",
+        ),
+    ]
+    return [*lines, *_model_lines(config), *_file_lines(config)]
+
+
+def _layout(config: Config) -> str:
+    perf = config.perf
+    sizes = (("PP", perf.pipeline_model_parallel_size), ("CP", perf.context_parallel_size))
+    parts = [f"TP {perf.tensor_model_parallel_size}", *(f"{name} {size}" for name, size in sizes if size > 1)]
+    text = " x ".join([*parts, f"DP {config.data_parallel_size}"])
+    if perf.expert_model_parallel_size == 1:
+        return text
+    expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+    return f"{text}; experts over EP {perf.expert_model_parallel_size} x ETP {expert_tensor}"
+
+
+def _model_lines(config: Config) -> list[tuple[str, str]]:
+    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    name = ", ".join(hf.get("architectures") or ["model"])
+    try:
+        parameters = num_parameters(hf)
+    except KeyError as error:
+        return [("model", f"{name}: config.json has no {error}; memory is not estimated")]
+    memory = trainer_memory(config, parameters)
+    routed = f", {_count(parameters.expert)} of them in experts" if parameters.expert else ""
+    return [
+        ("model", f"{name}, {_count(parameters.total)} parameters{routed}"),
+        (
+            "trainer GPU",
+            f"weights {_size(memory.weights)} + gradients {_size(memory.gradients)} + optimizer "
+            f"{_size(memory.optimizer)} = {_size(memory.total)}, and activations",
+        ),
+        ("engine GPU", f"weights {_size(engine_weights(config, hf, parameters))}, and KV cache"),
+    ]
+
+
+def _file_lines(config: Config) -> list[tuple[str, str]]:
+    files = [("prompts", config.rollout.prompt_data), *((f"eval {name}", path) for name, path in config.eval_sets)]
+    weights = sorted(Path(config.checkpoint.hf_checkpoint).glob("*.safetensors"))
+    found = f"{config.checkpoint.hf_checkpoint}: {len(weights)} files, {_size(sum(p.stat().st_size for p in weights))}"
+    return [("weights", found), *((name, f"{path}: {_size(Path(path).stat().st_size)}") for name, path in files)]
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

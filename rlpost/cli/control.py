@@ -1,0 +1,52 @@
+"""``rlpost cancel`` and ``rlpost requeue``: orders to a run, each one command to Slurm."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, local_is_alive, slurm_job
+from rlpost.errors import ConfigError
+from slurm.client import cancel
+from slurm.local import request_stop
+from slurm.queue import ask_to_requeue, queue
+from slurm.states import JobState
+
+
+def cancel_main(arguments: Sequence[str]) -> int:
+    """End a run for good: a job that was cancelled is never requeued. Its folder stays."""
+    made = argparse.ArgumentParser(prog="rlpost cancel", description="End a run; it does not come back.")
+    add_run_options(made)
+    options = made.parse_args(arguments)
+    run = find_run(options.run, options.runs_dir)
+    job_id = current_job(run)
+    if not job_id.startswith(LOCAL):
+        entry = queue([job_id])[job_id]
+        if entry.is_over:
+            raise ConfigError(f"{run.root.name}: job {job_id} is over already ({entry.state}); nothing to cancel")
+        cancel(job_id)
+    elif local_is_alive(job_id):
+        request_stop((run.attempts / "latest").resolve(strict=True), "cancel")
+    else:
+        raise ConfigError(f"{run.root.name}: {job_id} has ended already; nothing to cancel")
+    run.ledger.append("cancelled", job_id=job_id)
+    print(
+        f"cancelled {run.root.name} ({job_id}); go on with it later: rlpost submit RECIPE --resume --run-folder FOLDER"
+    )
+    return 0
+
+
+def requeue_main(arguments: Sequence[str]) -> int:
+    """Ask a run to commit a checkpoint, requeue itself and go on from there, as at a preemption."""
+    made = argparse.ArgumentParser(prog="rlpost requeue", description="Save, requeue and go on, as at a preemption.")
+    add_run_options(made)
+    options = made.parse_args(arguments)
+    run = find_run(options.run, options.runs_dir)
+    job_id = slurm_job(run, what_for="nobody would start it again: use rlpost cancel, then submit --resume")
+    entry = queue([job_id])[job_id]
+    if entry.state is not JobState.RUNNING:
+        why = f" ({entry.reason})" if entry.reason else ""
+        raise ConfigError(f"{run.root.name}: job {job_id} is {entry.state}{why}; only a running one can be requeued")
+    ask_to_requeue(job_id)
+    print(f"asked {run.root.name} (job {job_id}) to save and go on; see rlpost logs -f {run.root.name}")
+    return 0

@@ -1,0 +1,68 @@
+"""``rlpost VERB``: one door to everything a person does from the login node.
+
+In: a verb and its words. Out: the verb's exit code. A verb's module is imported when it is called, so that none pays
+for another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rlpost.cli.entry import run_command
+from rlpost.errors import ConfigError
+
+# verb: module and function, and what it does
+VERBS = {
+    "submit": (
+        "rlpost.cli.submit:submit_main",
+        "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
+    ),
+    "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
+    "status": ("rlpost.cli.status:status_main", "where a run stands"),
+    "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
+    "logs": ("rlpost.cli.logs:main", "the log of the driver, or of a node's agent (-f, --node HOST)"),
+    "attach": ("rlpost.cli.inside:attach_main", "a shell on a node of a run"),
+    "exec": ("rlpost.cli.inside:exec_main", "a command on every node of a run"),
+    "tunnel": ("rlpost.cli.inside:tunnel_main", "the ssh command for Ray's dashboard"),
+    "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
+    "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
+    "report": ("rlpost.cli.report:main", "reward picture and summary of a run"),
+    "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine"),
+}
+_DOCTOR = "bootstrap.doctor"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of ``rlpost`` and ``python -m rlpost``."""
+    return run_command(_verb, arguments)
+
+
+def verbs() -> dict[str, str]:
+    """The verbs that this installation has, and what each does."""
+    has_doctor = importlib.util.find_spec(_DOCTOR) is not None
+    return {verb: text for verb, (_, text) in VERBS.items() if verb != "doctor" or has_doctor}
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """The checks of one machine live with the agent, which runs them on every node."""
+    return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
+
+
+def _verb(arguments: Sequence[str]) -> int:
+    known = verbs()
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print("usage: rlpost VERB [...]; rlpost VERB --help says more\n")
+        print("\n".join(f"  {verb:<9}{text}" for verb, text in known.items()))
+        print("\nA run is named by its folder, its name or its job id; the newest is meant when none is named.")
+        return 0
+    verb, *rest = arguments
+    if verb not in known:
+        from rlpost.config.load import suggestion
+
+        raise ConfigError(f"{verb}: no such verb{suggestion(verb, known)}; there are {', '.join(known)}")
+    module, _, function = VERBS[verb][0].partition(":")
+    return getattr(importlib.import_module(module), function)(rest)

@@ -1,0 +1,47 @@
+"""``rlpost report``: the reward picture and a text of what came out of a run, also while it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rlpost.cli.follow import summary
+from rlpost.cli.runs import add_run_options, find_run
+from rlpost.cli.status import rows, statuses
+from rlpost.errors import ConfigError
+from rlpost.metrics.plot import plot_rewards
+from rlpost.metrics.writer import read_metrics
+from slurm.run_folder import RunFolder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw RUN/report/reward.png, write RUN/report/report.txt and print it."""
+    made = argparse.ArgumentParser(prog="rlpost report", description="Picture and summary of a run.")
+    add_run_options(made)
+    options = made.parse_args(arguments)
+    run = find_run(options.run, options.runs_dir)
+    if not read_metrics(run.metrics):
+        raise ConfigError(f"{run.metrics}: no step yet, so there is nothing to report; see rlpost status")
+    text = "\n".join(report_lines(run)) + "\n"
+    run.report.mkdir(mode=0o700, exist_ok=True)
+    (run.report / "report.txt").write_text(text)
+    try:
+        plot_rewards(run.metrics, run.report / "reward.png")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"no picture without {error.name}: pip install {error.name}; the text: {text}") from error
+    print(text, end="")
+    return 0
+
+
+def report_lines(run: RunFolder) -> list[str]:
+    """Where the run stands, what came out, and what happened to it."""
+    lines = [f"{name:<12}{value}" for name, value in rows(statuses([run])[0])]
+    return [*lines, "", *summary(run), "", *map(_event_line, run.ledger.read())]
+
+
+def _event_line(entry: dict[str, Any]) -> str:
+    when = datetime.fromisoformat(entry["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    rest = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("time", "event"))
+    return f"{when}  {entry['event']}  {rest}"

@@ -1,0 +1,123 @@
+"""Which run a person means: a folder, a name below the runs folder or a job id; the newest when nothing is said.
+
+In: a word, or none, and the folder that holds the runs. Out: a ``RunFolder`` and its job id. Asks Slurm nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlpost.errors import ConfigError
+from slurm.run_folder import RunFolder
+
+LOCAL = "local-"  # begins the job id of a run on this machine
+RUNS_DIR = Path("runs")  # the default of the settings' runs_dir, without loading them
+NAMES_SHOWN = 8
+
+
+def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """The options of every verb that means one run: RUN (or ``--run RUN``, where words mean something else)."""
+    text = "folder, name or job id; the newest run if not given"
+    if positional:
+        made.add_argument("run", nargs="?", metavar="RUN", help=text)
+    else:
+        made.add_argument("--run", metavar="RUN", help=text)
+    add_runs_dir(made)
+
+
+def add_runs_dir(made: argparse.ArgumentParser) -> None:
+    """``--runs-dir``, the same word as in the settings."""
+    made.add_argument("--runs-dir", type=Path, default=RUNS_DIR, help=f"folder of the runs (default: {RUNS_DIR})")
+
+
+def find_run(word: str | None, runs_dir: Path) -> RunFolder:
+    """The run that ``word`` names. Raises ConfigError with the names there are."""
+    if word is not None and _is_run(Path(word)):
+        return RunFolder(Path(word).absolute())
+    runs = all_runs(runs_dir)
+    if word is None:
+        if not runs:
+            raise ConfigError(f"no run in {runs_dir.absolute()}; name one, or its folder with --runs-dir")
+        return runs[0]
+    named = [run for run in runs if run.root.name == word] or [run for run in runs if word in job_ids(run)]
+    if named:
+        return named[0]
+    from rlpost.config.load import suggestion
+
+    names = [run.root.name for run in runs]
+    there = f"; there are {', '.join(names[:NAMES_SHOWN])}" if names else ""
+    raise ConfigError(
+        f"{word}: neither a run folder nor the name or job id of a run in {runs_dir.absolute()}"
+        f"{suggestion(word, names)}{there}"
+    )
+
+
+def all_runs(runs_dir: Path) -> list[RunFolder]:
+    """All runs of a folder, the one submitted last first."""
+    folders = [path for path in runs_dir.iterdir() if _is_run(path)] if runs_dir.is_dir() else []
+    # run.json is written when a run is submitted, and again when it is resumed.
+    newest_first = sorted(folders, key=lambda path: (_when(path), path.name), reverse=True)
+    return [RunFolder(path.absolute()) for path in newest_first]
+
+
+def job_ids(run: RunFolder) -> list[str]:
+    """The jobs of a run in order; a run of plain ``sbatch`` has its job id at the end of its name."""
+    found = list(dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id")))
+    # NAME-JOBID is the folder of a plain sbatch; NAME-YYYYMMDD-HHMMSS holds no job id.
+    named = None if re.search(r"-\d{8}-\d{6}$", run.root.name) else re.search(r"-(\d+)$", run.root.name)
+    return found or ([named[1]] if named else [])
+
+
+def current_job(run: RunFolder) -> str:
+    """The job that runs it now, or did so last. Raises ConfigError when there never was one."""
+    ids = job_ids(run)
+    if not ids:
+        raise ConfigError(f"{run.root}: its ledger names no job; it was made, but never submitted")
+    return ids[-1]
+
+
+def slurm_job(run: RunFolder, *, what_for: str) -> str:
+    """The same for what only Slurm can do. Raises ConfigError for a run on this machine."""
+    job_id = current_job(run)
+    if job_id.startswith(LOCAL):
+        raise ConfigError(f"{run.root.name} runs on this machine, not under Slurm; {what_for}")
+    return job_id
+
+
+def local_is_alive(job_id: str) -> bool:
+    """Whether the process of a run on this machine is there and is submitit's, not a later one of the same number."""
+    try:
+        process = psutil.Process(int(job_id.removeprefix(LOCAL)))
+        return process.status() != psutil.STATUS_ZOMBIE and any("submitit" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """run.json; empty when it is missing or broken, for a status must not fail on it."""
+    try:
+        there = json.loads(run.run_json.read_text())
+    except (OSError, ValueError):
+        return {}
+    return there if isinstance(there, dict) else {}
+
+
+def last(entries: Iterable[dict[str, Any]], event: str) -> dict[str, Any]:
+    """The last entry of a ledger for an event; empty when there is none."""
+    return next((entry for entry in reversed(list(entries)) if entry.get("event") == event), {})
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").is_file() or (path / "attempts").is_dir()
+
+
+def _when(path: Path) -> float:
+    marker = path / "run.json"
+    return (marker if marker.exists() else path).stat().st_mtime

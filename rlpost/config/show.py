@@ -1,0 +1,116 @@
+"""Settings as text: the resolved tree with the origin of every value, and the reference of all flags. Pure.
+
+In: a ``Loaded`` tree, or nothing. Out: TOML that loads back to the same settings; Markdown for ``docs/settings.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from rlpost.config.flags import fields, flag, groups, kinds
+from rlpost.config.load import Loaded, is_path
+from rlpost.config.tree import Group
+
+_WIDTH = 48
+
+
+def resolved(loaded: Loaded) -> str:
+    """Every setting in a line of its own as TOML, and behind it where its value comes from.
+
+    A setting without a value is a comment, for TOML has no null; so the text, used as a recipe, gives the same tree.
+    """
+    blocks = []
+    for name in groups():
+        group: Group = getattr(loaded.config, name)
+        lines = [f"[{name}]"]
+        for key, value in {**dict(group), **(group.model_extra or {})}.items():
+            origin = loaded.origins.get(f"{name}.{key}", "default")
+            text = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
+            lines.append(f"{text:<{_WIDTH}}  # {_one_line(origin)}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML; entries of a table that are None are left out.
+
+    >>> toml_value(("a", 1, True))
+    '["a", 1, true]'
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else a JSON string is a TOML string
+    if isinstance(value, Mapping):
+        entries = [f"{toml_value(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return repr(value)
+
+
+def reference() -> str:
+    """All settings as a Markdown page."""
+    count = len(fields())
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Written by tools/make_docs.py from rlpost/config/tree.py; change it there. -->",
+        "",
+        f"{count} settings in {len(groups())} tables. A TOML key, its flag and the attribute are one word: the key",
+        "`rollout_batch_size` below `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags win over the",
+        "cluster profile (`--cluster FILE.toml`), the profile wins over the recipe, the recipe over the defaults.",
+        "`python -m rlpost check RECIPE --print-config` shows what each came to and from where.",
+    ]
+    for name, group in groups().items():
+        lines += [
+            "",
+            f"## [{name}]",
+            "",
+            _paragraph(group.__doc__),
+            "",
+            "| flag | value | default | |",
+            "|---|---|---|---|",
+        ]
+        for key, field in group.model_fields.items():
+            cells = (f"`{flag(key)}`", _type(field), _default(field), _paragraph(field.description))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _type(field: FieldInfo) -> str:
+    """What a setting takes, as a person would say it."""
+    if is_path(field):
+        return "path"
+    words = []
+    for kind in kinds(field.annotation):
+        if typing.get_origin(kind) is typing.Literal:
+            words += [f"`{word}`" for word in typing.get_args(kind)]
+        elif typing.get_origin(kind) is tuple:
+            words.append(f"{_NAMES.get(typing.get_args(kind)[0], 'text')}, any number")
+        elif typing.get_origin(kind) is dict:
+            words.append("table")
+        else:
+            words.append(_NAMES.get(kind, getattr(kind, "__name__", str(kind))))
+    return ", ".join(words)
+
+
+_NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "switch"}
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True) if not field.is_required() else None
+    return "" if default in (None, "", (), {}) else f"`{toml_value(default)}`"

@@ -1,0 +1,70 @@
+"""GLM-4-0414 and GLM-Z1, dense, with sandwich norms; GLM-4.5, a mixture of experts (arXiv 2508.06471)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlpost.weights import names
+from rlpost.weights.family import Family, HfConfig, expert_fields
+from rlpost.weights.names import in_layer
+
+
+def _dense(hf: HfConfig) -> dict[str, Any]:
+    return {"add_qkv_bias": bool(hf.get("attention_bias")), "rotary_interleaved": True}
+
+
+def _mixture(hf: HfConfig) -> dict[str, Any]:
+    """Sigmoid router whose bias only chooses experts; the first layers are dense. The bias is not trained."""
+    num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
+    grouped = num_groups > 1
+    return {
+        "add_qkv_bias": bool(hf.get("attention_bias")),
+        "qk_layernorm": bool(hf.get("use_qk_norm")),
+        "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        "moe_shared_expert_overlap": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": num_groups if grouped else None,
+        "moe_router_group_topk": hf["topk_group"] if grouped else None,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+        **expert_fields(
+            hf,
+            num_experts=hf["n_routed_experts"],
+            layer_is_sparse=[number >= num_dense for number in range(hf["num_hidden_layers"])],
+        ),
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "Glm4ForCausalLM": Family(
+        rules=(
+            *names.OUTSIDE_LAYERS,
+            *names.ATTENTION,
+            *names.QKV_BIAS,
+            *names.MLP_NORM,
+            in_layer("self_attention.linear_proj.end_norm.weight", "post_self_attn_layernorm.weight"),
+            in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", layout="fused_gated"),
+            in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+            in_layer("mlp.linear_fc2.end_norm.weight", "post_mlp_layernorm.weight"),
+        ),
+        fields=_dense,
+        sandwich_norms=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        rules=(
+            *names.OUTSIDE_LAYERS,
+            *names.ATTENTION,
+            *names.QKV_BIAS,
+            *names.QK_NORM,
+            *names.MLP_NORM,
+            *names.DENSE_MLP,
+            *names.EXPERTS,
+            in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+            *names.gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
+        ),
+        fields=_mixture,
+        carries_extra_layers=True,
+    ),
+}

@@ -1,0 +1,41 @@
+"""Qwen2.5 (arXiv 2412.15115) and Qwen3, dense and mixture of experts (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlpost.weights import names
+from rlpost.weights.family import Family, HfConfig, expert_fields
+
+_DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
+
+
+def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    """A layer is sparse as ``Qwen3MoeDecoderLayer`` of transformers decides it."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    sparse = [number not in dense and (number + 1) % step == 0 for number in range(hf["num_hidden_layers"])]
+    return {
+        "qk_layernorm": True,
+        # Softmax over all experts and division by the sum of the chosen is the softmax over the chosen.
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        **expert_fields(hf, num_experts=hf.get("num_experts") or hf["num_local_experts"], layer_is_sparse=sparse),
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "Qwen2ForCausalLM": Family(
+        rules=(*_DENSE, *names.QKV_BIAS),
+        fields=lambda hf: {"add_qkv_bias": True},
+        refused=("use_sliding_window",),
+    ),
+    "Qwen3ForCausalLM": Family(
+        rules=(*_DENSE, *names.QK_NORM),
+        fields=lambda hf: {"qk_layernorm": True},
+        refused=("attention_bias", "use_sliding_window"),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        rules=(*_DENSE, *names.QK_NORM, *names.EXPERTS),
+        fields=_qwen3_moe,
+        refused=("attention_bias", "use_sliding_window"),
+    ),
+}

@@ -1,0 +1,49 @@
+"""What a family of models is: names of weights, and the meaning of its config.json. Pure Python.
+
+Common to all is a decoder with RMSNorm before attention and MLP, rotary embedding, grouped-query attention and a gated
+SiLU MLP without biases. A family says what it has besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.weights.names import Rule
+
+HfConfig = Mapping[str, Any]
+
+
+def _no_fields(hf: HfConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture."""
+
+    rules: tuple[Rule, ...]
+    fields: Callable[[HfConfig], dict[str, Any]] = _no_fields
+    """Fields of Megatron's TransformerConfig, from config.json."""
+    refused: tuple[str, ...] = ()
+    """Keys of config.json that must be absent or false: with them the model computes something that is not here."""
+    sandwich_norms: bool = False
+    """Whether attention and MLP have a norm at their end too, before the residual is added."""
+    carries_extra_layers: bool = False
+    """Whether the folder may hold layers beyond ``num_hidden_layers`` (multi-token prediction), which are not trained
+    and are handed on as they are."""
+
+
+def expert_fields(hf: HfConfig, *, num_experts: int, layer_is_sparse: list[bool]) -> dict[str, Any]:
+    """Fields of a mixture of experts without auxiliary losses."""
+    return {
+        "num_moe_experts": num_experts,
+        "moe_layer_freq": [int(sparse) for sparse in layer_is_sparse],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+    }

@@ -1,0 +1,152 @@
+"""Inventory: which weights the whole model has, and which parts of them this rank holds.
+
+In: this rank's model (a chunk for each virtual pipeline stage), its family, its groups. Out: ``held``, what is here,
+and ``entries``, the whole model in an order that is the same on every rank. Parameters are named as in a model that is
+not cut: layers and experts are counted over all ranks. Buffers that a family has a name for belong to the weights too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from rlpost.weights import layouts, names
+from rlpost.weights.family import Family
+from rlpost.weights.names import Dimensions, Rule
+
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Among whom a model is cut, as process groups."""
+
+    tensor: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One weight of the model; an expert's weight with those at the same place of all expert-parallel ranks."""
+
+    rules: tuple[Rule, ...]  # one, or one for each expert-parallel rank
+    owner: int  # pipeline rank that holds it
+    full_shape: tuple[int, ...]  # of the Megatron tensor, joined over the tensor-parallel ranks
+    shapes: tuple[tuple[int, ...], ...]  # of all its Hugging Face tensors
+    dtype: torch.dtype
+
+    @property
+    def hugging_face(self) -> tuple[str, ...]:
+        """Names of all its tensors."""
+        return tuple(name for rule in self.rules for name in rule.hugging_face)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its Hugging Face tensors."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """This rank's part of a weight."""
+
+    tensor: torch.Tensor
+    rule: Rule
+    group: dist.ProcessGroup  # whose ranks hold the other parts
+    dim: int | None  # along which it is cut; None when it is whole
+    is_copy: bool  # of the tied embedding, on the last pipeline stage
+
+
+class Inventory:
+    """What there is and what is here. Constructing it is a collective of the pipeline group."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], *, family: Family, dims: Dimensions, groups: Groups, tied: bool
+    ) -> None:
+        """Args: ``tied``: whether the output layer is the embedding. Raises WeightError for a parameter that the
+        family has no name for."""
+        self.dims = dims
+        self.groups = groups
+        self.tied = tied
+        self.carries_extra_layers = family.carries_extra_layers
+        self.held: dict[str, Held] = {}
+        mine: list[Entry] = []
+        for name, tensor in _tensors(chunks):
+            is_copy = tied and name == OUTPUT_LAYER
+            held = self._held(name, tensor, family, is_copy=is_copy)
+            self.held[held.rule.megatron] = held
+            if not is_copy:
+                mine.append(self._entry(name, held, family))
+        self.entries = tuple(self._of_all_stages(mine))
+
+    @property
+    def hugging_face(self) -> set[str]:
+        """The names of all tensors of the model."""
+        return {name for entry in self.entries for name in entry.hugging_face}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return 1 + max(names.layer_number(entry.rules[0].megatron) or 0 for entry in self.entries)
+
+    def part(self, entry: Entry) -> Held | None:
+        """What this rank holds of an entry."""
+        rule = entry.rules[self.groups.expert.rank()] if len(entry.rules) > 1 else entry.rules[0]
+        return self.held.get(rule.megatron)
+
+    def _held(self, name: str, tensor: torch.Tensor, family: Family, *, is_copy: bool) -> Held:
+        expert = names.expert_number(name)
+        if expert is not None:
+            name = names.renumber(name, expert=self._first_expert(self.groups.expert.rank()) + expert)
+        group = self.groups.tensor if expert is None else self.groups.expert_tensor
+        dim = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) and group.size() > 1 else None
+        rule = names.to_hugging_face(EMBEDDING if is_copy else name, family.rules)
+        return Held(tensor, replace(rule, megatron=name), group, dim, is_copy)
+
+    def _entry(self, name: str, held: Held, family: Family) -> Entry:
+        expert, rules = names.expert_number(name), (held.rule,)
+        if expert is not None:
+            everyone = range(self.groups.expert.size())
+            numbers = [self._first_expert(rank) + expert for rank in everyone]
+            rules = tuple(names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers)
+        shards = [torch.empty(held.tensor.shape, device="meta")] * (1 if held.dim is None else held.group.size())
+        full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
+        shapes = tuple(tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims))
+        return Entry(rules, self.groups.pipeline.rank(), tuple(full.shape), shapes * len(rules), held.tensor.dtype)
+
+    def _first_expert(self, expert_rank: int) -> int:
+        return self.dims.num_experts // self.groups.expert.size() * expert_rank
+
+    def _of_all_stages(self, mine: list[Entry]) -> list[Entry]:
+        """All entries: the embedding, the layers in order, then what follows them."""
+        stages = [mine]
+        if self.groups.pipeline.size() > 1:
+            stages = [[] for _ in range(self.groups.pipeline.size())]
+            dist.all_gather_object(stages, mine, group=self.groups.pipeline)
+        entries = [entry for stage in stages for entry in stage]
+
+        def place(entry: Entry) -> float:
+            name = entry.rules[0].megatron
+            number = names.layer_number(name)
+            if number is not None:
+                return number
+            return -1 if name == EMBEDDING else float("inf")
+
+        return sorted(entries, key=place)
+
+
+def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and expert biases, with layers counted over the whole model (a layer knows its number from 1)."""
+    for chunk in chunks:
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+        for name, tensor in (*chunk.named_parameters(), *buffers):
+            local = names.layer_number(name)
+            if local is not None:
+                layer = chunk.get_submodule(f"decoder.layers.{local}")
+                name = names.renumber(name, layer=layer.layer_number - 1)
+            yield name, tensor

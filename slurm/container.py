@@ -1,0 +1,131 @@
+"""The container of a job's agents: what may be asked for, and the words that pyxis and enroot want. Pure.
+
+Comes in: backend, image, mounts. Goes out: text for the batch script. The run's folder and the code are always mounted;
+everything else that the run reads must be listed. What pyxis 0.24 and enroot 4.1 do, and what follows:
+
+- of two --container-mounts the last one silently wins: there is one list;
+- the image's /etc/environment beats the host's variables: those that must not be the image's are in --container-env,
+  and the settings' own are set by ``env`` inside;
+- PATH and working directory are the image's: the interpreter is one of the image, the folder is given;
+- a container that is kept by name outlives its step: the name holds the job and its restart;
+- an entrypoint may print, fork or change folders: none runs;
+- a raw .sqsh is served by a process of the step that a signal to the step kills: enroot extracts it first
+  (``enroot_start.sh``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from slurm.errors import SpecError
+from slurm.image import is_file_name
+
+Backend = Literal["pyxis", "enroot"]
+BACKENDS = ("pyxis", "enroot")
+# Of the host's variables, those which win over the image's.
+HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
+
+# Both tools split lists of mounts at ',' and ':' and enroot's table at blanks; '$' is theirs to expand as well.
+_PATH = r"/[A-Za-z0-9/._@%+=-]*"
+_MOUNT = re.compile(rf"(?P<source>{_PATH})(?::(?P<target>{_PATH}))?(?::(?P<mode>ro|rw))?")
+_IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
+_NAME = '"rlpost_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What the agents run in.
+
+    Attributes:
+        backend: ``pyxis`` (options of srun) or ``enroot`` (a script on each node).
+        image: absolute path of a squashfs file, or a name in a registry, which is imported into ``cache`` once.
+        mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths.
+        cache: folder on the shared file system for imported images; needed for names.
+
+    Raises:
+        SpecError: names the field, what it holds and what it may hold.
+    """
+
+    backend: Backend
+    image: str
+    mounts: tuple[str, ...] = ()
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise SpecError(f"container: {self.backend!r}; choose one of none, {', '.join(BACKENDS)}")
+        if not _IMAGE.fullmatch(self.image):
+            raise SpecError(
+                f"container_image: {self.image!r}; give an absolute path of a .sqsh file, or a name such as "
+                "nvcr.io/nvidia/pytorch:25.01-py3 or docker://nvcr.io#nvidia/pytorch:25.01-py3"
+            )
+        for mount in self.mounts:
+            if not _MOUNT.fullmatch(mount):
+                raise SpecError(
+                    f"container_mounts: {mount!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths "
+                    "of letters, digits and ._@%+=- (pyxis and enroot cannot quote others)"
+                )
+        if not is_file_name(self.image) and (self.cache is None or not self.cache.startswith("/")):
+            raise SpecError(f"image_cache: {self.cache!r}; image {self.image} needs an absolute path to be imported to")
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether the image has to be imported first."""
+        return not is_file_name(self.image)
+
+
+def check_mountable(field: str, path: str | None) -> None:
+    """Refuse a path that is mounted always and cannot be written in a list of mounts.
+
+    Raises:
+        SpecError: names the field.
+    """
+    if path is not None and not re.fullmatch(_PATH, path):
+        raise SpecError(
+            f"{field}: {path!r} is mounted into the container, and pyxis and enroot cannot quote what is beyond "
+            "letters, digits and ._@%+=-; choose another place"
+        )
+
+
+def pyxis_options(container: Container) -> str:
+    """Lines of the srun command, each with a backslash at its end. ``$image`` holds the path of the image."""
+    always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
+    mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
+    return f"""\
+  --container-image="$image" --container-name={_NAME} --container-writable \\
+  --container-mounts="{mounts}" --container-workdir="$RLPOST_HOME" \\
+  --no-container-mount-home --no-container-entrypoint --container-env={",".join(HOST_VARIABLES)} \\
+"""
+
+
+def enroot_command(container: Container) -> str:
+    """The line of the srun command that stands before the agent's, with a backslash at its end."""
+    options = (f"{parts[0]}:{parts[1]}:x-create=auto,rbind{',ro' if parts[2:] else ''}" for parts in _mounts(container))
+    return f"""\
+  bash "$RLPOST_HOME/slurm/enroot_start.sh" "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
+"""
+
+
+def enroot_removal() -> str:
+    """A line after the agents' end: raw enroot leaves the extracted image on every node."""
+    return f"""\
+timeout 60 srun --ntasks-per-node=1 --overlap --mpi=none enroot remove --force -- {_NAME} || log "a container is left"
+"""
+
+
+def _mounts(container: Container) -> Iterable[tuple[str, ...]]:
+    yield "$run_folder", "$run_folder"
+    yield "$RLPOST_HOME", "$RLPOST_HOME"
+    yield from _parts(container.mounts)
+
+
+def _parts(mounts: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    """(source, target) or (source, target, "ro")."""
+    for mount in mounts:
+        match = _MOUNT.fullmatch(mount)
+        assert match is not None
+        both = (match["source"], match["target"] or match["source"])
+        yield (*both, "ro") if match["mode"] == "ro" else both

@@ -1,0 +1,113 @@
+"""What the controller says about many jobs in one question, and orders to a running job, each one command.
+
+In: job ids. Out: ``QueueEntry`` values. The number of commands depends neither on the number of jobs nor of nodes, and
+nothing here needs slurmdbd. Of a job that the controller has forgotten (MinJobAge, five minutes as a rule) or when it
+does not answer, the state is UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm.client import COMMAND_TIMEOUT_S
+from slurm.errors import JobError, SubmitError
+from slurm.states import JobState, parse_state
+
+# man squeue: id, state, time left, expected start, nodes, reason; the reason is last because it is prose.
+_FORMAT = "%i|%T|%L|%S|%N|%r"
+FORGOTTEN = "Slurm has forgotten the job, or never knew it"
+_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """One job: ``nodelist`` is compact, ``reason`` says why it waits, ``expected_start`` is Slurm's text or empty."""
+
+    job_id: str
+    state: JobState
+    time_left_s: int | None = None
+    expected_start: str = ""
+    nodelist: str = ""
+    reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """The job will not run again unless somebody requeues it; one that the controller has forgotten is over."""
+        return self.state.is_over or self.reason == FORGOTTEN
+
+
+def parse_queue(text: str) -> dict[str, QueueEntry]:
+    """The answer of ``squeue`` in our format, by job id; lines of another shape are left out."""
+    entries = {}
+    for line in text.splitlines():
+        words = line.strip().split("|", 5)
+        if len(words) != 6:
+            continue
+        job_id, state, left, start, nodes, reason = (word.strip() for word in words)
+        start = "" if start == "N/A" else start
+        reason = "" if reason == "None" else reason
+        entries[job_id] = QueueEntry(job_id, parse_state(state), seconds_left(left), start, nodes, reason)
+    return entries
+
+
+def seconds_left(text: str) -> int | None:
+    """``1-02:03:04`` in seconds; None for NOT_SET, UNLIMITED and INVALID."""
+    match = _TIME_LEFT.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
+    """What is known of each of these jobs, all in one ``squeue``; an entry for every id, UNKNOWN at worst."""
+    asked = sorted(job_id for job_id in job_ids if re.fullmatch(r"\d+(_\d+)?", job_id))
+    found, why = _answer(asked) if asked else ({}, FORGOTTEN)
+    return {job_id: found.get(job_id, QueueEntry(job_id, JobState.UNKNOWN, reason=why)) for job_id in job_ids}
+
+
+def _answer(asked: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
+    """What the controller knows, and why there is nothing of the others."""
+    try:
+        done = _command("squeue", "--noheader", "--states=all", f"--jobs={','.join(asked)}", f"--format={_FORMAT}")
+    except FileNotFoundError:
+        return {}, "there is no squeue here"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {}, f"squeue does not answer: {error}"
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        return {}, f"squeue does not answer: {' '.join(done.stderr.split())}"
+    return parse_queue(done.stdout), FORGOTTEN
+
+
+def ask_to_requeue(job_id: str) -> None:
+    """Tell the batch script of a running job to save, requeue and go on: the signal that announces a time limit.
+
+    Raises:
+        JobError: Slurm refuses; holds what it said.
+    """
+    done = _command("scancel", "--batch", "--signal=USR2", job_id)
+    # scancel leaves with 0 after "Job/step already completing or completed".
+    if done.returncode != 0 or "error" in done.stderr:
+        raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
+
+
+def expected_start(script: Path) -> str:
+    """When and where Slurm would start this script; submits nothing.
+
+    Raises:
+        SubmitError: sbatch would not take it; holds what it said.
+    """
+    done = _command("sbatch", "--test-only", str(script))
+    if done.returncode != 0:
+        raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
+    return done.stderr.strip().removeprefix("sbatch: ")
+
+
+def _command(*argv: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ)

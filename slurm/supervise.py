@@ -1,0 +1,197 @@
+"""What follows from an attempt: start again or end, and without which nodes. Runs on the batch host itself.
+
+    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST [--image FILE]
+    python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
+    python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
+
+Comes in: the ledger, the files of the attempt, the budgets. Goes out: a line in the ledger and, from ``end``, one line
+for the batch script: ``again [HOST,...]`` (hosts to do without) or the exit code of the job. Reasons go to the log.
+
+``decide`` is pure. Only the standard library of Python 3.8 and later: a batch host has what its system brings; without
+any Python the batch script knows a simpler rule by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence  # noqa: UP035
+
+from slurm.image import describe
+from slurm.ledger import Ledger
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL
+EXIT_CONFIG = 78  # EX_CONFIG
+Entry = Mapping[str, Any]
+
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How often a run may start again before a person has to look; counted since it was submitted."""
+
+    max_preemptions: int
+    max_failures: int
+    max_stalled_attempts: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended. ``verdict`` is the agents' word or ``none``, ``code`` the exit code of srun."""
+
+    verdict: str
+    code: int = 0
+    terminated: bool = False  # the batch shell got TERM
+    may_restart: bool = True  # what the site and the user allow
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the batch script is to do: exit with ``code``, or start again when it is None."""
+
+    code: int | None
+    reason: str
+
+
+def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer:
+    """What follows from an ending; ``entries`` is the ledger as it was before this ending."""
+    if ending.verdict == "done":
+        return Answer(EXIT_DONE, "the run is done")
+    if ending.verdict == "config":
+        return Answer(EXIT_CONFIG, "not requeued: starting again cannot help")
+    is_preempted = ending.verdict == "requeue"
+    code = EXIT_PREEMPTED if is_preempted else ending.code or 1
+    if ending.terminated:
+        return Answer(code, "not requeued: the batch script got TERM")
+    if not ending.may_restart:
+        return Answer(code, "not requeued: the policy is 'never'; submit the run again with --resume")
+    stalled = stalled_attempts(entries)
+    if stalled >= budgets.max_stalled_attempts:
+        return Answer(code, f"not requeued: {stalled} attempts in a row committed no checkpoint beyond the one before")
+    kind, limit = ("preemptions", budgets.max_preemptions) if is_preempted else ("failures", budgets.max_failures)
+    count = count_endings(entries, is_preempted) + 1
+    if count > limit:
+        return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
+    return Answer(None, f"start again after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})")
+
+
+def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """What happened after a person last submitted the run."""
+    last = max((i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1)
+    return entries[last + 1 :]
+
+
+def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
+    """Attempts that ended before, by a preemption (or time limit) or by a failure."""
+    verdicts = [entry.get("verdict") for entry in since_submission(entries) if entry.get("event") == "verdict"]
+    return sum((verdict == "requeue") == is_preempted for verdict in verdicts)
+
+
+def stalled_attempts(entries: Sequence[Entry]) -> int:
+    """Attempts in a row, the present one included, without a checkpoint beyond the newest before.
+
+    An attempt that ended without a verdict (its batch host died) counts as well.
+    """
+    stalled, best, newest_job = 0, -1, ""
+    for entry in entries:
+        if entry.get("event") == "submitted":
+            # A job may have begun before sbatch returned and the submission was written down.
+            stalled = int(bool(newest_job) and entry.get("job_id") == newest_job)
+        elif entry.get("event") == "attempt":
+            stalled, newest_job = stalled + 1, entry.get("job_id", "")
+        elif entry.get("event") == "committed" and entry.get("step", -1) > best:
+            best, stalled = entry["step"], 0
+    return stalled
+
+
+def bad_hosts(run_folder: Path) -> list[str]:
+    """Hosts that an attempt has named in its file ``exclude``, one a line; of all attempts, sorted."""
+    hosts = set()
+    for path in run_folder.glob("attempts/*/exclude"):
+        for line in path.read_text(errors="replace").splitlines():
+            if _HOST.fullmatch(line.strip()):
+                hosts.add(line.strip())
+            elif line.strip():
+                print(f"{path}: {line!r} is no host name; left out", file=sys.stderr)
+    return sorted(hosts)
+
+
+def start(options: argparse.Namespace) -> int:
+    """Write the ledger's line on a new attempt."""
+    run_folder: Path = options.run_folder
+    image = describe(Path(options.image)) if options.image else None
+    details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
+    Ledger(run_folder / "ledger.jsonl").append("attempt", **details, code=_json(run_folder / "code.json"))
+    return 0
+
+
+def chained(options: argparse.Namespace) -> int:
+    """Write the ledger's line on the job that goes on in place of a requeue; whoever cancels the run needs its id."""
+    Ledger(options.run_folder / "ledger.jsonl").append("chained", attempt=options.attempt, job_id=options.job)
+    return 0
+
+
+def end(options: argparse.Namespace) -> int:
+    """Decide, write the ledger's line, print the answer."""
+    run_folder: Path = options.run_folder
+    attempt_dir = run_folder / "attempts" / str(options.attempt)
+    ledger = Ledger(run_folder / "ledger.jsonl")
+    try:
+        verdict = (attempt_dir / "verdict").read_text().strip() or "none"
+    except OSError:
+        verdict = "none"
+    budgets = Budgets(options.max_preemptions, options.max_failures, options.max_stalled_attempts)
+    ending = Ending(verdict, options.code, options.terminated, not options.never)
+    answer = decide(ending, ledger.read(), budgets)
+    excluded = bad_hosts(run_folder)
+    ledger.append(
+        "verdict",
+        attempt=options.attempt,
+        verdict=verdict,
+        cause=str((_json(attempt_dir / "verdict.json") or {}).get("cause", ""))[:2000],
+        answer="again" if answer.code is None else answer.code,
+        reason=answer.reason,
+        exclude=excluded,
+    )
+    print(f"{answer.reason}; see {attempt_dir}", file=sys.stderr)
+    static = [options.exclude] if options.exclude else []  # Slurm's list is replaced, not added to
+    print(answer.code if answer.code is not None else " ".join(["again", ",".join([*static, *excluded])]).strip())
+    return 0
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m slurm.supervise", description="What follows from an attempt.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    starting, ending, chaining = (verbs.add_parser(name) for name in ("start", "end", "chained"))
+    chaining.add_argument("--job", required=True)
+    for verb in (starting, ending, chaining):
+        verb.add_argument("--run-folder", type=Path, required=True)
+        verb.add_argument("--attempt", type=int, required=True)
+    for name in ("--job", "--nodes", "--image"):
+        starting.add_argument(name, default="")
+    for name in ("--code", "--max-preemptions", "--max-failures", "--max-stalled-attempts"):
+        ending.add_argument(name, type=int, required=True)
+    ending.add_argument("--exclude", default="", help="hosts that the job does without anyway")
+    ending.add_argument("--terminated", action="store_true", help="the batch shell got TERM")
+    ending.add_argument("--never", action="store_true", help="this site or user wants no second attempt")
+    options = parser.parse_args()
+    return {"start": start, "end": end, "chained": chained}[options.verb](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

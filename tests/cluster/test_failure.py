@@ -1,0 +1,148 @@
+"""Every way in which a part of an attempt fails, done to it on real Slurm: found in seconds, named, nothing left."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from tests.cluster.attempts import Attempt, on_node
+from tests.cluster.jobs import until
+from tests.cluster.lab import Lab
+
+
+@pytest.mark.parametrize(
+    ("node", "process", "cause"),
+    [("n02", "^[^ ]*/raylet/raylet ", "n02: Ray ended by itself"), ("n01", "gcs_server ", "n01: Ray ended by itself")],
+    ids=["raylet of a worker", "gcs"],
+)
+def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause: str) -> None:
+    nodes = "n01" if node == "n01" else "n01,n02"  # the head's Ray needs no other to die
+    attempt = Attempt(lab, f"ray{node}", nodes=nodes, options="--loss-grace-s 2")
+    attempt.wait_until_it_works()
+    attempt.kill(node, process)
+    seconds = attempt.seconds_to_verdict()
+    print(f"{process} on {node}: {seconds:.1f} s")
+    assert seconds < 15
+    assert attempt.verdict["verdict"] == "failed"
+    assert str(attempt.verdict["cause"]).startswith(cause)
+    assert attempt.excluded == []  # the machine has done nothing wrong
+    assert cause in attempt.log("STOP")  # the driver had its time
+    attempt.end()
+
+
+@pytest.mark.parametrize(
+    ("node", "signal", "cause", "excluded"),
+    [
+        ("n02", "KILL", "n02 is gone: the connection was closed", []),
+        ("n02", "STOP", "n02 is gone: it has been silent for 10 s: its agent hangs or is stopped", ["n02"]),
+        ("n01", "KILL", "n02 lost the head n01: the connection was closed", []),
+        ("n01", "STOP", "n02 lost the head n01: it has been silent for 10 s", []),
+    ],
+)
+def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
+    lab: Lab, node: str, signal: str, cause: str, excluded: list[str]
+) -> None:
+    """Ray is a stub here: whether it lives plays no part."""
+    attempt = Attempt(lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True)
+    attempt.wait_until_it_works()
+    attempt.kill(node, "bootstrap.agent --attempt-dir", signal)
+    seconds = attempt.seconds_to_verdict()
+    print(f"{signal} to the agent of {node}: {seconds:.1f} s")
+    assert seconds < (8 if signal == "KILL" else 20)
+    assert attempt.verdict["verdict"] == "failed"
+    assert str(attempt.verdict["cause"]).startswith(cause)
+    assert attempt.excluded == excluded
+    attempt.end()
+
+
+def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_again(lab: Lab) -> None:
+    """As after a loss of power: no end of connection ever comes."""
+    attempt = Attempt(lab, "cut", options="--loss-grace-s 2", stub_ray=True)
+    attempt.wait_until_it_works()
+    lab.run("n02", ["ip", "link", "set", "eth0", "down"])
+    cut_at = time.monotonic()
+    try:
+        until(lambda: attempt.excluded == ["n02"], lab, "a verdict of the head", deadline_s=30)
+        print(f"network of n02 cut: {time.monotonic() - cut_at:.1f} s")
+        until(lambda: str(attempt.verdict["cause"]).startswith("n02 is gone"), lab, "its cause")
+        assert "does not answer" in str(attempt.verdict["cause"]) or "silent" in str(attempt.verdict["cause"])
+    finally:
+        lab.run("n02", ["ip", "link", "set", "eth0", "up"])
+    attempt.end()
+
+
+def test_a_driver_that_is_killed_is_found_in_seconds(lab: Lab) -> None:
+    attempt = Attempt(lab, "driver", stub_ray=True)
+    attempt.wait_until_it_works()
+    attempt.kill("n01", "^[^ ]*python[^ ]* [^ ]*/driver.py")
+    seconds = attempt.seconds_to_verdict()
+    print(f"KILL to the driver: {seconds:.1f} s")
+    assert seconds < 10
+    assert attempt.verdict["verdict"] == "failed"
+    assert "the driver ended with signal SIGKILL" in str(attempt.verdict["cause"])
+    attempt.end()
+
+
+def test_a_node_that_never_starts_is_named_and_not_taken_again(lab: Lab) -> None:
+    never = on_node(1, "echo broken image; exit 3")
+    attempt = Attempt(lab, "never", run_if=never, options="--bringup-deadline-s 3", stub_ray=True)
+    word, cause = attempt.wait()
+    assert word == "failed"
+    assert "n02 of 2 nodes did not join within 3 s" in cause and "broken image" in cause
+    assert attempt.excluded == ["n02"]
+    attempt.end()
+
+
+def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) -> None:
+    """Slurm cannot even open the log of its agent."""
+    lab.run("n02", ["mount", "-t", "tmpfs", "tmpfs", str(lab.shared)], cwd="/")
+    attempt = Attempt(lab, "nofolder", options="--bringup-deadline-s 3", stub_ray=True)
+    try:
+        word, cause = attempt.wait()
+    finally:
+        lab.run("n02", ["umount", str(lab.shared)], cwd="/")
+    assert word == "failed"
+    assert "n02: probably its agent never began" in cause and "not mounted" in cause
+    assert attempt.excluded == ["n02"]
+    attempt.end()
+
+
+def test_another_ray_on_a_node_is_a_matter_of_configuration(lab: Lab) -> None:
+    other = lab.shared / "other"
+    (other / "ray-2.59.0.dist-info").mkdir(parents=True)
+    (other / "ray-2.59.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.59.0\n")
+    attempt = Attempt(lab, "version", run_if=on_node(1, f"export PYTHONPATH={other}:$PYTHONPATH"), stub_ray=True)
+    print(f"wrong version: {attempt.seconds_to_verdict():.1f} s after sbatch")
+    word, cause = attempt.wait()
+    assert word == "config"
+    assert "n02 has ray 2.59.0" in cause and "same environment or image" in cause
+    attempt.end()
+
+
+def test_a_slow_head_is_waited_for(lab: Lab) -> None:
+    """The others come first, find nobody, and try again."""
+    attempt = Attempt(lab, "slow", run_if=on_node(0, "sleep 3"), stub_ray=True)
+    assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
+    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    assert attempt.wait()[0] == "requeue"
+    attempt.end()
+
+
+LISTEN = (
+    "import os, socket, time; from bootstrap.ports import candidate_blocks, ephemeral_floor; "
+    'base = next(candidate_blocks(os.environ["SLURM_JOB_ID"], ephemeral_floor())).base; '
+    'taken = socket.create_server(("", base + 4)); time.sleep(60)'
+)
+
+
+def test_a_taken_port_is_found_before_ray_starts(lab: Lab) -> None:
+    script = lab.shared / "listen.py"
+    script.write_text(LISTEN)
+    attempt = Attempt(lab, "port", run_if=on_node(1, f"{sys.executable} {script} & sleep 1"), stub_ray=True)
+    word, cause = attempt.wait()
+    assert word == "requeue"
+    assert "n02: ports: " in cause and "taken by another process" in cause
+    assert attempt.excluded == ["n02"]
+    attempt.end()

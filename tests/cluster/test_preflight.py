@@ -1,0 +1,64 @@
+"""Preflight on real Slurm: one table of hosts and checks, what is wrong is found before Ray starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.cluster.attempts import Attempt, on_node
+from tests.cluster.jobs import sbatch, until
+from tests.cluster.lab import REPOSITORY, Lab
+
+
+def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
+    attempt = Attempt(lab, "table", nodes="n01,n02,n03", run_if=on_node(2, "ulimit -n 5000"), stub_ray=True)
+    attempt.wait_until_it_works()
+    hosts = json.loads(attempt.log("preflight.json"))["hosts"]
+    assert list(hosts) == ["n01", "n02", "n03"]
+    assert all(found["level"] in ("OK", "WARN") for found in hosts.values())
+    by_name = {check["name"]: check for check in hosts["n03"]["checks"]}
+    assert by_name["gpus"] == {"name": "gpus", "level": "OK", "found": "2 by Slurm"}
+    assert by_name["nofile"]["level"] == "WARN" and "5000 open files" in by_name["nofile"]["found"]
+    assert by_name["names"]["found"] == f"the head's name leads to {lab.ip('n01')}"
+    assert attempt.log("agent-n01.log").count("host gpus") == 1
+    assert not (attempt.folder / "canary").exists()
+    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.wait()
+    attempt.end()
+
+
+def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> None:
+    attempt = Attempt(lab, "gpus", options="--num-gpus 4", stub_ray=True)
+    word, cause = attempt.wait()
+    assert word == "config"
+    assert "on every host: gpus: 2 by Slurm, 4 asked for" in cause
+    assert attempt.excluded == []
+    attempt.end()
+
+
+def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -> None:
+    """n02 sees a copy of the folder, secret and all, as a stale image or a local disk would show it."""
+    copy = "mkdir -p /tmp/copy && cp {folder}/secret /tmp/copy/ && mount --bind /tmp/copy {folder}"
+    folder = lab.shared / "notshared"
+    attempt = Attempt(
+        lab,
+        "notshared",
+        run_if="unshare --mount " + on_node(1, copy.format(folder=folder)),
+        stub_ray=True,
+    )
+    word, cause = attempt.wait()
+    assert word == "requeue"
+    assert "n02: folder: what it writes into the run folder is not seen by the head" in cause
+    assert attempt.excluded == ["n02"]
+    attempt.end()
+
+
+def test_the_doctor_runs_as_a_job(lab: Lab) -> None:
+    script = f"#!/bin/bash\nsrun {sys.executable} -m bootstrap.doctor --num-gpus 3 --json\n"
+    wanted = ["-N1", "--gres=gpu:2", "-w", "n02", "--output=doctor.json"]
+    sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
+    report = lab.shared / "doctor.json"
+    until(lambda: report.exists() and report.read_text().rstrip().endswith("}"), lab, "the doctor's report")
+    found = json.loads(report.read_text().partition("\nsrun:")[0])["hosts"]["n02"]
+    assert found["level"] == "EXCLUDE_NODE"
+    assert [check["found"] for check in found["checks"] if check["name"] == "gpus"] == ["2 by Slurm, 3 asked for"]

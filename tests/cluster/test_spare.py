@@ -1,0 +1,48 @@
+"""Spare nodes on real Slurm: an unfit node is left out, the run has the nodes it asked for, a lost spare is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.attempts import Attempt, on_node
+from tests.cluster.lab import Lab
+
+
+@pytest.fixture
+def full_temp_dir(lab: Lab) -> Iterator[str]:
+    """On n02 /tmp has no room left."""
+    lab.run("n02", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/tmp"])
+    yield "n02"
+    lab.run("n02", ["umount", "--lazy", "/tmp"])
+
+
+def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing(lab: Lab, full_temp_dir: str) -> None:
+    attempt = Attempt(lab, "spare", nodes="n01,n02,n03", options="--spare-nodes 1", stub_ray=True)
+    cluster = attempt.wait_until_it_works()
+    assert [node.host for node in cluster.nodes] == ["n01", "n03"]
+    assert "n02 is left out, a spare node takes its place: temp-dir" in attempt.log("agent-n01.log")
+    assert not (attempt.folder / "ray-n02.log").exists()
+    attempt.kill("n02", "bootstrap.agent --attempt-dir")
+    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    assert attempt.wait() == ("requeue", "the driver committed what was consistent and ended with 75")
+    attempt.end()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
+    never = on_node(1, "exit 3")
+    attempt = Attempt(lab, "late", nodes="n01,n02,n03", run_if=never, options="--spare-nodes 1", stub_ray=True)
+    assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n03"]
+    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    assert attempt.wait()[0] == "requeue"
+    attempt.end()
+
+
+def test_without_spares_the_job_comes_back_without_the_unfit_node(lab: Lab, full_temp_dir: str) -> None:
+    attempt = Attempt(lab, "nospare", stub_ray=True)
+    word, cause = attempt.wait()
+    assert word == "requeue"
+    assert "1 of 2 nodes are fit, 2 are needed" in cause and "n02: temp-dir: 0.00 GiB free in /tmp (tmpfs)" in cause
+    assert attempt.verdict["exclude"] == attempt.excluded == ["n02"]
+    attempt.end()

@@ -1,0 +1,209 @@
+"""What follows from an attempt, on real Slurm: budgets, the guard, bad nodes, chains, and hosts without Python.
+
+All scenarios run at the same time, one GPU each, on nodes that they share; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.ledger import Ledger
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+from slurm.states import JobInfo, JobState
+from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.lab import Lab
+
+STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
+HOSTILE = "a'; touch x $(touch y)"
+DEADLINE_S = 240.0
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "failures": {"driver_args": ("failed",), "max_failures": 1},
+    "stalled": {"driver_args": ("requeue",), "max_stalled_attempts": 2},
+    "preemptions": {"driver_args": ("commit-requeue",), "max_preemptions": 1, "max_stalled_attempts": 1},
+    "never": {"driver_args": ("requeue",), "requeue": "never"},
+    "exclude": {"driver_args": ("exclude-once",), "exclude": ("n[03-04]",)},
+    "chain": {"driver_args": ("requeue-once",), "requeue": "chain", "job_name": "chain-of-its-own"},
+    "linger": {"driver_args": ("linger",), "nodes": 2, "teardown_s": 1},
+    "no-python": {"driver_args": ("requeue-once",)},
+    "prepared": {
+        "driver_args": ("done",),
+        "environment": (("MARK", HOSTILE),),
+        "setup_commands": ('export SET_UP="yes it\'s" # not the end', "echo prepared"),
+    },
+    "unprepared": {"driver_args": ("done",), "setup_commands": ("false", "touch reached"), "max_failures": 0},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job, the last of its chain, and its folder."""
+
+    lab: Lab
+    first_job: str
+    folder: Path
+
+    @property
+    def ledger(self) -> list[dict[str, Any]]:
+        return Ledger(self.folder / "ledger.jsonl").read()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.ledger if entry["event"] == kind]
+
+    @property
+    def attempts(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "attempts").iterdir() if not path.is_symlink())
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("slurm-*.out")))
+
+    def over(self) -> JobInfo:
+        """The last job that started, when it is over."""
+        until(lambda: self._last().state.is_over, self.lab, f"{self.folder.name} is over", deadline_s=DEADLINE_S)
+        return self._last()
+
+    def _last(self) -> JobInfo:
+        jobs = [path.stem.removeprefix("slurm-") for path in self.folder.glob("slurm-*.out")]
+        return job_info(self.lab, max([self.first_job, *jobs], key=int))
+
+
+@pytest.fixture(scope="module")
+def runs(lab: Lab) -> Iterator[dict[str, Run]]:
+    """All scenarios, submitted at once."""
+    without_supervisor = lab.shared / "home"
+    shutil.copytree(STUB_HOME / "bootstrap", without_supervisor / "bootstrap")
+    (without_supervisor / "slurm").mkdir()
+    (without_supervisor / "slurm/__init__.py").touch()
+    (without_supervisor / "slurm/supervise.py").write_text("raise SystemExit('as if there were no Python')\n")
+    started = {}
+    for name, values in SCENARIOS.items():
+        folder = lab.shared / name
+        folder.mkdir()
+        spec = JobSpec(
+            **{
+                "num_gpus_per_node": 1,
+                "exclusive": False,
+                "time": "10",
+                "home": str(without_supervisor if name == "no-python" else STUB_HOME),
+                "python": sys.executable,
+                "run_folder": str(folder),
+                "output": f"{folder}/slurm-%j.out",
+                **values,
+            }
+        )
+        script = render_sbatch(spec)
+        (folder / "job.sbatch").write_text(script)  # as executor.submit does; the successor in a chain is made of it
+        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script), folder)
+    yield started
+
+
+def test_failures_come_back_until_their_budget_is_spent(runs: dict[str, Run]) -> None:
+    """One failure allowed: two attempts, then the failure's exit code; the ledger tells each ending and why."""
+    run = runs["failures"]
+    info = run.over()
+    assert (info.state, info.exit_code, info.num_restarts) == (JobState.FAILED, 1, 1), run.log
+    assert [(e["attempt"], e["verdict"], e["answer"]) for e in run.events("verdict")] == [
+        (0, "failed", "again"),
+        (1, "failed", 1),
+    ]
+    assert "max_failures is 1" in run.events("verdict")[1]["reason"]
+    assert run.events("verdict")[0]["cause"] == "told to"
+    assert [(e["attempt"], e["job_id"]) for e in run.events("attempt")] == [(0, run.first_job), (1, run.first_job)]
+
+
+def test_attempts_that_commit_nothing_new_end_the_run(runs: dict[str, Run]) -> None:
+    run = runs["stalled"]
+    info = run.over()
+    assert (info.state, info.exit_code, info.num_restarts) == (JobState.FAILED, 75, 1), run.log
+    assert "2 attempts in a row" in run.events("verdict")[-1]["reason"]
+
+
+def test_preemptions_have_a_budget_of_their_own(runs: dict[str, Run]) -> None:
+    """Attempts that make progress are not held up by the guard, only by the budget."""
+    run = runs["preemptions"]
+    info = run.over()
+    assert (info.exit_code, info.num_restarts) == (75, 1), run.log
+    assert "max_preemptions is 1" in run.events("verdict")[-1]["reason"]
+
+
+def test_a_run_that_must_not_come_back_does_not(runs: dict[str, Run]) -> None:
+    run = runs["never"]
+    info = run.over()
+    assert (info.exit_code, info.num_restarts, run.attempts) == (75, 0, ["0"]), run.log
+
+
+def test_a_bad_node_is_left_out_of_the_next_attempt(runs: dict[str, Run]) -> None:
+    """The host that the attempt named and those left out from the beginning, all at once: Slurm's list is replaced."""
+    run = runs["exclude"]
+    info = run.over()
+    assert (info.state, info.num_restarts) == (JobState.COMPLETED, 1), run.log
+    first, second = (entry["nodes"] for entry in run.events("attempt"))
+    assert {first, second} == {"n01", "n02"}
+    shown = run.lab.run("ctl", ["scontrol", "--oneliner", "show", "job", run.first_job]).stdout
+    left_out = next(word for word in shown.split() if word.startswith("ExcNodeList=")).removeprefix("ExcNodeList=")
+    hosts = run.lab.run("ctl", ["scontrol", "show", "hostnames", left_out]).stdout.split()
+    assert sorted(hosts) == sorted([first, "n03", "n04"])
+
+
+def test_where_requeueing_is_forbidden_another_job_goes_on(runs: dict[str, Run]) -> None:
+    """The second job has the same folder and the next attempt, and starts when the first has ended."""
+    run = runs["chain"]
+    until(lambda: len(run.events("verdict")) == 2, run.lab, "the second of the chain", deadline_s=DEADLINE_S)
+    info = run.over()
+    assert (info.state, info.num_restarts) == (JobState.COMPLETED, 0), run.log
+    assert info.job_id != run.first_job
+    assert [entry["job_id"] for entry in run.events("chained")] == [info.job_id]
+    assert job_info(run.lab, run.first_job).state is JobState.COMPLETED
+    assert run.attempts == ["0", "1"]
+    shown = run.lab.run("ctl", ["scontrol", "--oneliner", "show", "job", run.first_job]).stdout
+    assert " Requeue=0 " in shown and " Restarts=0 " in shown
+    first, second = run.events("attempt")
+    assert second["job_id"] == info.job_id and first["job_id"] == run.first_job
+    assert second["time"] > run.events("verdict")[0]["time"]
+
+
+def test_an_srun_that_stays_after_the_verdict_holds_nobody_up(runs: dict[str, Run]) -> None:
+    """As after the death of a node: one task does not end, the head's verdict counts."""
+    run = runs["linger"]
+    info = run.over()
+    assert (info.state, info.exit_code) == (JobState.COMPLETED, 0), run.log
+    times = [datetime.fromisoformat(run.events(kind)[0]["time"]) for kind in ("attempt", "verdict")]
+    assert (times[1] - times[0]).total_seconds() < 60  # the task would stay for 120 s
+
+
+def test_without_python_on_the_batch_host_a_preempted_run_still_comes_back(runs: dict[str, Run]) -> None:
+    """No budgets and no ledger then, and the log says so."""
+    run = runs["no-python"]
+    info = run.over()
+    assert (info.state, info.num_restarts, run.ledger) == (JobState.COMPLETED, 1, []), run.log
+    assert "no budgets on this host" in run.log
+
+
+def test_nodes_are_prepared_before_their_agents(runs: dict[str, Run]) -> None:
+    """Variables reach the agent as they are written, and what setup commands export as well."""
+    run = runs["prepared"]
+    assert run.over().state is JobState.COMPLETED, run.log
+    facts = json.loads(next((run.folder / "attempts/0").glob("argv-*.json")).read_text())
+    assert facts["environment"]["MARK"] == HOSTILE
+    assert facts["environment"]["SET_UP"] == "yes it's"
+    assert "prepared" in next((run.folder / "attempts/0").glob("agent-*.log")).read_text()
+    assert not [path for path in run.lab.shared.rglob("[xy]")] and not (STUB_HOME / "x").exists()
+
+
+def test_a_setup_command_that_fails_ends_the_attempt_and_is_named(runs: dict[str, Run]) -> None:
+    run = runs["unprepared"]
+    info = run.over()
+    assert (info.state, info.exit_code) == (JobState.FAILED, 1), run.log
+    assert "setup command failed: false" in next((run.folder / "attempts/0").glob("agent-*.log")).read_text()
+    assert not (STUB_HOME / "reached").exists()

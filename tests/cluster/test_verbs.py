@@ -1,0 +1,184 @@
+"""The verbs of the command line on real Slurm, with an agent that starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm.run_folder import RunFolder
+from tests.cluster.jobs import job_info, until
+from tests.cluster.lab import Lab
+from tests.unit.cli.projects import make_project
+
+REPOSITORY = Path(__file__).parents[2]
+STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
+SECRET = "hf_ThisTextMayStandInOneFileOnly"
+
+# rlpost submit as it is, but the code that it sends along is the stand-in agent's.
+SUBMIT = """\
+import sys; from pathlib import Path; import rlpost.cli.submit as verb
+spec, verb.PROJECT = verb.job_spec, Path(sys.argv[1])
+verb.job_spec = lambda config, **rest: spec(config, driver_args=(sys.argv[2],))
+sys.exit(verb.main(sys.argv[3:]))
+"""
+
+
+def rlpost(lab: Lab, *words: str, fails_with: int = 0, env: dict[str, str] | None = None) -> str:
+    """Type a verb on the login node; its output, or its message when it is to fail."""
+    argv = [sys.executable, "-m", "rlpost", *words]
+    done = lab.run("ctl", argv, env={"PYTHONPATH": str(REPOSITORY), **(env or {})}, check=False)
+    assert done.returncode == fails_with, (done.returncode, done.stdout, done.stderr)
+    return done.stderr if fails_with else done.stdout
+
+
+def submit(lab: Lab, project: Path, name: str, behaviour: str, *flags: str) -> tuple[RunFolder, str]:
+    """Submit a run whose agents behave so; its folder and job id."""
+    root = lab.shared / "runs" / name
+    argv = [sys.executable, "-c", SUBMIT, str(STUB_HOME), behaviour, "recipe.toml", "--run-folder", str(root), *flags]
+    env = {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": SECRET}
+    out = lab.run("ctl", argv, cwd=project, env=env).stdout
+    return RunFolder(root), re.match(r"submitted (\d+)\n", out)[1]
+
+
+@pytest.fixture(scope="module")
+def project(lab: Lab) -> Path:
+    return make_project(lab.shared / "project")
+
+
+@pytest.fixture(scope="module")
+def running(lab: Lab, project: Path) -> Iterator[tuple[RunFolder, str]]:
+    """A run of two nodes that waits until the module ends."""
+    run, job = submit(lab, project, "running", "wait", "--nodes", "2")
+    until(lambda: len(list(run.attempts.glob("0/argv-*.json"))) == 2, lab, "both agents run")
+    yield run, job
+    lab.run("ctl", ["scancel", job])
+
+
+def status(lab: Lab, *words: str) -> dict:
+    return json.loads(rlpost(lab, "status", "--json", *words))
+
+
+def test_a_run_is_named_by_folder_name_or_job_id_and_the_newest_is_meant_otherwise(lab: Lab, running) -> None:
+    run, job = running
+    found = [status(lab, *word) for word in ([str(run.root)], ["running"], [job], [])]
+    assert {(one["folder"], one["job_id"], one["state"]) for one in found} == {(str(run.root), job, "RUNNING")}
+    assert (found[0]["nodelist"], found[0]["attempt"], found[0]["verdict"]) == ("n[01-02]", "0", None)
+    assert 0 < found[0]["time_left_s"] <= 600
+    assert "running" in rlpost(lab, "status", "nosuchrun", fails_with=2)
+
+
+def test_a_command_runs_on_every_node_or_on_one_beside_the_run(lab: Lab, running) -> None:
+    """In the run's code, on the nodes of the job, without the submitter's keys; its exit code is the verb's."""
+    run, _ = running
+    lines = rlpost(lab, "exec", "--run", "running", "sh", "-c", "echo $(hostname) $PWD").splitlines()
+    assert sorted(lines) == [f"0: n01 {run.code}", f"1: n02 {run.code}"]
+    env = {"HF_TOKEN": SECRET}
+    one = rlpost(lab, "exec", "--run", "running", "--node", "n02", "--", "sh", "-c", "hostname; env", env=env)
+    assert one.startswith("n02\n") and SECRET not in one
+    rlpost(lab, "exec", "--run", "running", "--node", "n01", "false", fails_with=1)
+    assert "n01, n02" in rlpost(lab, "exec", "--run", "running", "--node", "n04", "true", fails_with=2)
+
+
+def test_attach_gives_a_shell_with_a_terminal_on_the_node(lab: Lab, running) -> None:
+    verb = f"{sys.executable} -m rlpost attach --run running n02"
+    shell = lab.popen(
+        "ctl",
+        ["script", "--quiet", "--return", "--command", verb, "/dev/null"],
+        env={"PYTHONPATH": str(REPOSITORY), "TERM": "dumb"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = shell.communicate("tty; hostname; exit 7\n", timeout=60)
+    assert shell.returncode == 7, out
+    assert "/dev/pts/" in out and "n02" in out.split()
+
+
+def test_tunnel_prints_the_ssh_command_through_the_login_node(lab: Lab, running) -> None:
+    run, _ = running
+    assert "--ray-dashboard" in rlpost(lab, "tunnel", "running", fails_with=2)
+    (run.attempts / "0/ray-n01.log").write_text("INFO -- view the dashboard at \nINFO --   127.0.0.1:23456\n")
+    command = rlpost(lab, "tunnel", "running", "--login", "login.site").splitlines()[0]
+    assert command == "ssh -N -L 8265:127.0.0.1:23456 -J login.site n01"
+
+
+def test_a_waiting_run_says_why_and_all_runs_cost_one_question(lab: Lab, project: Path, running, tmp_path) -> None:
+    run, job = submit(lab, project, "waiting", "done", "--nodes", "4")
+    until(lambda: status(lab, "waiting")["reason"] == "Resources", lab, "Slurm says why the run waits")
+    assert status(lab, "waiting")["state"] == "PENDING"
+    assert "PENDING" in rlpost(lab, "requeue", "waiting", fails_with=2)
+    asked = tmp_path / "asked"
+    for name in ("squeue", "scontrol", "sacct", "sinfo"):
+        real = next(Path(folder) / name for folder in ("/usr/bin", "/usr/local/bin") if (Path(folder) / name).exists())
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} >>{asked}\nexec {real} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    listed = json.loads(rlpost(lab, "list", "--json", env={"PATH": path}))
+    assert {one["name"]: one["state"] for one in listed}.items() >= {"running": "RUNNING", "waiting": "PENDING"}.items()
+    assert asked.read_text() == "squeue\n"
+    rlpost(lab, "cancel", "waiting")
+    until(lambda: status(lab, "waiting")["state"] == "CANCELLED", lab, "the waiting run is cancelled")
+    assert [entry["event"] for entry in run.ledger.read()] == ["submitted", "cancelled"]
+    assert job_info(lab, job).num_restarts == 0
+
+
+def test_requeue_saves_and_goes_on_and_the_log_is_followed_to_the_end(lab: Lab, project: Path) -> None:
+    """One attempt stops with verdict requeue, the next is done; ``logs -f`` shows both and leaves with 0."""
+    run, job = submit(lab, project, "again", "wait-once")
+    until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the first attempt runs")
+    (run.attempts / "0/driver.log").write_text("hello from the first attempt\n")
+    rlpost(lab, "requeue", "again")
+    follow = [sys.executable, "-m", "rlpost", "logs", "-f", "again"]
+    done = lab.run("ctl", follow, env={"PYTHONPATH": str(REPOSITORY)}, timeout_s=120)
+    assert "hello from the first attempt" in done.stdout and "--- attempt 1" in done.stdout
+    assert job_info(lab, job).num_restarts == 1
+    assert json.loads((run.attempts / "1/verdict.json").read_text())["verdict"] == "done"
+    assert rlpost(lab, "logs", "again", "--attempt", "0") == "hello from the first attempt\n"
+    assert "0, 1" in rlpost(lab, "logs", "again", "--attempt", "5", fails_with=2)
+
+
+def test_a_cancelled_run_does_not_come_back(lab: Lab, project: Path) -> None:
+    run, job = submit(lab, project, "cancelled", "wait")
+    until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the run is up")
+    rlpost(lab, "cancel", "cancelled")
+    until(lambda: job_info(lab, job).state.is_over, lab, "the run is over")
+    info = job_info(lab, job)
+    assert (str(info.state), info.num_restarts) == ("CANCELLED", 0)
+    assert not (run.attempts / "1").exists()
+    assert "nothing to cancel" in rlpost(lab, "cancel", "cancelled", fails_with=2)
+
+
+def test_a_job_that_slurm_does_not_know_is_unknown(lab: Lab, running) -> None:
+    run = RunFolder(lab.shared / "elsewhere" / "old-4711")
+    run.new_attempt()
+    found = status(lab, "--runs-dir", "elsewhere", "4711")
+    assert (found["state"], found["job_id"], found["step"]) == ("UNKNOWN", "4711", 0)
+
+
+def test_slurm_is_asked_without_submitting(lab: Lab, project: Path, running) -> None:
+    argv = [sys.executable, "-m", "rlpost", "submit", "recipe.toml", "--test-only"]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    before = lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout
+    assert "to start at" in lab.run("ctl", argv, cwd=project, env=env).stdout
+    refused = lab.run("ctl", [*argv, "--partition", "nowhere"], cwd=project, env=env, check=False)
+    assert refused.returncode == 2 and "invalid partition" in refused.stderr
+    assert len(lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout.splitlines()) == len(before.splitlines())
+
+
+def test_a_key_of_the_submitter_stands_in_one_file_and_nowhere_else(lab: Lab, project: Path) -> None:
+    """Everything is searched that a run leaves behind: its folder, and all that Slurm has written about its job."""
+    run, job = submit(lab, project, "secret", "done")
+    until(lambda: (run.attempts / "0/verdict").exists(), lab, "the run is done")
+    until(lambda: job_info(lab, job).state.is_over, lab, "the job is over")
+    found = subprocess.run(["grep", "-rlaF", SECRET, str(lab.base)], capture_output=True, text=True).stdout.split()
+    assert str(run.root / "secrets.env") in found
+    assert {Path(path).name for path in found} == {"secrets.env"}
+    assert (run.root / "secrets.env").stat().st_mode & 0o777 == 0o600
+    assert (run.root / "secrets.env").read_text() == f"HF_TOKEN={SECRET}\n"

@@ -1,0 +1,62 @@
+"""A tiny random model of each family, made by transformers: larger weights than usual, so that errors show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 96
+COMMON = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+    dtype="float32",
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+GLM_EXPERTS = EXPERTS | dict(
+    n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.5
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (class of transformers, without "Config", and its options)
+    "qwen2.5": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]}),
+    "llama3": ("Llama", {}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "glm4-0414": ("Glm4", {"attention_bias": True}),
+    "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
+}
+
+
+def make_family(folder: Path, name: str) -> None:
+    """Save the tiny model of a family; norms are not all one and biases not all zero."""
+    import transformers
+
+    kind, options = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**(COMMON | options))
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in key:
+                tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
+    model.save_pretrained(folder)

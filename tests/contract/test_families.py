@@ -1,0 +1,51 @@
+"""Each family against Hugging Face: logits, and weights in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import look, run_ranks
+from tests.contract.families import FAMILIES, make_family
+from tests.contract.samples import STEPS
+
+pytestmark = pytest.mark.timeout(300)
+SAMPLES = STEPS[0]
+CUTS = {
+    "alone": (1, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+MOE_CUT = (2, {"expert_model_parallel_size": 2})
+CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [("qwen3-moe", "ep2"), ("glm4.5-moe", "ep2")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+    """Of each family its folder and transformers' logits of the samples, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+    for name in FAMILIES:
+        folder = tmp_path_factory.mktemp("families") / name
+        make_family(folder, name)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            made[name] = folder, torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES])
+    return made
+
+
+@pytest.mark.parametrize(("name", "cut"), CASES)
+def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(models, tmp_path, name, cut):
+    folder, expected = models[name]
+    num_ranks, layout = MOE_CUT if cut == "ep2" else CUTS[cut]
+    settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout)
+    for seen in run_ranks(look, num_ranks, settings, samples=SAMPLES, export=str(tmp_path)):
+        ours = torch.from_numpy(seen["logits"])[: expected.size(0)]
+        assert (ours - expected).abs().max().item() < 1e-5 * max(1.0, expected.abs().max().item())
+    exported, original = (load_file(each / "model.safetensors") for each in (tmp_path, folder))
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[key], original[key]) for key in original)

@@ -1,0 +1,109 @@
+"""Parallel layouts of the trainer: one of each kind here; ``python -m tests.contract.layouts`` runs all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import Files, count_forwards, run_ranks, train
+from tests.contract.families import make_family
+from tests.contract.layouts import BLOCK, FULL, LAYOUTS, LIMIT, MOE, SELECTIVE, Comparison, Layout
+from tests.contract.samples import STEPS
+
+pytestmark = pytest.mark.timeout(300)
+
+KINDS = (
+    "pp2-tied",
+    "dp2-ddp-overlap",
+    "dp2-overlap",
+    "recompute-block",
+    "cp2-pp2-vpp2",
+    "moe-tp2-sp-ep2-pp2",
+    "cp2-pp2-gspo-kl",
+)
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def compare(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    return Comparison(tmp_path_factory.mktemp("layouts"))
+
+
+def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
+    assert len(LAYOUTS) >= 20
+    assert len(
+        {(one.model, one.num_ranks, str(sorted(one.settings.items())), one.algorithm) for one in LAYOUTS}
+    ) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layout_trains_as_one_process_does(compare, name):
+    """Loss, norm, gradients of the first step and weights after three, relative, in float32."""
+    assert compare(BY_NAME[name]).largest < LIMIT
+
+
+def settings(folder: Path, layout: Layout, **changes) -> ActorSettings:
+    options = dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2) | layout.settings | changes
+    return ActorSettings(str(folder / layout.model), **options)
+
+
+CONTINUED = [  # written at, read at
+    ("moe-tp2-sp-ep2-pp2", Layout("alone", MOE, 1)),
+    ("moe-pp2", BY_NAME["moe-cp2-ep2"]),
+    ("cp2-pp2-vpp2", BY_NAME["tp2-sp"]),
+    ("pp2-tied", BY_NAME["tp2-sp-pp2-tied"]),
+    ("moe-ep2-ddp", BY_NAME["moe-ep2-ddp"]),
+]
+
+
+@pytest.mark.parametrize(("written_at", "reader"), CONTINUED, ids=[f"{a}-to-{b.name}" for a, b in CONTINUED])
+def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reader):
+    """The third step from the checkpoint of the second equals that of the run that went on."""
+    writer = BY_NAME[written_at]
+    make_family(tmp_path / writer.model, writer.model)
+    saved = str(tmp_path / "saved")
+    files = Files(save=saved, export=str(tmp_path / "whole"))
+    whole = run_ranks(train, writer.num_ranks, settings(tmp_path, writer), steps=STEPS, files=files)
+    files = Files(load=saved, export=str(tmp_path / "continued"))
+    continued = run_ranks(train, reader.num_ranks, settings(tmp_path, reader), steps=STEPS, files=files)
+    assert continued[0]["metrics"] == [pytest.approx(whole[0]["metrics"][2], rel=1e-5, abs=1e-6)]
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("continued", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ours)
+    if reader.name == writer.name:
+        assert continued[0]["hash"] == whole[0]["hash"]
+
+
+RECOMPUTED = [  # how often four layers of two norms and their two query and key norms run, and one final norm
+    ({}, 17, 4),
+    (FULL, 33, 8),
+    (BLOCK, 21, 5),
+    (SELECTIVE, 17, 8),
+]
+
+
+@pytest.mark.parametrize(("recompute", "norms", "attentions"), RECOMPUTED)
+def test_recomputing_runs_again_what_it_says(tmp_path, recompute, norms, attentions):
+    make_family(tmp_path, "qwen3")
+    (counts,) = run_ranks(count_forwards, 1, ActorSettings(str(tmp_path), **recompute), samples=STEPS[0])
+    assert counts == {"norms": norms, "attentions": attentions}
+
+
+def test_the_divergence_from_the_reference_starts_at_zero_and_its_weight_keeps_the_policy_near(tmp_path):
+    """After a step the weights are other than the reference's; with a heavy weight they come less far."""
+    make_family(tmp_path, "qwen3")
+    steps = [STEPS[0]] * 3
+
+    def kl_of(**changes) -> list[float]:
+        alone = ActorSettings(str(tmp_path), lr=1e-3, adam_eps=1e-4, use_kl_loss=True, **changes)
+        (found,) = run_ranks(train, 1, alone, steps=steps)
+        return [metrics["train/ref_kl"] for metrics in found["metrics"]]
+
+    free, held = kl_of(), kl_of(kl_loss_coef=10.0)
+    assert free[0] == held[0] == pytest.approx(0.0, abs=1e-9)
+    assert free[2] > free[1] > 0
+    assert held[2] < free[2]

@@ -1,0 +1,31 @@
+"""The memory estimate counts as many parameters as transformers makes, within its promise of one part in a thousand."""
+
+import pytest
+
+from rlpost.config.memory import num_parameters
+
+SIZES = {"pad_token_id": 0, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8000}
+DENSE = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 1408}
+EXPERTS = {**DENSE, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
+MODELS = {
+    "qwen2": DENSE,
+    "qwen3": {**DENSE, "head_dim": 128, "tie_word_embeddings": True},
+    "llama": {**DENSE, "num_key_value_heads": 8},
+    "glm4": {**DENSE, "head_dim": 64},
+    "qwen3_moe": {**EXPERTS, "num_experts": 8, "head_dim": 64, "mlp_only_layers": [1]},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_counted_as_transformers_counts_them(model):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model, **MODELS[model])
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    counted = num_parameters(config.to_dict())
+    experts = sum(p.numel() for name, p in made.named_parameters() if ".experts." in name)
+    assert counted.total == pytest.approx(made.num_parameters(), rel=1e-3)
+    assert counted.expert == experts

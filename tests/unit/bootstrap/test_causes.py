@@ -1,0 +1,33 @@
+"""Invariant: a known trace gets its cause in front, and no line of the log is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from bootstrap.causes import with_likely_cause
+from bootstrap.files import tail
+from bootstrap.rendezvous import describe_missing
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/tmp/r1.0'", "disk is full"),
+        ("Exception: The current node timed out during startup. This could happen because", "overloaded"),
+        ("ModuleNotFoundError: No module named 'ray'", "environment or image"),
+    ],
+)
+def test_a_known_trace_gets_its_cause_in_front(log: str, words: str) -> None:
+    first, rest = with_likely_cause(log).split(":\n", 1)
+    assert words in first and rest == log
+
+
+def test_an_unknown_trace_is_left_as_it_is() -> None:
+    assert with_likely_cause("Segmentation fault") == "Segmentation fault"
+
+
+def test_a_host_without_a_log_has_never_begun(tmp_path: Path) -> None:
+    (tmp_path / "agent-n2.log").write_text("exec format error\n")
+    said = describe_missing(["n1", "n2"], tmp_path, "agent-HOST.log")
+    assert "n1: probably its agent never began" in said and "n2: exec format error" in said
+    assert tail(tmp_path / "agent-n1.log") in said

@@ -1,0 +1,99 @@
+"""Invariant: a living peer is never taken for dead, a silent one is, and the kind of end is told apart."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from bootstrap import link as link_module
+from bootstrap.link import Link, LinkLost, plain_ip
+from bootstrap.messages import Codec
+
+KEY = b"key"
+
+
+async def connected(scene: Callable[[Link, Link], Awaitable[None]], address: str = "127.0.0.1") -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda r, w: accepted.set_result(Link(r, w, Codec(KEY, "head"))), address, 0)
+    reader, writer = await asyncio.open_connection(address, server.sockets[0].getsockname()[1])
+    node, head = Link(reader, writer, Codec(KEY, "node")), await accepted
+    async with asyncio.timeout(30):
+        await scene(node, head)
+    node.close()
+    head.close()
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "BEAT_S", 0.02)
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
+
+
+def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
+    async def scene(node: Link, head: Link) -> None:
+        node.start_beating()
+        head.start_beating()
+        await asyncio.sleep(1.0)  # twice the silence that would be too long
+        await node.send({"kind": "ray_up"})
+        assert await head.receive() == {"kind": "ray_up"}
+
+    asyncio.run(connected(scene))
+
+
+def test_a_peer_that_says_nothing_is_lost_and_its_node_is_bad() -> None:
+    async def scene(node: Link, head: Link) -> None:
+        head.start_beating()  # the node's agent hangs; its kernel goes on to acknowledge
+        with pytest.raises(LinkLost, match="silent for 0 s: its agent hangs") as raised:
+            await head.receive()
+        assert raised.value.node_is_bad
+
+    asyncio.run(connected(scene))
+
+
+def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
+    async def closed(node: Link, head: Link) -> None:
+        node.close()
+        with pytest.raises(LinkLost, match="the connection was closed") as raised:
+            await head.receive()
+        assert not raised.value.node_is_bad
+
+    async def broken(node: Link, head: Link) -> None:
+        node._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        node.close()
+        with pytest.raises(LinkLost, match="the connection broke") as raised:
+            await head.receive()
+        assert not raised.value.node_is_bad
+
+    asyncio.run(connected(closed))
+    asyncio.run(connected(broken))
+
+
+def test_a_machine_that_acknowledges_nothing_is_bad() -> None:
+    """What the kernel reports after its keep-alive probes."""
+
+    async def scene(node: Link, head: Link) -> None:
+        head._reader.set_exception(TimeoutError(110, "Connection timed out"))
+        with pytest.raises(LinkLost, match="its machine does not answer") as raised:
+            await head.receive()
+        assert raised.value.node_is_bad
+
+    asyncio.run(connected(scene))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_links_over_ipv6_know_their_addresses() -> None:
+    async def scene(node: Link, head: Link) -> None:
+        assert node.local_ip == head.peer_ip == "::1"
+
+    asyncio.run(connected(scene, "::1"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "plain"),
+    [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1"), ("FD00::0:1", "fd00::1")],
+)
+def test_addresses_have_one_spelling(raw: str, plain: str) -> None:
+    assert plain_ip(raw) == plain

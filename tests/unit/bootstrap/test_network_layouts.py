@@ -1,0 +1,137 @@
+"""Invariant: detection is right on every layout of tests/data/netlayouts; neither names nor order carry the answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap.network_detect import detect
+from bootstrap.network_facts import load_document, parse_facts
+from tools.bench import netlayouts
+
+ROOT = Path(__file__).parents[3]
+LAYOUTS = sorted((ROOT / "tests/data/netlayouts").glob("*.yaml"))
+DOCUMENTS = {path.stem: load_document(path) for path in LAYOUTS}
+
+each_layout = pytest.mark.parametrize("name", DOCUMENTS)
+
+
+def answer(document: Mapping[str, Any]) -> dict[str, Any]:
+    return detect(parse_facts(document)).to_document()
+
+
+def essence(found: Mapping[str, Any]) -> tuple[object, ...]:
+    """What does not hang on the order of a listing."""
+    return (
+        found["socket_ifname"],
+        found["node_ip"],
+        found["rdma"],
+        frozenset(found["ib_hca"]),
+        frozenset(found["ib_hca_exclude"]),
+        found["gid_index"],
+        frozenset(found["data_ifaces"]),
+    )
+
+
+@each_layout
+def test_every_layout_is_read_right(name: str) -> None:
+    wrong = {key: said for key, said in netlayouts.score(DOCUMENTS[name]).items() if said[0] != netlayouts.RIGHT}
+    assert not wrong
+
+
+@each_layout
+def test_the_address_is_the_right_one_and_a_wrong_interface_is_never_named(name: str) -> None:
+    found, right = answer(DOCUMENTS[name]), DOCUMENTS[name]["expected"]
+    assert found["socket_ifname"] not in (right.get("socket_ifname_bad") or [])
+    if right.get("node_ip") and found["socket_ifname"] == right["socket_ifname"]:
+        assert found["node_ip"] == right["node_ip"]
+
+
+@each_layout
+def test_the_environment_is_exact_and_of_one_link_layer(name: str) -> None:
+    document = DOCUMENTS[name]
+    found = answer(document)
+    env, layers = found["env"], {row["name"]: row.get("link_layer") for row in document.get("rdma_devices") or ()}
+    active = {row["name"] for row in document.get("rdma_devices") or () if row.get("state") == "ACTIVE"}
+    assert set(found["env_why"]) == set(env)
+    if found["socket_ifname"]:
+        assert env["GLOO_SOCKET_IFNAME"] == found["socket_ifname"]
+        assert env["NCCL_SOCKET_IFNAME"] == "=" + found["socket_ifname"]
+    if "NCCL_IB_HCA" in env:
+        assert env["NCCL_IB_HCA"].startswith("=")
+        named = [entry.split(":")[0] for entry in env["NCCL_IB_HCA"][1:].split(",")]
+        assert named == found["ib_hca"]
+        assert len({layers[hca] for hca in named}) == 1
+    else:
+        assert found["rdma"] not in ("ib", "roce") or set(found["ib_hca"]) in (active, set())
+    assert not set(found["ib_hca"]) & set(found["ib_hca_exclude"])
+
+
+@each_layout
+def test_the_order_of_the_listing_means_nothing(name: str) -> None:
+    dice = random.Random(name)
+    for _ in range(3):
+        document = copy.deepcopy(dict(DOCUMENTS[name]))
+        dice.shuffle(document["interfaces"])
+        dice.shuffle(document["rdma_devices"] or [])
+        assert essence(answer(document)) == essence(answer(DOCUMENTS[name]))
+
+
+def renamed(document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Mapping[str, str]) -> dict[str, Any]:
+    """The same host, had its devices other names."""
+    made = copy.deepcopy(dict(document))
+    for row in made["interfaces"]:
+        row["name"], row["master"] = interfaces[row["name"]], interfaces.get(row.get("master"))
+    for row in made["rdma_devices"] or ():
+        row["name"], row["netdev"] = hcas[row["name"]], interfaces.get(row.get("netdev"))
+    made["default_route"]["iface"] = interfaces.get(made["default_route"]["iface"])
+    return made
+
+
+@each_layout
+@pytest.mark.parametrize("how", ["anonymous", "swapped"])
+def test_names_mean_nothing(name: str, how: str) -> None:
+    """Whether every device gets a name of no meaning, or devices change names among themselves."""
+    document, dice = DOCUMENTS[name], random.Random(name)
+    names = []
+    for rows in (document["interfaces"], document["rdma_devices"] or ()):
+        old = [row["name"] for row in rows]
+        new = dice.sample(old, len(old)) if how == "swapped" else dice.sample([f"q{i}" for i in range(99)], len(old))
+        names.append(dict(zip(old, new, strict=True)))
+    before, after = answer(document), answer(renamed(document, *names))
+    if document["expected"]["socket_ifname"]:  # else there is no evidence, and somebody has to be taken
+        assert after["socket_ifname"] == names[0][before["socket_ifname"]]
+        assert after["node_ip"] == before["node_ip"]
+    assert set(after["ib_hca"]) == {names[1][hca] for hca in before["ib_hca"]}
+    assert (after["rdma"], after["gid_index"]) == (before["rdma"], before["gid_index"])
+
+
+@each_layout
+def test_what_a_layout_says_of_itself_is_not_read(name: str) -> None:
+    document = {key: DOCUMENTS[name].get(key) for key in ("interfaces", "rdma_devices", "default_route", "gpus")}
+    document["peers"] = {key: text for key, text in DOCUMENTS[name]["peers"].items() if key != "how"}
+    document["provider_hints"] = DOCUMENTS[name]["provider_hints"]
+    assert answer(document) == answer(DOCUMENTS[name])
+
+
+def test_the_command_line_prints_one_object_for_a_file_and_the_bench_agrees() -> None:
+    layout = ROOT / "tests/data/netlayouts/oci-bm-gpu-h200-8.yaml"
+    command = [sys.executable, "-m", "bootstrap.network", "--facts", str(layout), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found == answer(load_document(layout))
+    public = "socket_ifname node_ip rdma ib_hca ib_hca_exclude gid_index env warnings why"
+    assert set(public.split()) <= set(found)
+
+    bench = [sys.executable, "tools/bench/netlayouts.py", str(layout.parent)]
+    table = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True)
+    assert table.returncode == 0, table.stdout
+    assert "WRONG" not in table.stdout and f"{len(LAYOUTS)} layouts" in table.stdout

@@ -1,0 +1,352 @@
+"""Each rule of detection alone, on hosts of a few devices; invariant: evidence of a higher kind wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bootstrap.network_detect import Detection, detect
+from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, parse_facts
+
+LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
+
+
+def nic(name: str, *addresses: str, **more: Any) -> Interface:
+    """An Ethernet interface that is up, with just these addresses."""
+    ipv4 = tuple(text for text in addresses if ":" not in text)
+    ipv6 = tuple(text for text in addresses if ":" in text)
+    return Interface(**{"name": name, "type": "ether", "state": "up", "ipv4": ipv4, "ipv6": ipv6, **more})
+
+
+def port(name: str, layer: str | None = "Ethernet", rate: float | None = 400, **more: Any) -> RdmaPort:
+    return RdmaPort(**{"name": name, "state": "ACTIVE", "link_layer": layer, "rate_gbps": rate, **more})
+
+
+def host(*devices: Interface | RdmaPort, **more: Any) -> NetworkFacts:
+    interfaces = tuple(one for one in devices if isinstance(one, Interface))
+    return NetworkFacts((LO, *interfaces), tuple(one for one in devices if isinstance(one, RdmaPort)), **more)
+
+
+def names(found: Detection) -> list[str]:
+    return [one.name for one in found.rdma.ports]
+
+
+MANAGEMENT = nic("m", "10.1.0.5/24", speed_mbps=1_000)
+FAST = nic("f", "10.9.0.5/24", speed_mbps=100_000)
+
+
+# Sockets ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_user_outranks_the_connection_and_the_connection_everything_else() -> None:
+    facts = host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.1.0.5", example_peer="10.1.0.6")
+    assert detect(facts).socket.ifname == "m"
+    met = detect(facts, connection_ip="10.9.0.5")
+    assert (met.socket.ifname, met.socket.ip) == ("f", "10.9.0.5")
+    assert detect(facts, connection_ip="10.9.0.5", override="m").socket.ifname == "m"
+    missing = detect(facts, override="zz9")
+    assert missing.socket.ifname == "zz9" and "zz9" in missing.socket.warnings[0]
+
+
+def test_the_address_that_slurm_knows_outranks_routes() -> None:
+    assert detect(host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5")).socket.ifname == "f"
+
+
+@pytest.mark.parametrize("peers", [{"example_peer": "10.9.0.77"}, {"slurm_subnet": "10.9.0.0/24"}])
+def test_a_connected_network_of_the_peers_outranks_the_default_route(peers: dict[str, str]) -> None:
+    assert detect(host(MANAGEMENT, FAST, default_route="m", **peers)).socket.ifname == "f"
+
+
+def test_the_longest_prefix_towards_a_peer_wins() -> None:
+    wide = nic("w", "10.0.0.1/8", speed_mbps=400_000)
+    assert detect(host(wide, FAST, example_peer="10.9.0.6")).socket.ifname == "f"
+
+
+def test_a_peer_beyond_all_networks_is_reached_by_the_default_route() -> None:
+    assert detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1")).socket.ifname == "m"
+
+
+def test_of_two_interfaces_in_one_network_the_faster_is_taken_and_the_user_warned() -> None:
+    slow, fast = nic("s", "10.2.0.5/20", speed_mbps=1_000), nic("t", "10.2.2.5/20", speed_mbps=10_000)
+    found = detect(host(slow, fast, default_route="s", example_peer="10.2.0.6"))
+    assert found.socket.ifname == "t" and "one network" in found.socket.warnings[0]
+    by_port = detect(host(replace(slow, speed_mbps=None), nic("u", "10.2.2.6/20"), port("d", rate=25, netdev="u")))
+    assert by_port.socket.ifname == "u"
+
+
+def test_an_overlay_with_single_addresses_is_taken_when_the_peer_is_in_its_range() -> None:
+    overlay = nic("v", "100.80.1.2/32", type="tun")
+    found = detect(host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="100.99.3.4"))
+    assert found.socket.ifname == "v" and "not at the speed of the wire" in found.socket.warnings[0]
+    at_home = host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="192.168.1.6")
+    assert detect(at_home).socket.ifname == "e"
+
+
+def test_of_cloud_interfaces_with_single_addresses_the_nearest_to_the_peer_is_taken() -> None:
+    facts = host(nic("a", "10.0.1.4/32"), nic("b", "10.0.0.6/32"), nic("c", "10.0.2.4/32"), example_peer="10.0.0.7")
+    assert detect(facts).socket.ifname == "b"
+
+
+def test_a_default_route_to_the_internet_yields_to_a_private_wire() -> None:
+    public, private = nic("p", "8.8.4.4/24"), nic("q", "10.3.0.1/16", type="bond")
+    assert detect(host(public, private, default_route="p")).socket.ifname == "q"
+    assert detect(host(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p")).socket.ifname == "p"
+    assert detect(host(public, default_route="p")).socket.ifname == "p"
+
+
+def test_link_local_members_dead_and_virtual_interfaces_are_passed_over() -> None:
+    facts = host(
+        nic("a", "fe80::1/64"),
+        nic("b", "169.254.3.4/16"),
+        nic("c", master="z"),
+        nic("d", "10.8.0.1/24", state="down"),
+        nic("e", "172.17.0.1/16", type="bridge"),
+        nic("g", "10.42.0.0/32", type="vxlan"),
+        nic("z", "10.4.0.1/24", type="bond"),
+    )
+    assert detect(facts).socket.ifname == "z"
+
+
+def test_a_bridge_over_a_wire_is_a_wire() -> None:
+    facts = host(nic("w", "10.50.0.1/24", type="tun"), nic("e", master="b"), nic("b", "10.6.0.1/24", type="bridge"))
+    assert detect(facts).socket.ifname == "b"
+
+
+def test_an_address_on_loopback_counts_when_the_wires_have_none() -> None:
+    lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
+    facts = NetworkFacts((lo, nic("a", "fe80::1/64"), nic("b", "fe80::2/64")), default_route="a")
+    found = detect(facts)
+    assert (found.socket.ifname, found.socket.ip) == ("lo", "10.200.0.7") and found.socket.warnings
+    assert detect(replace(facts, interfaces=(lo, FAST))).socket.ifname == "f"
+
+
+def test_two_hosts_on_a_cable_may_have_link_local_addresses_only() -> None:
+    facts = host(nic("c", "169.254.7.1/16"), MANAGEMENT, default_route="m", example_peer="169.254.7.2")
+    assert (detect(facts).socket.ifname, detect(facts).socket.ip) == ("c", "169.254.7.1")
+
+
+def test_a_host_with_ipv6_only_says_so_to_nccl() -> None:
+    found = detect(host(nic("v", "fd00:5::2/64", "fe80::1/64", type="veth"), example_peer="fd00:5::3"))
+    assert (found.socket.ifname, found.socket.ip) == ("v", "fd00:5::2")
+    assert found.env["NCCL_SOCKET_FAMILY"] == "AF_INET6" and found.env["NCCL_SOCKET_IFNAME"] == "=v"
+
+
+def test_the_address_is_the_one_on_the_peers_network_and_no_floating_one() -> None:
+    several = nic("a", "10.7.0.250/32", "10.8.0.2/24", "10.9.0.2/24")
+    assert detect(host(several, example_peer="10.9.0.3")).socket.ip == "10.9.0.2"
+    assert detect(host(several)).socket.ip == "10.8.0.2"
+
+
+def test_without_any_interface_nothing_is_named() -> None:
+    found = detect(host())
+    assert found.socket.ifname is None and found.socket.warnings and "GLOO_SOCKET_IFNAME" not in found.env
+
+
+# RDMA ---------------------------------------------------------------------------------------------------------------
+
+
+def test_dead_ports_are_left_out_whatever_their_interface_says() -> None:
+    facts = host(
+        nic("i", type="infiniband", state="down"),
+        port("a", "InfiniBand", netdev="i"),
+        port("b", "InfiniBand", state="DOWN"),
+    )
+    found = detect(facts)
+    assert (found.rdma.kind, names(found)) == ("ib", ["a"]) and "b" in found.rdma.warnings[0]
+    all_dead = detect(host(port("a", state="DOWN")))
+    assert all_dead.rdma.kind == "none" and "down" in all_dead.rdma.warnings[0]
+
+
+def test_of_a_device_with_two_ports_the_living_one_is_used() -> None:
+    found = detect(host(port("a", "InfiniBand"), port("a", "InfiniBand", port=2, state="DOWN"), port("b", rate=25)))
+    assert (found.to_document()["ib_hca"], found.to_document()["ib_hca_exclude"]) == (["a"], ["b"])
+    assert found.env["NCCL_IB_HCA"] == "=a:1"
+
+
+@pytest.mark.parametrize(
+    ("infiniband", "ethernet", "kind"),
+    [
+        ([400] * 8, [100, 100], "ib"),
+        ([100], [400] * 8, "roce"),  # InfiniBand for storage beside RoCE rails
+        ([200], [25], "ib"),
+        ([200], [200], "ib"),
+        ([None] * 8, [None], "ib"),
+        ([None], [None] * 8, "roce"),  # the number of GPUs decides
+    ],
+)
+def test_one_link_layer_is_kept(infiniband: list[float | None], ethernet: list[float | None], kind: str) -> None:
+    ports = [port(f"i{n}", "InfiniBand", rate) for n, rate in enumerate(infiniband)]
+    ports += [port(f"e{n}", "Ethernet", rate) for n, rate in enumerate(ethernet)]
+    found = detect(host(*ports, num_gpus=8))
+    assert found.rdma.kind == kind
+    assert {name[0] for name in names(found)} == {"i" if kind == "ib" else "e"}
+    assert found.env["NCCL_IB_HCA"].startswith("=") and found.env["UCX_NET_DEVICES"]
+
+
+def test_ports_of_another_rate_are_left_out_by_bandwidth_in_all() -> None:
+    rails = [port(f"r{n}", rate=200) for n in range(8)]
+    assert len(names(detect(host(*rails, port("s", rate=400), port("t", rate=25))))) == 8
+    assert names(detect(host(port("a", rate=100), port("b", rate=400)))) == ["b"]
+
+
+@pytest.mark.parametrize("vendor", ["bnxt_re", "irdma", "ionic_rdma", "mlx5_core"])
+def test_the_port_of_the_default_route_is_the_front_end(vendor: str) -> None:
+    facts = host(
+        nic("x", "10.1.0.1/24"),
+        nic("y", "192.168.0.1/24"),
+        port("a", netdev="x", driver=vendor),
+        port("b", netdev="y", driver=vendor),
+        default_route="x",
+    )
+    found = detect(facts)
+    assert names(found) == ["b"] and [one.name for one in found.rdma.excluded] == ["a"]
+    alone = detect(replace(facts, rdma_ports=facts.rdma_ports[:1]))
+    assert names(alone) == ["a"] and "NCCL_IB_HCA" not in alone.env  # all active ports: NCCL's own choice is right
+
+
+def test_a_port_under_the_bond_of_the_default_route_is_the_front_end() -> None:
+    bond, member = nic("z", "10.1.0.1/24", type="bond"), nic("x", master="z")
+    rails = [port(f"r{n}") for n in range(8)]
+    assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails, default_route="z", num_gpus=8)))) == 8
+    assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails)))) == 8
+
+
+def test_the_only_fast_port_is_kept_though_the_default_route_leaves_through_it() -> None:
+    facts = host(nic("x", "10.1.0.1/24"), port("a", rate=400, netdev="x"), port("b", rate=25), default_route="x")
+    assert names(detect(facts)) == ["a"]
+
+
+def test_virtual_functions_count_only_where_there_is_nothing_else() -> None:
+    virtual = port("v", sriov_vf=True)
+    assert names(detect(host(virtual, port("p")))) == ["p"]
+    assert names(detect(host(virtual))) == ["v"]
+
+
+def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
+    rails = [port(f"r{n}", "InfiniBand", 200, pci=f"0000:{n:02x}:00.0") for n in range(8)]
+    storage = [port(f"s{n}", "InfiniBand", 200, pci=f"0000:e1:00.{n}") for n in range(2)]
+    assert names(detect(host(*rails, *storage, num_gpus=8))) == [one.name for one in rails]
+    assert len(names(detect(host(*rails, *storage)))) == 10  # nobody counted the GPUs
+
+
+def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
+    gpus = tuple(Gpu(0, (f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}3:00.0")) for n in range(4))
+    near = [port(f"n{n}", pci_path=(f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}4:00.0")) for n in range(4)]
+    far = [port(f"n{n + 4}", pci_path=(f"0000:{n}9:01.0", f"0000:{n}a:00.0")) for n in range(4)]
+    assert names(detect(host(*near, *far, num_gpus=4, gpus=gpus))) == ["n0", "n1", "n2", "n3"]
+    assert len(names(detect(host(*far, num_gpus=4, gpus=gpus)))) == 4
+    assert len(names(detect(host(*near[1:], *far, num_gpus=4, gpus=gpus)))) == 7  # one GPU would have no port
+
+
+def test_ports_on_a_numa_node_without_gpu_are_left_out() -> None:
+    ports = [port("a", numa=0), port("b", numa=1), port("c", numa=3)]
+    assert names(detect(host(*ports, num_gpus=2, gpus=(Gpu(0), Gpu(1))))) == ["a", "b"]
+
+
+def test_where_nodes_meet_over_rdma_a_port_elsewhere_is_left_out() -> None:
+    here, twin = nic("x", "10.100.4.1/24"), nic("y", "10.100.5.1/24")
+    elsewhere, auto = nic("u", "10.0.0.2/24"), nic("w", "169.254.1.2/16")
+    ports = [port(f"p{one.name}", netdev=one.name) for one in (here, twin, elsewhere, auto)]
+    found = detect(host(here, twin, elsewhere, auto, *ports, slurm_subnet="10.100.4.0/24", num_gpus=1))
+    assert names(found) == ["px", "py"]
+
+
+def test_rails_with_a_plan_of_their_own_outvote_the_place_where_nodes_meet() -> None:
+    front = nic("x", "10.0.2.51/24")
+    rails = [nic(f"r{n}", f"192.168.{n}.9/24") for n in range(8)]
+    ports = [port(f"p{one.name}", netdev=one.name) for one in (front, *rails)]
+    found = detect(host(front, *rails, *ports, slurm_addr="10.0.2.51"))
+    assert len(names(found)) == 8 and "px" not in names(found)
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        (host(nic("e", driver="ena"), port("r", None, driver="efa")), "efa"),
+        (host(FAST, hints=("libfabric provider efa",)), "efa"),
+        (host(FAST, hints=("no efa driver",)), "none"),
+        (host(FAST, hints=("libfabric provider cxi",)), "cxi"),
+        (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)), num_gpus=8), "gpudirect-tcpx"),
+        (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(2)), num_gpus=8), "none"),
+        (host(nic("i", "10.3.0.1/24", type="infiniband")), "ib"),
+        (host(FAST, hints=("RDMA devices of the host are visible in the pod",)), "roce"),
+        (host(FAST, hints=("no RDMA device although lspci shows mlx5 cards",)), "none"),
+        (host(FAST), "none"),
+    ],
+)
+def test_fabrics_that_are_no_verbs_are_told_by_driver_or_provider(facts: NetworkFacts, kind: str) -> None:
+    found = detect(facts)
+    assert found.rdma.kind == kind
+    assert not any(key.startswith(("NCCL_IB", "UCX")) for key in found.env)
+    assert found.env.get("FI_PROVIDER") == (kind if kind in ("efa", "cxi") else None)
+
+
+def test_tcpx_keeps_control_and_data_apart() -> None:
+    nics = [nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)]
+    found = detect(host(*nics, num_gpus=8, default_route="g0"))
+    assert found.env["NCCL_GPUDIRECTTCPX_CTRL_DEV"] == "g0"
+    assert found.env["NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"] == "g1,g2,g3,g4"
+
+
+# GIDs ---------------------------------------------------------------------------------------------------------------
+
+LINK_LOCAL = (Gid(0, "RoCE_v1", "fe80::1"), Gid(1, "RoCE_v2", "fe80::1"))
+
+
+@pytest.mark.parametrize(
+    ("gids", "index", "to_nccl"),
+    [
+        ((*LINK_LOCAL, Gid(2, "RoCE_v1", "::ffff:10.0.0.1"), Gid(3, "RoCE_v2", "::ffff:10.0.0.1")), 3, False),
+        ((*LINK_LOCAL, Gid(4, "RoCE_v1", "::ffff:10.0.0.1"), Gid(5, "RoCE v2", "::ffff:10.0.0.1")), 5, False),
+        ((*LINK_LOCAL, Gid(3, "RoCE_v2", "::ffff:169.254.0.1"), Gid(7, "RoCE_v2", "::ffff:10.0.0.1")), 7, False),
+        ((*LINK_LOCAL, Gid(3, "RoCE_v2", "fd00::1")), 3, True),
+        (LINK_LOCAL, 1, True),
+    ],
+)
+def test_the_gid_is_read_off_the_table(gids: tuple[Gid, ...], index: int, to_nccl: bool) -> None:
+    found = detect(host(port("a", gids=gids)))
+    assert found.rdma.gid_index == index and found.env["NVSHMEM_IB_GID_INDEX"] == str(index)
+    assert ("NCCL_IB_GID_INDEX" in found.env) == to_nccl  # it finds IPv4 by itself since 2.21
+
+
+def test_a_gid_of_the_ports_own_interface_is_preferred() -> None:
+    gids = (Gid(3, "RoCE_v2", "::ffff:10.9.9.9"), Gid(13, "RoCE_v2", "::ffff:10.5.0.1"))
+    assert detect(host(nic("x", "10.5.0.1/24"), port("a", netdev="x", gids=gids))).rdma.gid_index == 13
+
+
+def test_gids_that_differ_by_device_are_reported_and_none_is_set() -> None:
+    ports = [port(f"p{n}", gids=(Gid(n, "RoCE_v2", "::ffff:10.0.0.1"),)) for n in (1, 2)]
+    found = detect(host(*ports))
+    assert found.rdma.gid_index is None and found.rdma.gid_index_per_hca == {"p1": 1, "p2": 2}
+    assert found.rdma.warnings and not any("GID" in key for key in found.env)
+
+
+def test_without_a_table_the_kernels_order_is_assumed_and_nothing_is_set() -> None:
+    for addresses, index in ((("10.0.0.1/24",), 3), (("fe80::1/64",), 1), (("fd00::1/64", "fe80::1/64"), 3)):
+        found = detect(host(nic("x", *addresses), port("a", netdev="x")))
+        assert found.rdma.gid_index == index and not any("GID" in key for key in found.env)
+
+
+def test_infiniband_has_no_gid_index() -> None:
+    assert detect(host(port("a", "InfiniBand", gids=(Gid(0, "IB", "fe80::1"),)))).rdma.gid_index is None
+
+
+# What the user and the site say -------------------------------------------------------------------------------------
+
+
+def test_what_the_site_prescribes_is_kept_and_said() -> None:
+    facts = host(FAST, port("a", "InfiniBand"), port("b", "InfiniBand", 100))
+    site = {"NCCL_IB_TC": "106", "NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "", "PATH": "/bin"}
+    found = detect(facts, environ=site)
+    assert found.env["NCCL_IB_TC"] == "106" and found.env["NCCL_IB_HCA"] == "mlx5"
+    assert "site" in found.settings["NCCL_IB_HCA"].reason
+    assert found.env["NCCL_SOCKET_IFNAME"] == "=f" and "PATH" not in found.env
+
+
+def test_masked_addresses_are_not_known_and_break_nothing() -> None:
+    rows = [{"name": "a", "state": "up", "ipv4": ["10.x.x.4/24"], "ipv6": ["2001:db8::1/64"]}, {"name": "b"}]
+    facts = parse_facts({"interfaces": rows, "peers": {"example_peer": "n2.cluster", "slurm_addr": "10.x.0.1"}})
+    assert facts.interfaces[0].ipv4 is None and facts.interfaces[0].ipv6 == ("2001:db8::1/64",)
+    assert (facts.example_peer, facts.slurm_addr) == (None, None)

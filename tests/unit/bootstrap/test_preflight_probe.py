@@ -1,0 +1,67 @@
+"""Invariant: looking at this host raises nothing, changes nothing but a canary, and agrees with the kernel."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootstrap.doctor import main
+from bootstrap.preflight_probe import CANARY_DIR, read_host
+
+# As ``nvidia-smi --format=csv,noheader,nounits`` answers; the third column of the second card is not supported there.
+NVIDIA_SMI = """#!/bin/sh
+case $1 in
+  --query-gpu=*) printf "GPU-a, 4, 0\\nGPU-b, 900, [N/A]\\n" ;;
+  --query-remapped-rows=*) printf "GPU-a, No\\n" ;;
+esac
+"""
+
+
+def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
+    facts = read_host(tmp_path, Path("/tmp"), "localhost", {"SLURM_GPUS_ON_NODE": "8"})
+    (canary,) = (tmp_path / CANARY_DIR).iterdir()
+    assert facts.canary == canary.name and stat.S_IMODE(canary.stat().st_mode) == 0o600
+    assert facts.folder_error is None and facts.rename_ms is not None and facts.rename_ms > 0
+    assert facts.num_gpus_by_slurm == 8
+    assert facts.head_ips and set(facts.head_ips) <= {"127.0.0.1", "::1"}
+    said = subprocess.run(["df", "--output=fstype", "/tmp"], capture_output=True, text=True, check=True).stdout
+    assert facts.temp_fs == said.split()[-1]
+    assert abs((facts.temp_free or 0) - shutil.disk_usage("/tmp").free) < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [({}, None), ({"SLURM_GPUS_ON_NODE": "0"}, None), ({"SLURM_GPUS_PER_NODE": "h100:8"}, 8)],
+)
+def test_what_slurm_says_of_gpus(tmp_path: Path, environ: dict[str, str], count: int | None) -> None:
+    assert read_host(tmp_path, tmp_path, "localhost", environ).num_gpus_by_slurm == count
+
+
+def test_a_folder_that_is_not_there_and_a_name_that_does_not_resolve_are_facts(tmp_path: Path) -> None:
+    facts = read_host(tmp_path / "none", tmp_path / "none", "no.such.host.invalid", {})
+    assert facts.canary is None and "No such file" in str(facts.folder_error)
+    assert facts.temp_free is None
+    assert facts.head_ips in ((), None)  # None where the resolver takes its time to say so
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    facts = read_host(tmp_path, tmp_path, "localhost", {})
+    assert facts.gpus is not None and [gpu.used_mib for gpu in facts.gpus] == [4, 900]
+    assert [gpu.remap_pending for gpu in facts.gpus] == [False, None]
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    assert read_host(tmp_path, tmp_path, "localhost", {}).gpus == ()
+
+
+def test_the_doctor_says_so_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path)]) == 0
+    assert "host" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert main(["--folder", str(tmp_path / "none")]) == 1
+    assert "the run folder cannot be written" in capsys.readouterr().out

@@ -1,0 +1,182 @@
+"""Verbs on run folders, without Slurm: which run is meant, what its status says, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.inside import dashboard_port, head_of
+from rlpost.cli.main import main, verbs
+from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
+from rlpost.cli.secret_file import put_away, secrets_path, take_out, without_secrets
+from rlpost.config.tree import ClusterConfig
+from rlpost.errors import ConfigError
+from slurm.run_folder import RunFolder, create_run_folder
+from tests.unit.cli.projects import make_project
+
+ROOT = Path(__file__).parents[3]
+
+
+def make_run(root, *, job_id="", age_s=0.0):
+    run = create_run_folder(root, json.dumps({"rollout": {"num_rollout": 10}}))
+    if job_id:
+        run.ledger.append("submitted", job_id=job_id, nodes=1)
+    os.utime(run.run_json, (time.time() - age_s,) * 2)
+    return run
+
+
+@pytest.fixture
+def no_slurm(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_verbs_look_for_runs_where_submit_makes_them():
+    assert str(RUNS_DIR) == ClusterConfig().runs_dir
+
+
+def test_the_newest_run_is_meant_when_none_is_named(tmp_path):
+    for name, age_s in (("old", 200), ("new", 10), ("older", 300)):
+        make_run(tmp_path / name, age_s=age_s)
+    (tmp_path / "no-run").mkdir()
+    assert find_run(None, tmp_path).root.name == "new"
+
+
+def test_a_run_is_found_by_folder_by_name_and_by_every_job_it_had(tmp_path):
+    run = make_run(tmp_path / "a", job_id="12")
+    run.ledger.append("submitted", job_id="15", nodes=1)
+    make_run(tmp_path / "b", job_id="16", age_s=-10)
+    for word in ("a", "12", "15", str(tmp_path / "a")):
+        assert find_run(word, tmp_path) == run
+    with pytest.raises(ConfigError, match="there are b, a"):
+        find_run("1", tmp_path)
+
+
+def test_a_run_of_plain_sbatch_has_its_job_in_its_name_and_a_time_stamp_is_none(tmp_path):
+    assert job_ids(make_run(tmp_path / "tiny-4711")) == ["4711"]
+    assert job_ids(make_run(tmp_path / "tiny-20261120-144720")) == []
+
+
+def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tmp_path, capsys):
+    """Step, reward, pace and checkpoint come from files; the state is UNKNOWN where nobody can be asked."""
+    run = make_run(tmp_path / "runs/a", job_id="12")
+    lines = [{"step": 0, "eval/heldout/reward_mean": 0.1}]
+    lines += [{"step": n, "reward/mean": n / 10, "time/step_s": 2.0, "time/tokens_per_s": 50.0} for n in (1, 2, 3)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "rew')
+    run.ledger.append("committed", step=2, checkpoint="iter_0000002")
+    run.new_attempt()
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["num_steps"], found["reward"]) == ("UNKNOWN", 3, 10, 0.3)
+    assert (found["eta_s"], found["tokens_per_s"], found["evals"]) == (14.0, 50.0, {"heldout": 0.1})
+    assert (found["checkpoint"], found["attempt"]) == ("iter_0000002", "0")
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in (str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14"))
+
+
+def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
+    """Broken run.json, ledger, metrics and verdict."""
+    root = tmp_path / "runs/broken"
+    (root / "attempts/0").mkdir(parents=True)
+    (root / "attempts/latest").symlink_to("0")
+    for name in ("run.json", "ledger.jsonl", "metrics.jsonl", "attempts/0/verdict.json"):
+        (root / name).write_text('{"torn')
+    assert main(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "broken"
+
+
+def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path, capsys):
+    make_run(tmp_path / "runs/here", job_id="local-1")
+    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "on this machine")):
+        assert main([verb, "here"]) == 2
+        assert word in capsys.readouterr().err
+    for words, message in ((["exec"], "which command"), (["logs", "here"], "has not started"), (["report"], "no step")):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert main(["cancle"]) == 2
+    assert "did you mean 'cancel'" in capsys.readouterr().err
+
+
+def test_the_help_lists_every_verb(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in verbs())
+
+
+def test_a_check_shows_the_arithmetic(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_project(tmp_path / "project"))
+    assert main(["check", "recipe.toml", "--nodes", "2", "--rollout-batch-size", "6"]) == 0
+    lines = {line[:14].strip(): line[14:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["GPUs"] == "2 nodes x 4 = 8: 4 train, 2 generate"
+    assert lines["trainer"] == "4 ranks = TP 1 x DP 4"
+    assert lines["batch"] == "12 samples / 1 optimizer steps = 12; / DP 4 = 3 a rank"
+
+
+def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_project(tmp_path / "project"))
+    words = ["--tensor-model-parallel-size", "3", "--time", "soon", "--rm-type", "x"]
+    assert main(["check", "recipe.toml", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [word in captured.err for word in ("tensor_model", "soon", "--rm-type")] == [True] * 3
+
+
+@pytest.mark.parametrize("command", [["rlpost", "check"], ["rlpost.submit"], ["rlpost.train"]])
+def test_settings_are_shown_and_checked_without_torch(tmp_path, command):
+    """Whatever stands in for torch, ray or numpy must not be touched."""
+    project = make_project(tmp_path / "project")
+    for name in ("torch", "ray", "numpy", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('heavy')")
+    argv = [sys.executable, "-m", *command, "recipe.toml", "--nodes", "2", "--print-config"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(argv, cwd=project, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert any(
+        line.startswith("nodes = 2 ") and line.endswith("# the command line") for line in done.stdout.splitlines()
+    )
+
+
+def test_keys_go_into_one_file_of_the_owner_and_come_out_for_the_driver(tmp_path):
+    run = make_run(tmp_path / "a")
+    environ = {"HF_TOKEN": "one", "WANDB_API_KEY": "a=b c", "PATH": "/bin"}
+    put_away(run, environ)
+    assert environ == {"PATH": "/bin"}
+    assert secrets_path(run).stat().st_mode & 0o777 == 0o600
+    put_away(run, {"HF_TOKEN": "two"})  # submitted again, with one of them
+    driver = {"PATH": "/bin"}
+    take_out(run, driver)
+    assert driver == {"HF_TOKEN": "two", "WANDB_API_KEY": "a=b c", "PATH": "/bin"}
+    assert without_secrets(driver) == {"PATH": "/bin"}
+
+
+def test_without_keys_there_is_no_file_and_a_broken_key_is_refused_unseen(tmp_path):
+    run = make_run(tmp_path / "a")
+    put_away(run, {"HF_TOKEN": ""})
+    assert not secrets_path(run).exists()
+    with pytest.raises(ConfigError, match="HF_TOKEN") as refused:
+        put_away(run, {"HF_TOKEN": "hush\nhush"})
+    assert "hush" not in str(refused.value)
+
+
+def test_the_head_is_the_first_node_that_the_attempt_used(tmp_path):
+    run = make_run(tmp_path / "a")
+    assert head_of(run, ["n1", "n2"]) == "n1"
+    run.ledger.append("started", attempt="0", step=0, nodes=["n2", "n1"])
+    assert head_of(run, ["n1", "n2"]) == "n2"
+    assert head_of(run, ["n7"]) == "n7"  # requeued on other nodes, not started there yet
+
+
+def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path):
+    run = RunFolder(tmp_path)
+    attempt = run.new_attempt()
+    with pytest.raises(ConfigError, match="--ray-dashboard"):
+        dashboard_port(run)
+    stamp = "2026-11-20 15:17:55,224\tINFO scripts.py:1151 -- "
+    said = f"{stamp}To monitor and debug Ray, view the dashboard at \n{stamp}  127.0.0.1:20002\n"
+    (attempt / "ray-n1.log").write_text(said)
+    assert dashboard_port(run) == 20002

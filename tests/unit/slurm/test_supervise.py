@@ -1,0 +1,138 @@
+"""What follows from an attempt: decided purely, then through the command line as the batch script calls it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.ledger import Ledger
+from slurm.supervise import Answer, Budgets, Ending, bad_hosts, decide, stalled_attempts
+
+ROOT = Path(__file__).parents[3]
+BUDGETS = Budgets(max_preemptions=2, max_failures=1, max_stalled_attempts=3)
+SUBMITTED, ATTEMPT = {"event": "submitted"}, {"event": "attempt"}
+PREEMPTED, FAILED = ({"event": "verdict", "verdict": word} for word in ("requeue", "failed"))
+
+
+def committed(step: int) -> dict[str, Any]:
+    return {"event": "committed", "step": step}
+
+
+def code(ending: Ending, *entries: dict[str, Any]) -> int | None:
+    return decide(ending, entries, BUDGETS).code
+
+
+@pytest.mark.parametrize(("verdict", "expected"), [("done", 0), ("config", 78)])
+def test_done_and_wrong_settings_are_final_whatever_the_budgets(verdict: str, expected: int) -> None:
+    assert code(Ending(verdict, code=1)) == expected
+
+
+@pytest.mark.parametrize(("verdict", "expected"), [("requeue", 75), ("failed", 3), ("none", 3), ("gibberish", 3)])
+def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expected: int) -> None:
+    """A cancelled run stays cancelled; the exit code is that of the ending."""
+    assert code(Ending(verdict, code=3)) is None
+    assert code(Ending(verdict, code=3, terminated=True)) == expected
+    assert code(Ending(verdict, code=3, may_restart=False)) == expected
+
+
+def test_a_failure_never_exits_with_zero() -> None:
+    assert code(Ending("failed", code=0, terminated=True)) == 1
+
+
+def test_preemptions_and_failures_have_budgets_of_their_own() -> None:
+    """Neither uses up the other; each says its name when it is spent."""
+    progress = (ATTEMPT, committed(1))
+    assert code(Ending("requeue"), PREEMPTED, FAILED, FAILED, *progress) is None
+    assert code(Ending("failed"), PREEMPTED, PREEMPTED, PREEMPTED, *progress) is None
+    spent = decide(Ending("requeue"), (PREEMPTED, PREEMPTED, *progress), BUDGETS)
+    assert spent == Answer(75, "not requeued: preemptions: 3, and max_preemptions is 2")
+    assert "max_failures is 1" in decide(Ending("none"), (FAILED,), BUDGETS).reason
+
+
+def test_submitting_again_gives_new_budgets() -> None:
+    assert code(Ending("failed"), FAILED, SUBMITTED) is None
+    assert code(Ending("failed"), SUBMITTED, FAILED) == 1
+
+
+def test_a_run_that_makes_no_progress_ends_at_the_third_attempt() -> None:
+    """Only a checkpoint beyond the newest before counts as progress."""
+    before = [ATTEMPT, committed(20)]
+    assert code(Ending("requeue"), *before, ATTEMPT, committed(20), ATTEMPT) is None
+    assert code(Ending("requeue"), *before, ATTEMPT, committed(20), ATTEMPT, ATTEMPT) == 75
+    assert code(Ending("requeue"), *before, ATTEMPT, committed(21), ATTEMPT, ATTEMPT) is None
+
+
+def test_attempts_without_a_verdict_count_as_standing_still() -> None:
+    """Their batch host died; a new submission starts the count anew but knows the old checkpoints."""
+    assert stalled_attempts([ATTEMPT, ATTEMPT]) == 2
+    assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(5)]) == 1
+    assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(6)]) == 0
+
+
+def test_a_job_that_begins_before_its_submission_is_written_down_counts() -> None:
+    early = [{"event": "attempt", "job_id": "7"}, {"event": "submitted", "job_id": "7"}]
+    assert stalled_attempts([ATTEMPT, *early]) == 1
+    assert stalled_attempts([*early, {"event": "attempt", "job_id": "8"}]) == 2
+
+
+def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    for number, text in enumerate(["n02\n\n", "n01\n$(touch x)\nn02\n", ""]):
+        folder = tmp_path / "attempts" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "exclude").write_text(text)
+    assert bad_hosts(tmp_path) == ["n01", "n02"]
+    assert "'$(touch x)'" in capsys.readouterr().err
+
+
+def supervise(run: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "slurm.supervise", *words, "--run-folder", str(run), "--attempt", "0"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
+    """Nodes, image and code at the start; verdict, cause, answer and bad hosts at the end."""
+    attempt = tmp_path / "attempts/0"
+    attempt.mkdir(parents=True)
+    (tmp_path / "code.json").write_text('{"commit": "abc", "is_dirty": true}')
+    (attempt / "verdict").write_text("failed\n")
+    (attempt / "verdict.json").write_text('{"cause": "n02 is gone"}')
+    (attempt / "exclude").write_text("n02\n")
+    image = f"/images/sha256-{'0' * 64}.sqsh"
+    assert supervise(tmp_path, "start", "--job", "7", "--nodes", "n[01-02]", "--image", image) == ""
+    limits = ("--max-preemptions", "1", "--max-failures", "1", "--max-stalled-attempts", "2")
+    assert supervise(tmp_path, "end", "--code", "1", *limits, "--exclude", "n[07-08]") == "again n[07-08],n02\n"
+    start, end = Ledger(tmp_path / "ledger.jsonl").read()
+    del start["time"], end["time"]
+    assert start == {
+        "event": "attempt",
+        "attempt": 0,
+        "job_id": "7",
+        "nodes": "n[01-02]",
+        "image": {"path": image, "sha256": "0" * 64},
+        "code": {"commit": "abc", "is_dirty": True},
+    }
+    assert end == {
+        "event": "verdict",
+        "attempt": 0,
+        "verdict": "failed",
+        "cause": "n02 is gone",
+        "answer": "again",
+        "reason": "start again after a failure (1 of 1)",
+        "exclude": ["n02"],
+    }
+    assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
+
+
+@pytest.mark.parametrize("name", ["ledger", "image", "supervise"])
+def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
+    """Syntax of Python 3.8, and no module of ours beside these three."""
+    tree = ast.parse((ROOT / f"slurm/{name}.py").read_text(), feature_version=(3, 8))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    ours = {module for module in modules if module and module.startswith("slurm")}
+    assert ours <= {"slurm.ledger", "slurm.image"}
+    assert not {"tomllib", "zoneinfo", "graphlib"} & modules
