@@ -95,7 +95,6 @@ def submit_main(arguments: Sequence[str]) -> int:
     if options.recipe is None:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     check(config)
-    local = options.local or not is_available()
     try:
         spec = job_spec(config)
         root = options.run_folder or _new_run_folder(config)
@@ -106,6 +105,11 @@ def submit_main(arguments: Sequence[str]) -> int:
         if options.test_only:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
+        local = options.local or not is_available()
+        if local and config.cluster.nodes > 1:
+            raise ConfigError(
+                f"cluster.nodes = {config.cluster.nodes}: without Slurm there is only this machine; use 1"
+            )
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it

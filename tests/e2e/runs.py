@@ -15,7 +15,7 @@ RECIPE = "jobs/recipes/tiny.toml"
 NUM_STEPS = 24
 SETTINGS = [
     *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16", "--save-interval", "10", "--eval-interval", "12"),
-    *("--partition", "low"),
+    *("--partition", "low", "--max-failures", "0"),
 ]
 RUN_DEADLINE_S = 900.0
 

@@ -61,6 +61,12 @@ def test_bad_input_is_named_with_what_was_got_and_what_is_needed(project, capsys
     assert all(word in message for word in words), message
 
 
+def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, capsys):
+    assert main(["recipe.toml", "--local", "--nodes", "2"]) == 2
+    assert "cluster.nodes = 2" in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
 def test_a_broken_line_of_the_prompts_is_named(project, capsys):
     (project / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": \n')
     message = refused(capsys)
