@@ -15,6 +15,15 @@ A message holds the key or path, what was got, what is needed and how to fix it.
 inside Ray, so each is made from one string and stays picklable.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'X'?`` when something known is near, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
 
 class RlpostError(Exception):
     """Base of all of them."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from rlpost.cli.entry import run_command
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 
 # verb: module and function, and what it does
 VERBS = {
@@ -61,8 +61,6 @@ def _verb(arguments: Sequence[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb not in known:
-        from rlpost.config.load import suggestion
-
         raise ConfigError(f"{verb}: no such verb{suggestion(verb, known)}; there are {', '.join(known)}")
     module, _, function = VERBS[verb][0].partition(":")
     return getattr(importlib.import_module(module), function)(rest)

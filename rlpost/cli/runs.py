@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 from slurm.run_folder import RunFolder
 
 LOCAL = "local-"  # begins the job id of a run on this machine
@@ -49,8 +49,6 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
     named = [run for run in runs if run.root.name == word] or [run for run in runs if word in job_ids(run)]
     if named:
         return named[0]
-    from rlpost.config.load import suggestion
-
     names = [run.root.name for run in runs]
     there = f"; there are {', '.join(names[:NAMES_SHOWN])}" if names else ""
     raise ConfigError(

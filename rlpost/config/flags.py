@@ -15,7 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rlpost.config.tree import Config, Group
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 
 Values = dict[str, dict[str, Any]]
 
@@ -94,8 +94,6 @@ def _take_pass_through(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
 
 
 def _unknown_word(word: str, made: argparse.ArgumentParser) -> str:
-    from rlpost.config.load import suggestion
-
     if not word.startswith("-"):
         return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
     name = word.partition("=")[0]

@@ -6,11 +6,10 @@ fault is reported at once, each on a line of its own that names the key, the val
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from rlpost.config.flags import Values, fields, flag, groups
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 
 FLAG = "the command line"
 
@@ -87,12 +86,6 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
             hint = f"; it belongs into [{owner[key]}]" if key in owner else suggestion(key, tables[group].model_fields)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'X'?`` when something known is near, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _describe(fault: Any, origins: dict[str, str]) -> str:

@@ -5,11 +5,10 @@ Comes in: the text of an answer, the prompt's label and metadata. Goes out: the 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 
 RewardFunction = Callable[[str, str | None, Mapping[str, Any]], float]
 
@@ -31,7 +30,6 @@ def reward_function(name: str) -> RewardFunction:
         ConfigError: there is none; naming those there are.
     """
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"--rm-type {name!r}: no such reward; {hint}Known: {', '.join(sorted(REWARDS))}")
+        known = ", ".join(sorted(REWARDS))
+        raise ConfigError(f"--rm-type {name!r}: no such reward{suggestion(name, REWARDS)}; known: {known}")
     return REWARDS[name]

@@ -7,13 +7,12 @@ login node, where SGLang may be missing; then there is nothing to compare with, 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,8 @@ def check_server_args(names: Iterable[str]) -> None:
         if name in OURS:
             raise ConfigError(f"{flag}: this follows from {OURS[name]}; leave it out")
         if known is not None and name not in known:
-            near = difflib.get_close_matches(name, known - OURS.keys(), n=1)
-            hint = f"did you mean --sglang-{near[0].replace('_', '-')}?" if near else "see `sglang serve --help`"
-            raise ConfigError(f"{flag}: the installed SGLang has no setting {name!r}; {hint}")
+            flags = ["--sglang-" + other.replace("_", "-") for other in known - OURS.keys()]
+            raise ConfigError(f"{flag}: the installed SGLang has no setting {name!r}{suggestion(flag, flags)}")
 
 
 def _annotated_fields(path: Path, only: str | None = None) -> set[str]:

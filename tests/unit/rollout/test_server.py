@@ -46,7 +46,7 @@ def test_settings_of_sglang_are_known_without_importing_it() -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("mem_fraction_statik", "did you mean --sglang-mem-fraction-static"),
+        ("mem_fraction_statik", "did you mean '--sglang-mem-fraction-static'"),
         ("api_key", "follows from the secret"),
         ("tp_size", "follows from --rollout-num-gpus-per-engine"),
         ("zzzzzzzzz", "no setting 'zzzzzzzzz'"),
