@@ -6,7 +6,7 @@ import json
 import sys
 
 from tests.cluster.attempts import Attempt, on_node
-from tests.cluster.jobs import sbatch, until
+from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import REPOSITORY, Lab
 
 
@@ -55,10 +55,9 @@ def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -
 
 def test_the_doctor_runs_as_a_job(lab: Lab) -> None:
     script = f"#!/bin/bash\nsrun {sys.executable} -m bootstrap.doctor --num-gpus 3 --json\n"
-    wanted = ["-N1", "--gres=gpu:2", "-w", "n02", "--output=doctor.json"]
-    sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
-    report = lab.shared / "doctor.json"
-    until(lambda: report.exists() and report.read_text().rstrip().endswith("}"), lab, "the doctor's report")
-    found = json.loads(report.read_text().partition("\nsrun:")[0])["hosts"]["n02"]
+    wanted = ["-N1", "--gres=gpu:2", "-w", "n02", "--output=doctor.json", "--error=doctor.err"]
+    job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
+    until(lambda: job_info(lab, job).state.is_over, lab, "the doctor's report")
+    found = json.loads((lab.shared / "doctor.json").read_text())["hosts"]["n02"]
     assert found["level"] == "EXCLUDE_NODE"
     assert [check["found"] for check in found["checks"] if check["name"] == "gpus"] == ["2 by Slurm, 3 asked for"]
