@@ -55,6 +55,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "LANG", "TERM", "SHELL")
 
 
+def visible_folders() -> list[str]:
+    """What every node must see although its /tmp is its own: this checkout and the interpreter."""
+    return outermost([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
+
+
 class Lab:
     """One cluster. Use as a context manager, or ``up`` and ``down``.
 
@@ -150,11 +155,10 @@ class Lab:
         if not private_tmp.exists():
             private_tmp.mkdir(parents=True)
             private_tmp.chmod(0o1777)
-        visible = outermost([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
         plan = {
             "host": node,
             "private_tmp": str(private_tmp),
-            "visible": visible,
+            "visible": visible_folders(),
             "freezer_group": f"rlab-{self.name}-{node}" if self.options.proctrack == "cgroup" else "",
         }
         unshare = ["unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]

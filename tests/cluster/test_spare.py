@@ -7,15 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.attempts import Attempt, on_node
-from tests.cluster.lab import Lab
+from tests.cluster.lab import Lab, visible_folders
 
 
 @pytest.fixture
 def full_temp_dir(lab: Lab) -> Iterator[str]:
-    """On n02 /tmp has no room left."""
-    lab.run("n02", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/tmp"])
+    """On n02 /tmp has no room left; the code is still to be seen where it lies below /tmp."""
+    script = """set -e
+        mkdir -p /run/under; mount --rbind /tmp /run/under; mount -t tmpfs -o size=1m tmpfs /tmp
+        for folder; do mkdir -p "$folder"; mount --rbind "/run/under${folder#/tmp}" "$folder"; done"""
+    below = [folder for folder in visible_folders() if folder.startswith("/tmp/")]
+    lab.run("n02", ["bash", "-c", script, "bash", *below])
     yield "n02"
-    lab.run("n02", ["umount", "--lazy", "/tmp"])
+    lab.run("n02", ["umount", "--lazy", "/tmp", "/run/under"])
 
 
 def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing(lab: Lab, full_temp_dir: str) -> None:
