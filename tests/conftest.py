@@ -16,6 +16,7 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
+LONGEST_FIRST = ("e2e", "cluster", "contract")
 
 settings.register_profile("any machine", deadline=None)  # a slow one is no bug
 settings.load_profile("any machine")
@@ -27,9 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for folder in MARKED_FOLDERS:
-            if item.path.is_relative_to(TESTS / folder):
-                item.add_marker(folder)
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in MARKED_FOLDERS:
+            item.add_marker(folder)
+        # With several workers a file stays on one of them, and whole runs, which share a cluster, on one too.
+        item.add_marker(pytest.mark.xdist_group("e2e" if folder == "e2e" else str(item.path)))
+    items.sort(key=lambda item: _longest_first(item.path.relative_to(TESTS).parts[0]))
+
+
+def _longest_first(folder: str) -> int:
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 @pytest.hookimpl(wrapper=True)
