@@ -21,7 +21,7 @@ quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core,
 	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml
 
 test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: install  ## unit and golden tests, seconds
 	$(BIN)/python -m pytest tests/unit tests/golden

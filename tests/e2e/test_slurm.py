@@ -1,10 +1,13 @@
-"""A run that a job of higher priority pushes off its nodes, that Slurm starts again, that ends as if nothing happened.
+"""Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines behind a router.
 
-The generations of the undisturbed run are fixed: it records them, and the preempted runs train on the recording
-(engines run, are synchronised after every step and generate the evaluations). So weights and metrics must be equal to
-the last bit.
+First a run that nobody disturbs. Then runs that a job of higher priority pushes off their nodes, that Slurm starts
+again, and that end as if nothing had happened. The generations of the first are fixed: it records them, and the
+preempted runs train on the recording (engines run, are synchronised after every step and generate the evaluations). So
+weights and metrics must be equal to the last bit. All in one file, so that they share the first run.
 """
 
+import re
+import stat
 import sys
 from pathlib import Path
 
@@ -63,6 +66,57 @@ def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
     assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
     assert without_clock(run.metrics) == without_clock(undisturbed.metrics)
     assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
+
+
+def test_the_run_ends_done_with_every_step_once(undisturbed):
+    assert undisturbed.verdict(0) == "done"
+    assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
+    assert set(evaluations(undisturbed.metrics)) == {0, 12, 24}
+    events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
+    assert sorted(events[:2]) == ["attempt", "submitted"]  # a job may begin before sbatch has returned
+    assert events[2:] == ["started", "ready", "done", "verdict"]
+
+
+def test_both_nodes_meet_on_the_routable_interface(undisturbed):
+    agent = undisturbed.log(0, "agent-n01.log")
+    for node, ip in (("n01", "10.77.0.11"), ("n02", "10.77.0.12")):
+        assert re.search(rf"{node}\s+{re.escape(ip)}\s+eth0", agent), agent
+    assert undisturbed.events("started")[0]["nodes"] == ["n01", "n02"]
+
+
+def test_four_ranks_train_and_an_engine_on_each_node_generates(undisturbed):
+    attempt = undisturbed.folder / "attempts/0"
+    assert len(list(attempt.glob("actor-*.log"))) == 4
+    for index, ip in enumerate(("10.77.0.11", "10.77.0.12")):
+        server = (attempt / f"engine-{index}-server.log").read_text()
+        assert "POST /generate" in server
+        assert f"http://{ip}:" in (attempt / f"engine-{index}.log").read_text()
+
+
+def test_after_every_step_both_engines_have_the_step_s_version(undisturbed):
+    seen = re.findall(r"policy version (\d+) on 2 engines", undisturbed.log(0))
+    assert [int(version) for version in seen] == list(range(NUM_STEPS + 1))
+
+
+def test_trainer_and_engines_agree_on_the_log_probs_of_what_was_generated(undisturbed):
+    """The engines compute them while generating, the trainer when training: the same weights, two programs."""
+    for line in undisturbed.metrics[1:]:
+        assert line["train/rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undisturbed):
+    folder = undisturbed.folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    secret = (folder / "attempts/0/secret").read_bytes().strip()
+    holders = [path for path in folder.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    assert [path.name for path in holders] == ["secret"]
+
+
+def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
+    for node in ("n01", "n02"):
+        found = undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout.splitlines()
+        left = [line for line in found if not re.search(r"node_init\.py|slurmd|^ps ", line)]
+        assert not left
 
 
 def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(undisturbed, signalling_lab, recordings):
