@@ -2,6 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
+PYTEST_ARGS ?=  # with more than two cores: -n 2 --dist loadfile
 
 .PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs docs clean
 
@@ -21,7 +22,7 @@ quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core,
 	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml
 
 test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: install  ## unit and golden tests, seconds
 	$(BIN)/python -m pytest tests/unit tests/golden
