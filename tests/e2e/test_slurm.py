@@ -80,7 +80,7 @@ def test_the_run_ends_done_with_every_step_once(undisturbed):
 def test_both_nodes_meet_on_the_routable_interface(undisturbed):
     agent = undisturbed.log(0, "agent-n01.log")
     for node, ip in (("n01", "10.77.0.11"), ("n02", "10.77.0.12")):
-        assert re.search(rf"{node}\s+{re.escape(ip)}\s+eth0", agent), agent
+        assert re.search(rf"{node}\s+eth0\s+{re.escape(ip)}", agent), agent
     assert undisturbed.events("started")[0]["nodes"] == ["n01", "n02"]
 
 
@@ -113,10 +113,12 @@ def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undist
 
 
 def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
-    for node in ("n01", "n02"):
-        found = undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout.splitlines()
-        left = [line for line in found if not re.search(r"node_init\.py|slurmd|^ps ", line)]
-        assert not left
+    def left() -> list[str]:
+        found = [undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout for node in ("n01", "n02")]
+        lines = "".join(found).splitlines()
+        return [line for line in lines if not re.search(r"node_init\.py|slurmd|^ps ", line)]
+
+    until(lambda: not left(), undisturbed.lab, "every process of the run has ended", deadline_s=10.0)
 
 
 def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(undisturbed, signalling_lab, recordings):
