@@ -19,8 +19,9 @@ from rlpost.cli.entry import run_command
 from rlpost.cli.follow import follow
 from rlpost.cli.secret_file import put_away
 from rlpost.cli.settings import parser, settings
+from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.load import dump
-from rlpost.config.tree import ClusterConfig, Config
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.client import is_available
 from slurm.container import Container

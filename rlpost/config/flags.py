@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlpost.config.tree import Config, Group
+from rlpost.config.groups.base import Group
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
 Values = dict[str, dict[str, Any]]

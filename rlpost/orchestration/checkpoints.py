@@ -15,7 +15,7 @@ from typing import Any
 
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune
 from rlpost.checkpoint.state import RunState
-from rlpost.config.tree import CheckpointConfig
+from rlpost.config.groups.checkpoint import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

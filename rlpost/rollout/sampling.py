@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.config.tree import EvalConfig, RolloutConfig
+from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.groups.rollout import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rlpost.cli.inside import dashboard_port, head_of
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import put_away, secrets_path, take_out, without_secrets
-from rlpost.config.tree import ClusterConfig
+from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.errors import ConfigError
 from slurm.run_folder import RunFolder, create_run_folder
 from tests.unit.cli.projects import make_project

@@ -1,6 +1,7 @@
 """Evaluation inherits from the rollout what it does not set itself."""
 
-from rlpost.config.tree import EvalConfig, RolloutConfig
+from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.rollout.sampling import SamplingParams, eval_sampling, rollout_sampling
 
 ROLLOUT = RolloutConfig(

@@ -1,0 +1,32 @@
+"""The table [sglang] of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, model_validator
+
+from rlpost.config.groups.base import Group, Positive
+
+
+class SglangConfig(Group):
+    """Engines and router. Any other --sglang-X goes to SGLang's own ServerArgs under the name X."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    sglang_server_concurrency: Positive = 512
+    """Requests under way at one engine."""
+    router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = "cache_aware"
+    """How the router chooses an engine."""
+
+    @property
+    def server_args(self) -> dict[str, Any]:
+        """The pass-through settings, by the names of SGLang's ServerArgs."""
+        return {key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()}
+
+    @model_validator(mode="after")
+    def _only_sglang_names(self) -> SglangConfig:
+        for key in self.model_extra or {}:
+            if not key.startswith("sglang_"):
+                raise ValueError(f"unknown key '{key}'; options for SGLang itself begin with 'sglang_'")
+        return self
