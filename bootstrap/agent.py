@@ -66,7 +66,9 @@ def main() -> int:
     options = parse_options(sys.argv[1:])
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s agent[{host}] %(message)s", datefmt="%H:%M:%S"
+        level=logging.INFO,
+        format=f"%(asctime)s.%(msecs)03d %(levelname)s agent[{host}] %(message)s",
+        datefmt="%H:%M:%S",
     )
     if (options.attempt_dir / VERDICT_FILE).exists():
         logger.error("%s has a verdict already; every start needs a folder of its own", options.attempt_dir)

@@ -5,7 +5,9 @@ Comes in: text of a log, or what ``files.tail`` says of a log that is not there.
 
 from __future__ import annotations
 
-# The first that fits counts; words of ours, of Python, of Ray 2.60 and of the kernel.
+import re
+
+# Expressions, of which the first that fits counts; words of ours, of Python, of Ray 2.60 and of the kernel.
 _CAUSES = (
     ("no space left on device", "a disk is full there"),
     ("holds no secret", "its run folder is not the shared one"),
@@ -14,7 +16,7 @@ _CAUSES = (
     ("address already in use", "another process has one of the job's ports"),
     ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),
     ("out of memory", "memory ran out"),
-    ("oom", "memory ran out"),
+    (r"\boom\b|\boom-kill|oom_kill", "memory ran out"),
     ("permission denied", "a file or folder belongs to somebody else"),
     (
         "cannot be read: no such file",
@@ -26,5 +28,5 @@ _CAUSES = (
 def with_likely_cause(log: str) -> str:
     """The text, with the likely cause in front where one is known."""
     lower = log.lower()
-    cause = next((cause for words, cause in _CAUSES if words in lower), None)
+    cause = next((cause for words, cause in _CAUSES if re.search(words, lower)), None)
     return f"probably {cause}:\n{log}" if cause else log

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bootstrap.bandwidth import Survey
 from bootstrap.facts import Facts
 from bootstrap.files import write_atomic
 from bootstrap.handoff import PREFLIGHT_JSON
 from bootstrap.options import Options
-from bootstrap.preflight import Check, HostFacts, Preflight, Seen, Wanted, check_host, level_of
+from bootstrap.preflight import Check, HostFacts, Preflight, Seen, Wanted, level_of
+from bootstrap.preflight_checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight_probe import CANARY_DIR, read_host
 from bootstrap.ray_command import temp_dir
 from bootstrap.rendezvous import BringupError, NodeReport, Reception
@@ -27,7 +29,6 @@ from bootstrap.selection import choose_hosts
 
 logger = logging.getLogger(__name__)
 
-_LATE_SPARE_S = 10.0  # for nodes that may still come when enough are here already
 _CANARY_S = 5.0
 _CANARY_POLL_S = 0.05
 
@@ -44,7 +45,9 @@ class Gathering:
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
         self._changed = asyncio.Event()
+        self._first = asyncio.Event()
         self._own: asyncio.Task[HostFacts] | None = None
+        self.survey = Survey()
         self.used: tuple[str, ...] = ()
 
     def begin(self) -> None:
@@ -63,6 +66,7 @@ class Gathering:
         if level_of(check_host(_host_facts(report), self._wanted)) != "EXCLUDE_NODE":
             self._fit.add(report.host)
         self._changed.set()
+        self._first.set()
 
     def can_do_without(self, host: str, why: str) -> bool:
         """A node has gone: whether the cluster does not need it, or need not."""
@@ -73,6 +77,19 @@ class Gathering:
         self._changed.set()
         return len(self._facts.hosts) - len(self._absent) >= self._num_needed
 
+    async def wait_for_first(self) -> None:
+        """Until some other node has joined, or those that are here are enough."""
+        enough = asyncio.create_task(self.wait())
+        first = asyncio.create_task(self._first.wait())
+        await asyncio.wait([enough, first], return_when=asyncio.FIRST_COMPLETED)
+        enough.cancel()
+        first.cancel()
+
+    async def is_own_host_fit(self) -> bool:
+        """Whether Ray may be started here before everybody has come; ``choose`` says why not."""
+        assert self._own is not None
+        return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
+
     async def wait(self) -> None:
         """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
         complete = self._reception.complete
@@ -81,7 +98,7 @@ class Gathering:
         while not complete.is_set():
             if len(self._fit) >= self._num_needed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(complete.wait(), _LATE_SPARE_S)
+                    await asyncio.wait_for(complete.wait(), self._options.spare_wait_s)
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -99,24 +116,41 @@ class Gathering:
         read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
         canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])
         arrived_at = {reports[rank].host: at for rank, at in self._reception.joined_at.items()}
-        checks: dict[str, tuple[Check, ...]] = {}
+        via = {report.host: f"{report.ip} ({report.ifname})" for report in reports.values()}
+        checks = {host: [*compared] for host, compared in compare_hosts(read).items()}
         for host, found in read.items():
             skew = found.clock - arrived_at[host] if host in arrived_at and found.clock is not None else None
-            seen = Seen(skew, head_ip, None if found.canary is None else found.canary in canaries)
-            checks[host] = check_host(found, self._wanted, seen)
-        preflight = Preflight.of(checks, {host: found.folder_fs for host, found in read.items()})
+            canary_seen = None if found.canary is None else found.canary in canaries
+            seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
+            checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
+        absent = {host: "it did not join" for host in self._reception.missing()} | self._absent
+        fit = [host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent]
+        for host, check in (await self._measure(fit)).items():
+            checks[host].append(check)
+        preflight = Preflight.of({host: checks[host] for host in read}, absent)
         write_atomic(attempt_dir / PREFLIGHT_JSON, preflight.to_json())
         logger.info("preflight\n%s", preflight.table())
-        absent = {host: "it did not join" for host in self._reception.missing()} | self._absent
         self.used = choose_hosts(facts.hosts, self._num_needed, preflight, absent, can_requeue=facts.in_slurm)
         for host, why in {**preflight.unfit, **absent}.items():
             logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+
+    async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
+        """Bandwidth between the hosts that are fit so far, where a threshold is set."""
+        wanted = self._options.bandwidth_gbps
+        if wanted is None or len(hosts) < 2 or hosts[0] != self._facts.host:
+            return {}
+        reports = self._reception.reports.values()
+        links = {report.host: self._reception.links[report.rank] for report in reports}
+        log = self._options.attempt_dir / f"bandwidth-{hosts[0]}.log"
+        return check_bandwidth(await self.survey.run(hosts, links, self._options.num_gpus, log), wanted)
 
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """What preflight wants to know of the host that this agent runs on."""
     ray_folder = Path(temp_dir(facts)).parent
-    return await asyncio.to_thread(read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ)
+    return await asyncio.to_thread(
+        read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ, options.needed_paths
+    )
 
 
 def _host_facts(report: NodeReport) -> HostFacts:

@@ -1,9 +1,9 @@
 """The head's agent: brings the nodes together, hands the cluster to the driver, watches, gives the verdict.
 
 Comes in: facts, options, the secret, the stop request. Goes out: one ``Cluster`` line on the driver's standard input,
-``verdict.json`` and ``verdict``. Invariants: the driver starts first, so that its imports overlap with the bring-up;
-it gets its line only when every node's Ray is up, and an end of file without a line when that cannot be; the verdict
-is written before anything is torn down.
+``verdict.json`` and ``verdict``. Invariants: the driver starts first, and every Ray process, so that their imports
+overlap with the bring-up; the driver gets its line only when every node and GPU is registered in Ray, and an end of
+file without a line when that cannot be; the verdict is written before anything is torn down.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from typing import Any
 
 from bootstrap.comparison import comparison_table, network_row
 from bootstrap.facts import Facts
@@ -42,7 +43,7 @@ from bootstrap.network import (
 )
 from bootstrap.options import Options
 from bootstrap.ports import PortBlock, claim_block, ephemeral_floor, host_port
-from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
+from bootstrap.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
 from bootstrap.rendezvous import (
     HEAD_FILE,
     BringupError,
@@ -78,19 +79,17 @@ class HeadAgent:
         self._lost: asyncio.Future[Loss] = loop.create_future()
         self._stopped_before_loss = False
         self._gathering = Gathering(facts, options, self._reception)
-        self._ray_up = {rank: loop.create_future() for rank in range(1, len(facts.hosts))}
         self._following: list[asyncio.Task[None]] = []
         self._ending = False
         self._claim: socket.socket | None = None
-        self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
         self._ray: LocalRay | None = None
 
     async def run(self) -> Verdict:
         """Until everything has ended; the verdict is on disk by then."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
-        driver, driver_input = await self._start_driver()
         bringup = asyncio.create_task(self._bring_up())
+        driver, driver_input = await self._start_driver()
         try:
             outcome = await self._outcome_of_bringup(driver, bringup)
             if outcome is None:
@@ -171,15 +170,16 @@ class HeadAgent:
     async def _bring_up(self) -> Cluster:
         try:
             async with asyncio.timeout(self._options.bringup_deadline_s):
+                self._gathering.begin()
                 # The bound socket holds the block of ports for as long as this attempt lives.
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
-                reports = await self._gather(ports)
-                await self._start_ray(reports[0], ports)
-                nodes_used = [report.rank for report in reports[1:]]
-                for rank in nodes_used:
-                    order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
-                    await self._reception.links[rank].send(order)
-                await asyncio.gather(*(self._ray_up[rank] for rank in nodes_used))
+                preparing = asyncio.create_task(self._prepare_ray())
+                preparing.add_done_callback(_look_at_error)  # on an unfit host preflight says what is wrong
+                await self._open_door(ports)
+                own, environ = await self._find_own_place()
+                starting = self._start_ray(own, ports, environ, preparing)
+                reports, _ = await _all_or_first_error(self._admit(own), starting)
+                await self._start_others(reports, ports)
         except TimeoutError:
             raise self._too_late() from None
         nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
@@ -187,6 +187,10 @@ class HeadAgent:
         return Cluster(
             host_port(reports[0].ip, ports.gcs), str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
         )
+
+    async def _prepare_ray(self) -> None:
+        log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
+        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
 
     def _bind_ip(self) -> str:
         """Where to listen for the nodes; a node alone stays off the network unless told otherwise."""
@@ -197,34 +201,52 @@ class HeadAgent:
         # Without the user's word, which interface reaches the nodes is not known before they have come.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
-    async def _gather(self, ports: PortBlock) -> list[NodeReport]:
-        """Reports of the nodes to use, by rank, once enough have joined; the connections tell the addresses."""
+    async def _open_door(self, ports: PortBlock) -> None:
+        """Listen for the other nodes, if there are any, and say where."""
+        if len(self._facts.hosts) == 1:
+            return
+        assert self._claim is not None
+        await self._reception.open(self._claim)
+        published = reachable_addresses(local_addresses())
+        if ifname := self._options.socket_ifname:
+            published = tuple(address for address in published if address.ifname == ifname)
+        write_atomic(self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
+
+    async def _find_own_place(self) -> tuple[NodeReport, dict[str, str]]:
+        """What the head says of itself, and the variables for its network, once a first node shows the way here."""
         facts, options = self._facts, self._options
-        self._gathering.begin()
         ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
-            assert self._claim is not None
-            await self._reception.open(self._claim)
-            published = reachable_addresses(local_addresses())
-            if options.socket_ifname:
-                published = tuple(address for address in published if address.ifname == options.socket_ifname)
-            write_atomic(options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
-            await self._gathering.wait()
-            if self._reception.links:  # all of them may be spares that never came
-                ip = _only_local_ip(self._reception.links.values())
-                ifname = ifname_of(ip, local_addresses())
+            await self._gathering.wait_for_first()
+        if self._reception.links:  # all others may be spares that never came
+            ip = _only_local_ip(self._reception.links.values())
+            ifname = ifname_of(ip, local_addresses())
         network, found = network_here(ifname, ip)
-        self._fabric = found.rdma_env if ifname != LOOPBACK_IFNAME else {}
+        logger.info("network of this node\n%s", found.describe())
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
+        return own, found.rdma_env if ifname != LOOPBACK_IFNAME else {}
+
+    async def _admit(self, own: NodeReport) -> list[NodeReport]:
+        """Reports of the nodes to use, by rank, once enough have joined."""
+        await self._gathering.wait()
+        links = self._reception.links
+        if links:
+            _only_local_ip(links.values())
         reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
-        await self._gathering.choose(ip if self._reception.links else "")
+        await self._gathering.choose(own.ip if links else "")
         reports = [report for report in reports if report.host in self._gathering.used]
         logger.info("nodes\n%s", comparison_table({report.host: report.network for report in reports}))
         check_versions(reports)
         return reports
 
-    async def _start_ray(self, own: NodeReport, ports: PortBlock) -> None:
+    async def _start_ray(
+        self, own: NodeReport, ports: PortBlock, fabric: dict[str, str], preparing: asyncio.Task[None]
+    ) -> None:
+        """Ray on this node, up to the moment from which other nodes can join it."""
+        if not await self._gathering.is_own_host_fit():
+            return  # the choice of the hosts ends the attempt, with the reason
+        await preparing
         options = self._options
         node = RayNode(
             ip=own.ip,
@@ -235,11 +257,21 @@ class HeadAgent:
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,
             has_dashboard=options.ray_dashboard,
+            dashboard_host=options.ray_dashboard_host,
         )
-        environ = ray_environment(self._environ, ports, own.ifname, self._fabric)
-        self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{own.host}.log")
-        await self._ray.wait_started()
+        assert self._ray is not None
+        self._ray.start(node, network_environment(self._environ, ports, own.ifname, fabric))
+        await self._ray.wait_registered({own.ip: own.num_gpus})
+        logger.info("Ray is up on this node")
         self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
+
+    async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
+        """Ray on the other nodes; returns when it knows every node and every GPU."""
+        order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
+        await asyncio.gather(*(self._reception.links[report.rank].send(order) for report in reports[1:]))
+        assert self._ray is not None
+        await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
+        self._ray.watch_no_more()
 
     def _on_own_ray_end(self, _: asyncio.Future[int]) -> None:
         if self._ray is not None:
@@ -254,9 +286,9 @@ class HeadAgent:
         try:
             while True:
                 message = await link.receive()
-                if message["kind"] == "ray_up":
-                    self._ray_up[report.rank].set_result(None)
-                elif message["kind"] == "lost":
+                if message["kind"] == "measured":
+                    self._gathering.survey.answered(report.host, message)
+                if message["kind"] == "lost":
                     self._lose(Loss(f"{report.host}: {message['cause']}"))
         except LinkLost as error:
             cause = f"{report.host} is gone: {error}"
@@ -283,8 +315,10 @@ class HeadAgent:
             # All but the head missing speaks against the head or its port rather than against each of them.
             alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
             return BringupError(cause, exclude=() if alone else missing)
-        late = [host for host in self._gathering.used[1:] if not self._ray_up[self._facts.hosts.index(host)].done()]
-        if self._ray is None or not self._ray.started.done():
+        registered = self._ray.registered if self._ray is not None else {}
+        reports = self._reception.reports.values()
+        late = [it.host for it in reports if it.host in self._gathering.used and it.ip not in registered]
+        if not registered:  # then nobody else could start
             late = [self._facts.host]
         logs = describe_missing(late, attempt_dir, "ray-HOST.log")
         return BringupError(f"Ray did not come up {within} on:\n{logs}")
@@ -305,6 +339,21 @@ class HeadAgent:
         self._reception.close()
         if self._claim is not None:
             self._claim.close()
+
+
+async def _all_or_first_error(*wanted: Coroutine[Any, Any, Any]) -> list[Any]:
+    """All results, or the first exception at once; nothing of it goes on afterwards."""
+    tasks = [asyncio.create_task(one) for one in wanted]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _look_at_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _first_of(*awaited: asyncio.Future[object], timeout_s: float | None = None) -> None:

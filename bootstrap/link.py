@@ -47,6 +47,10 @@ class Link:
         return plain_ip(self._writer.get_extra_info("sockname")[0])
 
     @property
+    def local_port(self) -> int:
+        return int(self._writer.get_extra_info("sockname")[1])
+
+    @property
     def peer_ip(self) -> str:
         return plain_ip(self._writer.get_extra_info("peername")[0])
 

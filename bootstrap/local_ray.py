@@ -1,23 +1,27 @@
-"""Ray on this node: started under a keeper, its output kept in the attempt's folder, its end noticed.
+"""Ray on this node: its process made ready under a keeper, started by an order, its output kept, its end noticed.
 
-Comes in: a ``RayNode``. Goes out: ``LocalRay`` with two futures, ``started`` and ``exited``. Invariant: the session
-folder is this attempt's own, for the owner alone, and is removed after Ray whatever ends first.
+Comes in: a ``RayNode``. Goes out: ``LocalRay`` with the nodes that are registered (on the head) and the future of its
+end. Invariant: the session folder is this attempt's own, for the owner alone, and is removed after Ray whatever ends
+first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from bootstrap.causes import with_likely_cause
 from bootstrap.files import tail
-from bootstrap.ports import busy_ports
-from bootstrap.ray_command import STARTED_LINE, RayNode, start_argv
+from bootstrap.ports import busy_ports, host_port
+from bootstrap.ray_command import RayNode, rays_part, start_argv
+from bootstrap.ray_process import parse_registered
 from bootstrap.supervise import Kept
 from bootstrap.verdict import describe_exit
 
@@ -31,47 +35,75 @@ class RayError(Exception):
 
 
 class LocalRay:
-    """A running ``ray start --block``."""
+    """A process that has imported Ray and, once it was told to, is ``ray start --block``."""
 
-    def __init__(self, kept: Kept, node: RayNode, log: Path) -> None:
+    def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
         self.kept = kept
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._node = node
+        self.registered: dict[str, int] = {}  # GPUs of each node that the GCS knows, by address; on the head only
+        self._news = asyncio.Event()
+        self._session_folder = session_folder
         self._log = log
+        self._orders: int | None = orders
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, node: RayNode, environ: Mapping[str, str], log: Path) -> LocalRay:
-        """Start Ray and return at once; ``started`` resolves when its raylet is registered.
+    async def prepare(cls, session_folder: str, environ: Mapping[str, str], log: Path) -> LocalRay:
+        """Let a process import Ray; returns at once.
 
         Raises:
-            RayError: a port is taken or the session folder belongs to somebody else.
+            RayError: the session folder cannot be made, or belongs to somebody else.
         """
-        if taken := busy_ports(node.ports.service_ports):
-            raise RayError(f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on")
-        _make_own_folder(Path(node.temp_dir))
+        _make_own_folder(Path(session_folder))
         output, input_end = os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
+        orders_end, orders = os.pipe()
+        argv = [sys.executable, "-u", "-m", "bootstrap.ray_process"]
         try:
-            kept = await Kept.start(
-                "Ray",
-                start_argv(sys.executable, node),
-                environ=environ,
-                stdio=(nothing, input_end),
-                scratch=node.temp_dir,
-            )
+            kept = await Kept.start("Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session_folder)
         finally:
-            os.close(nothing)
+            os.close(orders_end)
             os.close(input_end)
-        ray = cls(kept, node, log)
+        ray = cls(kept, Path(session_folder), log, orders)
         ray._copying = asyncio.create_task(ray._copy(output))
         return ray
 
-    async def wait_started(self) -> None:
-        """Raises RayError with the last lines of its log when Ray ends instead."""
-        await asyncio.wait([self.started, self.kept.exited], return_when=asyncio.FIRST_COMPLETED)
-        if not self.started.done():
-            raise RayError(self.describe_end())
+    def start(self, node: RayNode, environ: Mapping[str, str]) -> None:
+        """Give the order; ``environ`` comes on top of what the process has.
+
+        Raises:
+            RayError: a port is taken.
+        """
+        if taken := busy_ports(node.ports.service_ports):
+            raise RayError(f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on")
+        watch = host_port(node.ip, node.ports.gcs) if node.is_head else None
+        order = {"argv": start_argv(node), "environ": dict(environ), "watch": watch}
+        assert self._orders is not None, "ordered twice"
+        with suppress(BrokenPipeError):  # it has ended, which is noticed where that is waited for
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
+        if not node.is_head:
+            self.watch_no_more()
+
+    async def wait_registered(self, wanted: Mapping[str, int]) -> None:
+        """Until the GCS knows all these nodes, each with so many GPUs. On the head only.
+
+        Raises:
+            RayError: Ray ended instead, or a node has other GPUs than it should.
+        """
+        while missing := wanted.keys() - self.registered.keys():
+            self._news.clear()
+            news = asyncio.create_task(self._news.wait())
+            await asyncio.wait([news, self.kept.exited], return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            if self.kept.exited.done():
+                raise RayError(f"{self.describe_end()}\nnot registered: {', '.join(sorted(missing))}")
+        for ip, num_gpus in wanted.items():
+            if self.registered[ip] != num_gpus:
+                raise RayError(f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there")
+
+    def watch_no_more(self) -> None:
+        """No further order will come, and no node is waited for any more."""
+        if self._orders is not None:
+            os.close(self._orders)
+            self._orders = None
 
     def describe_end(self) -> str:
         """Why there is no Ray any more, for people."""
@@ -80,8 +112,9 @@ class LocalRay:
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its own logs first when somebody will want to read them."""
+        self.watch_no_more()
         await self.kept.end(_END_GRACE_S)
-        logs = Path(self._node.temp_dir) / "session_latest" / "logs"
+        logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
         if keep_logs_in is not None and logs.exists():
             try:
                 shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
@@ -92,30 +125,47 @@ class LocalRay:
             self._copying.cancel()
 
     async def _copy(self, descriptor: int) -> None:
-        """Append Ray's output to the log and look for the line that says it is up."""
+        """Append Ray's output to the log and look for the lines about nodes."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
         )
-        last = b""
+        rest = b""
         try:
-            with self._log.open("ab", buffering=0) as file:
-                while data := await reader.read(65_536):
-                    await asyncio.to_thread(file.write, data)  # the folder is shared and may stall
-                    last = last[-len(STARTED_LINE) :] + data
-                    if STARTED_LINE in last and not self.started.done():
-                        self.started.set_result(None)
+            while data := await reader.read(65_536):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._read_line(line.decode(errors="replace"))
+                await asyncio.to_thread(_append, self._log, data)  # the folder is shared and may stall
         finally:
             transport.close()
+
+    def _read_line(self, line: str) -> None:
+        if found := parse_registered(line):
+            ip, num_gpus = found
+            self.registered[ip] = num_gpus
+            self._news.set()
+
+
+def _append(log: Path, data: bytes) -> None:
+    with log.open("ab", buffering=0) as file:
+        file.write(data)
 
 
 def _make_own_folder(path: Path) -> None:
     """Make ``path`` afresh with mode 0700; one that we left behind ourselves is removed first."""
     try:
+        _remove_own(path)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise RayError(f"{path}, the folder for Ray's session, cannot be made: {error.strerror}") from error
+
+
+def _remove_own(path: Path) -> None:
+    try:
         if path.lstat().st_uid != os.getuid() or path.is_symlink():
             raise RayError(f"{path} belongs to somebody else and is the name this job needs; remove it")
         shutil.rmtree(path)
     except FileNotFoundError:
-        pass
-    path.mkdir(mode=0o700)
+        return

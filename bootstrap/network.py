@@ -131,18 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
     environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
     found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
-    answer = found.to_document()
-    if options.json:
-        print(json.dumps(answer))
-        return 0
-    for key in ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index"):
-        value = answer[key]
-        print(f"{key:<16}{', '.join(value) if isinstance(value, list) else value}")
-    for name, setting in found.settings.items():
-        print(f"{name}={setting.value}  # {setting.reason}")
-    print(f"why             {answer['why']}")
-    for warning in (*found.socket.warnings, *found.rdma.warnings):
-        print(f"warning         {warning}")
+    print(json.dumps(found.to_document()) if options.json else found.describe())
     return 0
 
 

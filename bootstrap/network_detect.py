@@ -13,22 +13,9 @@ from bootstrap.network_facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network_rdma import RdmaChoice, choose_rdma
 from bootstrap.network_socket import SocketChoice, choose_socket
 
-# What a site may prescribe for its fabric (NCCL's user guide, chapter "Environment Variables"). Nothing on a host tells
-# the right value, so none of them is ever set by detection.
-SITE_VARIABLES = frozenset(
-    {
-        *("NCCL_IB_TC", "NCCL_IB_SL", "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT", "NCCL_IB_QPS_PER_CONNECTION"),
-        *(
-            "NCCL_IB_SPLIT_DATA_ON_QPS",
-            "NCCL_IB_ADAPTIVE_ROUTING",
-            "NCCL_IB_PCI_RELAXED_ORDERING",
-            "NCCL_IB_ADDR_RANGE",
-        ),
-        *("NCCL_IB_ROCE_VERSION_NUM", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE", "NCCL_CROSS_NIC"),
-        *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
-        *("NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_TOPO_FILE"),
-    }
-)
+# What the user or a site sets for its fabric with one of these prefixes is listed with everything else. Traffic class,
+# timeouts, levels and the like: nothing on a host tells the right value, so none of them is ever set by detection.
+_FABRIC_PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "TP_", "FI_", "OFI_", "RDMAV_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +43,17 @@ class Detection:
     def rdma_env(self) -> dict[str, str]:
         """The part of it that is not about sockets."""
         return {name: value for name, value in self.env.items() if "SOCK" not in name}
+
+    def describe(self) -> str:
+        """For people: the answer, every variable with its reason, the evidence, warnings."""
+        answer = self.to_document()
+        keys = ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index")
+        shown = {key: ", ".join(value) if isinstance(value := answer[key], list) else value for key in keys}
+        lines = [f"{key:<16}{value}" for key, value in shown.items()]
+        lines += [f"{name}={setting.value}  # {setting.reason}" for name, setting in self.settings.items()]
+        warnings = (*self.socket.warnings, *self.rdma.warnings)
+        remarks = [("why", answer["why"]), *(("warning", text) for text in warnings)]
+        return "\n".join([*lines, *(f"{what:<16}{text}" for what, text in remarks)])
 
     def to_document(self) -> dict[str, object]:
         """The public shape, ready for JSON."""
@@ -97,7 +95,7 @@ def detect(
     wanted = {**socket_settings(sockets.ifname, sockets.ip), **_rdma_settings(facts, rdma, sockets.ifname)}
     settings = {name: setting for name, setting in wanted.items() if name not in given}
     for name in sorted(given):
-        if name in SITE_VARIABLES or name in wanted:
+        if name.startswith(_FABRIC_PREFIXES):
             settings[name] = Setting(given[name], "set by the user or the site")
     return Detection(sockets, rdma, settings)
 

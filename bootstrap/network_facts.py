@@ -43,6 +43,7 @@ class Interface:
     driver: str | None = None
     pci: str | None = None
     master: str | None = None
+    parent: str | None = None  # of a VLAN or macvlan: the interface below it
     sriov_vf: bool = False
 
     @property
@@ -117,6 +118,23 @@ class NetworkFacts:
     def members(self, name: str) -> tuple[Interface, ...]:
         """Interfaces enslaved to it."""
         return tuple(one for one in self.interfaces if one.master == name)
+
+    def below(self, name: str | None) -> set[str]:
+        """The interface and all that its traffic leaves through: members of bonds and bridges, parents of VLANs."""
+        found: set[str] = set()
+        waiting = [name] if name else []
+        while waiting:
+            current = waiting.pop()
+            if current in found:
+                continue
+            found.add(current)
+            waiting += [member.name for member in self.members(current)]
+            one = self.interface(current)
+            if one is not None and one.parent:
+                waiting.append(one.parent)
+            elif one is not None and one.type == "vlan":  # named PARENT.ID unless somebody wished otherwise
+                waiting += [parent for parent in [current.rpartition(".")[0]] if self.interface(parent)]
+        return found
 
     def is_wired(self, one: Interface) -> bool:
         """Whether traffic leaves the host there by itself and not through another interface or a tunnel."""
@@ -193,8 +211,8 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
     """
     if document.get("schema", SCHEMA) != SCHEMA:
         raise FactsFileError(f"schema is {document['schema']!r}; {SCHEMA!r} is needed")
-    route, peers = document.get("default_route") or {}, document.get("peers") or {}
-    gpus = document.get("gpus") or {}
+    route, peers = _mapping(document, "default_route"), _mapping(document, "peers")
+    gpus = _mapping(document, "gpus")
     return NetworkFacts(
         interfaces=tuple(_interface(row) for row in _rows(document, "interfaces")),
         rdma_ports=tuple(_port(row) for row in _rows(document, "rdma_devices")),
@@ -203,9 +221,30 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
         slurm_addr=_legible(peers, "slurm_addr"),
         slurm_subnet=_legible(peers, "slurm_subnet"),
         example_peer=_legible(peers, "example_peer"),
-        num_gpus=gpus.get("count"),
+        num_gpus=_count(gpus, "count"),
         gpus=tuple(Gpu(row.get("numa"), tuple(row.get("pci_path") or ())) for row in gpus.get("devices") or ()),
     )
+
+
+def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = document.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise FactsFileError(f"{key} must be a mapping, got {value!r:.200}")
+    return value
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    """A number, also one that somebody put into quotes; None where there is none."""
+    value = row.get(key)
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise FactsFileError(f"{key} must be a number, got {value!r:.200} in {row.get('name')}") from None
+
+
+def _count(row: Mapping[str, Any], key: str) -> int | None:
+    number = _number(row, key)
+    return None if number is None else int(number)
 
 
 def _rows(document: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
@@ -222,11 +261,12 @@ def _interface(row: Mapping[str, Any]) -> Interface:
         state=row.get("state") or "unknown",
         ipv4=_addresses(row, "ipv4"),
         ipv6=_addresses(row, "ipv6"),
-        mtu=row.get("mtu"),
-        speed_mbps=row.get("speed_mbps"),
+        mtu=_count(row, "mtu"),
+        speed_mbps=_count(row, "speed_mbps"),
         driver=row.get("driver"),
         pci=row.get("pci"),
         master=row.get("master"),
+        parent=row.get("parent"),
         sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
     )
 
@@ -239,13 +279,13 @@ def _port(row: Mapping[str, Any]) -> RdmaPort:
     )
     return RdmaPort(
         name=str(row["name"]),
-        port=row.get("port") or 1,
+        port=_count(row, "port") or 1,
         state=row.get("state") or "unknown",
         link_layer=row.get("link_layer"),
-        rate_gbps=row.get("rate_gbps"),
+        rate_gbps=_number(row, "rate_gbps"),
         netdev=row.get("netdev"),
         pci=row.get("pci"),
-        numa=row.get("numa"),
+        numa=_count(row, "numa"),
         driver=row.get("driver"),
         sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
         gids=gids,
@@ -258,6 +298,8 @@ def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
     given = row.get(key)
     if given is None:
         return None
+    if isinstance(given, str):
+        given = [given]
     legible = tuple(str(text) for text in given if _is_legible(text))
     return legible if legible or not given else None
 

@@ -27,6 +27,9 @@ _ARP_TYPES = {
     "768": "tun",
     "769": "tun",
     "776": "tun",
+    "512": "tun",
+    "778": "tun",
+    "823": "tun",
 }
 _DEVTYPES = {
     "bond": "bond",
@@ -62,9 +65,8 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
     Args:
         ask_names: look up the host's own name, for the address under which others know it.
     """
-    classes = root / "sys/class"
-    interfaces = [_interface(path) for path in sorted(_entries(classes / "net"), key=_ifindex)]
-    devices = [row for path in sorted(_entries(classes / "infiniband")) for row in _ports(path)]
+    interfaces = [_interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)]
+    devices = read_rdma_devices(root)
     gpus = [gpu for path in sorted(_entries(root / "sys/bus/pci/devices")) if (gpu := _gpu(path))]
     known = own_address(interfaces) if ask_names else None
     return {
@@ -81,6 +83,11 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
     }
 
 
+def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
+    """Every port of every RDMA device, as rows of ``rdma_devices``."""
+    return [row for path in sorted(_entries(root / "sys/class/infiniband")) for row in _ports(path)]
+
+
 def default_route(root: Path = Path("/")) -> str | None:
     """Interface of the default route with the lowest metric; IPv4 before IPv6, as procfs lists them."""
     routes: list[tuple[int, str]] = []
@@ -93,7 +100,7 @@ def default_route(root: Path = Path("/")) -> str | None:
             fields = line.split()
             if len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00" and fields[9] != "lo":
                 routes.append((int(fields[5], 16), fields[9]))
-    return min(routes)[1] if routes else None
+    return min(routes, key=lambda route: route[0])[1] if routes else None  # of equals the kernel takes the first
 
 
 def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
@@ -113,12 +120,13 @@ def _interface(path: Path) -> dict[str, Any]:
     name, device = path.name, path / "device"
     ipv4, ipv6 = _addresses(name)
     speed = _number(path / "speed")
-    state = _text(path / "operstate")
+    state, kind = _text(path / "operstate"), _type(path)
+    lower = [link.name.removeprefix("lower_") for link in path.glob("lower_*")]
     if state not in ("up", "down"):  # tunnels and loopback have no carrier to speak of: their flag is what counts
         state = "up" if (_number(path / "flags", 16) or 0) & 1 else "down"
     return {
         "name": name,
-        "type": _type(path),
+        "type": kind,
         "state": state,
         "ipv4": ipv4,
         "ipv6": ipv6,
@@ -127,6 +135,7 @@ def _interface(path: Path) -> dict[str, Any]:
         "driver": _link(device / "driver"),
         "pci": _link(device) if re.fullmatch(r"[0-9a-f:.]+", _link(device) or "-") else None,
         "master": _link(path / "master"),
+        "parent": lower[0] if len(lower) == 1 and kind not in ("bond", "bridge") else None,
         "sriov_vf": (device / "physfn").exists(),
     }
 
@@ -143,6 +152,8 @@ def _type(path: Path) -> str:
         return _DEVTYPES[devtype[1]]
     by_arp = _ARP_TYPES.get(_text(path / "type"), "ether")
     if by_arp == "ether" and not (path / "device").exists() and not devtype:
+        if lower := list(path.glob("lower_*")):  # a team, to which the kernel gives no folder; else a macvlan
+            return "bond" if any((link / "master").exists() for link in lower) else "ether"
         # No hardware: a veth names its other end as lower link, the rest (dummy, ifb) itself.
         return "dummy" if _text(path / "iflink") == _text(path / "ifindex") else "veth"
     return by_arp

@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 from bootstrap.choice import Narrowing
 from bootstrap.network_facts import Gpu, Interface, NetworkFacts, RdmaPort, address_of
 
-KINDS = ("ib", "roce", "efa", "gpudirect-tcpx", "cxi", "none")
-
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
 _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
 # GPUDirect-TCPX: four NICs for the data of eight GPUs beside the one for everything else (Google's A3 High).
 _NUM_TCPX_DATA_NICS = 4
 # The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
+
+# Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
+# rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
+_NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
+_NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
 
 _DENIAL = re.compile(r"\b(no|not|without|missing|lacks?|mismatch|fails?|failed|cannot|absent|only)\b", re.IGNORECASE)
 _RDMA_REMARK = re.compile(r"\b(roce|gib|mlx[45]|rdma|bnxt_re|irdma|erdma)\b", re.IGNORECASE)
@@ -68,10 +71,14 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     def hinted(pattern: str) -> bool:
         return any(re.search(pattern, hint, re.IGNORECASE) and not _denies(hint, pattern) for hint in facts.hints)
 
-    if "efa" in drivers or hinted(r"\befa\b"):
+    def named(provider: str) -> bool:
+        unknown = [port for port in facts.rdma_ports if port.driver is None and link_layer(facts, port) is None]
+        return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
+
+    if "efa" in drivers or named("efa") or hinted(r"\befa(?![a-z])"):
         choice.why.append("efa: driver or libfabric provider efa (NCCL reaches it through libfabric, not verbs)")
         return "efa"
-    if any(driver.startswith("cxi") for driver in drivers) or hinted(r"\bcxi\b|\bslingshot\b"):
+    if any(driver.startswith("cxi") for driver in drivers) or named("cxi") or hinted(r"\bcxi\d*\b|\bslingshot\b"):
         choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
         return "cxi"
     gvnics = _gvnics(facts)
@@ -84,7 +91,9 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
 
 
 def _denies(hint: str, pattern: str) -> bool:
-    return re.search(rf"\b(no|not|without)\b[^,;:.]{{0,20}}(?:{pattern})", hint, re.IGNORECASE) is not None
+    before = rf"\b(no|not|without)\b[^,;:.]{{0,20}}(?:{pattern})"
+    after = rf"(?:{pattern})[^,;:.]{{0,20}}\b(not|absent|missing)\b"
+    return re.search(f"{before}|{after}", hint, re.IGNORECASE) is not None
 
 
 def _gvnics(facts: NetworkFacts) -> list[Interface]:
@@ -113,7 +122,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
         return
     ports.keep(lambda port: port.state != "DOWN", "port is down")
     ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
-    ports.keep(lambda port: not port.sriov_vf, "virtual function beside physical ones")
+    _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
     _keep_one_link_layer(facts, ports)
     _keep_one_rate(ports)
@@ -144,20 +153,28 @@ def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
     netdev = facts.interface(port.netdev)
     if netdev is not None:
         return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
-    return "Ethernet" if port.rate_gbps in _ETHERNET_ONLY_GBPS else None
+    if port.rate_gbps in _ETHERNET_ONLY_GBPS:
+        return "Ethernet"
+    return next((layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None)
+
+
+def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+    """A container that was given virtual functions may see its host's physical ports, but not their interfaces."""
+    here = [port for port in ports.left if facts.interface(port.netdev) is not None]
+    if here and all(port.sriov_vf for port in here):
+        ports.keep(lambda port: port in here or port.sriov_vf, "its interface is not here, unlike virtual functions'")
+    else:
+        ports.keep(lambda port: not port.sriov_vf, "virtual function beside physical ones")
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     """Not the port of the default route, unless it is the best there is or one of exactly as many as there are GPUs."""
 
-    def leads_out(port: RdmaPort) -> bool:
-        names = {port.netdev, getattr(facts.interface(port.netdev), "master", None)} - {None}
-        return facts.default_route in names
-
-    front = [port for port in ports.left if leads_out(port)]
+    way_out = facts.below(facts.default_route)
+    front = [port for port in ports.left if port.netdev in way_out]
     rest = [port for port in ports.left if port not in front]
-    slower = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
-    if facts.num_gpus != len(ports.left) and not slower:
+    is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
+    if facts.num_gpus != len(ports.left) and not is_fastest:
         ports.keep(lambda port: port not in front, f"the default route leaves through it ({facts.default_route})")
 
 

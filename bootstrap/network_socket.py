@@ -67,7 +67,8 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
         choice.why.append(f"{owner.name}: holds {facts.slurm_addr}, the address under which Slurm knows this node")
         return owner.name
     loopback = next((one for one in facts.interfaces if one.type == "loopback" and one.routable), None)
-    if loopback and not any(one.routable or one.is_unlisted for one in usable):
+    wires = [one for one in usable if facts.is_wired(one) or one.type == "veth"]  # a pod's veth is its wire
+    if loopback and not any(one.routable or one.is_unlisted for one in wires):
         choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
         return loopback.name
     _follow_routes(facts, candidates)
@@ -149,6 +150,7 @@ def _common_bits(facts: NetworkFacts, one: Interface) -> int:
 def _prefer_likely(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
     candidates.keep(lambda one: bool(one.routable or one.is_unlisted), "has no address that another host could use")
     candidates.keep(facts.is_wired, "tunnel, overlay or bridge without a wire of its own")
+    candidates.keep(lambda one: facts.is_wired(one) or one.type == "veth", "beside the wire of a container (veth)")
     candidates.keep(lambda one: bool(one.routable), "its addresses are not known")
     candidates.keep(lambda one: one.state == "up", "not known to be up")
     candidates.keep_best(lambda one: _rate_mbps(facts, one), "slower than another with the same claim")

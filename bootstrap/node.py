@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import NoReturn
 
+from bootstrap.bandwidth import measure_here
 from bootstrap.comparison import network_row
 from bootstrap.facts import Facts
 from bootstrap.files import write_first
@@ -26,7 +27,7 @@ from bootstrap.network import NetworkError, ifname_of, ip_of, local_addresses, n
 from bootstrap.options import Options
 from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
 from bootstrap.preflight import HostFacts
-from bootstrap.ray_command import RayNode, base_environment, ray_environment, temp_dir
+from bootstrap.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
 from bootstrap.rendezvous import (
     HEAD_FILE,
     BringupError,
@@ -40,6 +41,8 @@ from bootstrap.supervise import StopRequest
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE_CHARS = 8_000
+# The head is asked over the network far more often; a thousand nodes must not do that to a shared file system.
+_SHARED_FOLDER_POLL_S = 0.25
 
 
 class NodeAgent:
@@ -50,7 +53,10 @@ class NodeAgent:
         self._options = options
         self._secret = secret
         self._stop = stop
+        self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._ray: LocalRay | None = None
+        self._published: list[tuple[str, int]] = []
+        self._look_again_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
 
     async def run(self) -> None:
@@ -59,11 +65,11 @@ class NodeAgent:
         Raises:
             BringupError: the head was not found in time.
         """
-        link = await self._join()
-        if link is None:
-            return
+        link = None
         try:
-            await self._serve(link)
+            link = await self._join()
+            if link is not None:
+                await self._serve(link)
         except LinkLost as error:
             cause = f"{self._facts.host} lost the head {self._facts.head_host}: {error}"
             logger.error("%s", cause)
@@ -72,16 +78,19 @@ class NodeAgent:
         finally:
             if self._ray is not None:
                 await self._ray.end(self._options.attempt_dir / f"ray-{self._facts.host}")
-            link.close()
+            if link is not None:
+                link.close()
 
     async def _join(self) -> Link | None:
         """The link to the head; None when a stop was requested first, for then there is nothing to join."""
         facts, options = self._facts, self._options
+        preparing = asyncio.create_task(self._prepare_ray())
         host_facts = await read_this_host(facts, options)
         source_ip = None
         try:
             source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
-        except NetworkError as error:  # the head learns of it, by whatever way there is
+            await preparing
+        except (NetworkError, RayError) as error:  # the head learns of it, by whatever way there is
             host_facts = replace(host_facts, problem=str(error))
         joining = asyncio.create_task(
             join(
@@ -103,6 +112,10 @@ class NodeAgent:
             f"{facts.host} did not find the head {facts.head_host} within {options.bringup_deadline_s:.0f} s "
             f"(tried {tried}); is port {tried.partition(',')[0]} open between the nodes?"
         )
+
+    async def _prepare_ray(self) -> None:
+        log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
+        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
 
     def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
         """What this node says of itself over the connection that it has just formed."""
@@ -128,18 +141,26 @@ class NodeAgent:
         """The row of this node in the comparison; keeps what Ray's environment needs."""
         facts, found = network_here(ifname, ip)
         self._fabric = found.rdma_env
+        logger.info("network of this node\n%s", found.describe())
         return network_row(facts, found, installed_versions())
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """The head's name at the job's first port, then what the head has published."""
-        attempt_dir = self._options.attempt_dir
-        if (attempt_dir / VERDICT_FILE).exists():
-            raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+        attempt_dir, now = self._options.attempt_dir, time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + _SHARED_FOLDER_POLL_S
+            if (attempt_dir / VERDICT_FILE).exists():
+                raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+            self._published = published_candidates(attempt_dir / HEAD_FILE)
         by_name = (self._facts.head_host, next(candidate_blocks(self._facts.job_id, ephemeral_floor())).rendezvous)
-        return [by_name, *published_candidates(attempt_dir / HEAD_FILE)]
+        return [by_name, *self._published]
 
     async def _serve(self, link: Link) -> None:
         order = await link.receive()
+        if order["kind"] == "measure":
+            log = self._options.attempt_dir / f"bandwidth-{self._facts.host}.log"
+            await link.send(await measure_here(order, link.local_ip, self._options.num_gpus, log))
+            order = await link.receive()
         if order["kind"] == "end":
             return
         life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
@@ -153,21 +174,19 @@ class NodeAgent:
         await told_to_end
 
     async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
-        """Start Ray, say so, and raise when it ends."""
-        facts, options = self._facts, self._options
+        """Let Ray start, and raise when it ends."""
+        options = self._options
         node = RayNode(
             ip=link.local_ip,
             head_ip=head_ip,
             ports=PortBlock(port_base),
-            temp_dir=temp_dir(facts),
+            temp_dir=temp_dir(self._facts),
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,
         )
-        base = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
-        environ = ray_environment(base, node.ports, ifname_of(node.ip, local_addresses()), self._fabric)
-        self._ray = await LocalRay.start(node, environ, options.attempt_dir / f"ray-{facts.host}.log")
-        await self._ray.wait_started()
-        await link.send({"kind": "ray_up"})
+        ifname = ifname_of(node.ip, local_addresses())
+        assert self._ray is not None, "a node without a Ray process is not chosen"
+        self._ray.start(node, network_environment(self._environ, node.ports, ifname, self._fabric))
         await asyncio.wait([self._ray.kept.exited])
         raise RayError(self._ray.describe_end())

@@ -22,6 +22,10 @@ class Options:
     spare_nodes: int
     driver: tuple[str, ...]
     ray_dashboard: bool = False
+    ray_dashboard_host: str = "127.0.0.1"
+    spare_wait_s: float = 10.0
+    needed_paths: tuple[Path, ...] = ()
+    bandwidth_gbps: float | None = None
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -34,10 +38,19 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--stop-grace-s", type=float, default=600.0, help="for the driver after a stop request")
     parser.add_argument("--loss-grace-s", type=float, default=10.0, help="for the driver after a node was lost")
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
-    parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head's loopback")
+    parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head")
+    parser.add_argument(
+        "--ray-dashboard-host", default="127.0.0.1", help="address of the head for it (default: loopback)"
+    )
     parser.add_argument("--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs")
+    parser.add_argument("--spare-wait-s", type=float, default=10.0, help="for late nodes when enough are here already")
+    parser.add_argument(
+        "--needed-path", type=Path, action="append", default=[], dest="needed_paths", help="what every node has to see"
+    )
+    parser.add_argument("--bandwidth-gbps", type=float, help="all-reduce in GB/s that a node needs; measured if given")
     parser.add_argument("driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs")
     options = vars(parser.parse_args(argv))
     options["attempt_dir"] = options["attempt_dir"].resolve()
     options["driver"] = tuple(options["driver"])
+    options["needed_paths"] = tuple(options["needed_paths"])
     return Options(**options)

@@ -75,7 +75,7 @@ def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
     num_blocks = (floor - lowest) // BLOCK_SIZE
     if num_blocks < 1:
         raise PortError(f"ephemeral ports start at {floor}; {BLOCK_SIZE} ports from {lowest} on are needed below that")
-    first = int(job_id) if job_id.isdigit() else zlib.crc32(job_id.encode())
+    first = int(job_id) if job_id.isdecimal() else zlib.crc32(job_id.encode())
     for offset in range(num_blocks):
         yield PortBlock(lowest + (first + offset) % num_blocks * BLOCK_SIZE)
 
@@ -119,7 +119,7 @@ def _socket_for(bind_ip: str) -> socket.socket:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with _socket_for("") as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are winding down do not count
         try:
             probe.bind(("", port))

@@ -6,24 +6,23 @@ cheap (files, one rename, nvidia-smi where there is one) and bounded, for every 
 
 from __future__ import annotations
 
-import os
 import resource
 import secrets
 import shutil
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from bootstrap.files import write_atomic
+from bootstrap.gpus import read_gpus
 from bootstrap.link import plain_ip
-from bootstrap.preflight import UNLIMITED, Gpu, HostFacts, mount_of, parse_gpus, visible_gpus
+from bootstrap.network_host import read_rdma_devices
+from bootstrap.preflight import UNLIMITED, Hca, HostFacts
 
 CANARY_DIR = "canary"
-_NVIDIA_SMI_S = 20.0  # a first call without persistence mode loads the driver
 _RESOLVE_S = 2.0
 
 
@@ -35,14 +34,20 @@ def raise_limits() -> None:
             resource.setrlimit(kind, (hard, hard))
 
 
-def read_host(attempt_dir: Path, temp_path: Path, head_host: str, environ: Mapping[str, str]) -> HostFacts:
-    """Look at this host. ``attempt_dir`` gets a canary with this host's name, for the head to see."""
+def read_host(
+    attempt_dir: Path,
+    temp_path: Path,
+    head_host: str,
+    environ: Mapping[str, str],
+    needed_paths: Iterable[Path] = (),
+) -> HostFacts:
+    """Look at this host. ``attempt_dir`` gets a canary for the head to see; ``needed_paths`` have to be there."""
     mounts = _text("/proc/self/mounts")
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
     return HostFacts(
-        gpus=_gpus(environ),
+        gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
-        num_rdma_devices=_num_entries("/sys/class/infiniband"),
+        hcas=tuple(Hca(row["name"], row["state"] == "ACTIVE", row["rate_gbps"]) for row in read_rdma_devices()),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
         shm_free=_free("/dev/shm"),
@@ -54,7 +59,22 @@ def read_host(attempt_dir: Path, temp_path: Path, head_host: str, environ: Mappi
         folder_error=folder_error,
         rename_ms=rename_ms,
         canary=canary,
+        missing_paths=tuple(str(path) for path in needed_paths if not path.exists()),
     )
+
+
+def mount_of(path: str, mounts: str) -> str | None:
+    """Type of the file system that holds an absolute path, from the text of /proc/mounts."""
+    best: tuple[int, str] | None = None
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].encode().decode("unicode_escape")  # a blank is written \040
+        inside = point == "/" or path == point or path.startswith(point + "/")
+        if inside and (best is None or len(point) >= best[0]):  # of two on one place the later one is seen
+            best = (len(point), fields[2])
+    return best[1] if best else None
 
 
 def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | None]:
@@ -67,26 +87,6 @@ def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | No
     except OSError as error:
         return None, None, str(error)
     return name, 1000 * (time.perf_counter() - started_at), None
-
-
-def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...] | None:
-    """None where there is no NVIDIA driver; empty where its tool fails, for then it has no GPU to offer."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    listing = _csv(tool, "--query-gpu=uuid,memory.used,ecc.errors.uncorrected.volatile.total")
-    gpus = parse_gpus(listing, _csv(tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending"))
-    return visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _csv(tool: str, query: str) -> str:
-    try:
-        done = subprocess.run(
-            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=_NVIDIA_SMI_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
@@ -125,13 +125,6 @@ def _free(path: str) -> int | None:
         return shutil.disk_usage(path).free
     except OSError:
         return None
-
-
-def _num_entries(path: str) -> int:
-    try:
-        return len(os.listdir(path))
-    except OSError:
-        return 0
 
 
 def _text(path: str) -> str:

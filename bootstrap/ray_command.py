@@ -16,10 +16,10 @@ from bootstrap.facts import Facts
 from bootstrap.network import socket_environment
 from bootstrap.ports import PortBlock, host_port
 
-STARTED_LINE = b"Ray runtime started"  # printed by `ray start --block` once the node's raylet is registered
-
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65 ("/session_<date>_<time>_<pid>/sockets/plasma_store").
 _MAX_TEMP_DIR_BYTES = 40
+# Ray opens its temp dir to everybody (mode 0777), so it lies in a folder of ours that is not.
+_RAYS_PART = "t"
 
 # What a launcher leaves in the environment makes programs below Ray believe that they are ranks of it.
 _SCRUBBED = re.compile(
@@ -40,29 +40,42 @@ class RayNode:
     num_gpus: int
     object_store_memory: int | None = None
     has_dashboard: bool = False
+    dashboard_host: str = "127.0.0.1"
+
+    @property
+    def is_head(self) -> bool:
+        return self.ip == self.head_ip
 
 
 def temp_dir(facts: Facts) -> str:
-    """Folder of Ray's session, node-local and this attempt's own.
+    """Folder of Ray's sessions, node-local and this attempt's own; Ray's temp dir is ``rays_part`` of it.
 
     Raises:
         ValueError: the name is too long for a Unix socket inside it.
     """
     path = f"/tmp/r{facts.job_id}.{facts.restart_count}"
-    if len(path.encode()) > _MAX_TEMP_DIR_BYTES:
+    if len(rays_part(path).encode()) > _MAX_TEMP_DIR_BYTES:
         raise ValueError(f"{path} has {len(path)} bytes; more than {_MAX_TEMP_DIR_BYTES} do not fit a socket's name")
     return path
 
 
-def start_argv(python: str, node: RayNode) -> list[str]:
-    """The command that runs Ray on a node until it is told to end."""
-    is_head = node.ip == node.head_ip
-    argv = [python, "-u", "-m", "ray.scripts.scripts", "start"]
-    if is_head:
+def rays_part(folder: str) -> str:
+    """Ray's temp dir in the attempt's folder."""
+    return f"{folder}/{_RAYS_PART}"
+
+
+def start_argv(node: RayNode) -> list[str]:
+    """Arguments of Ray's command line that run it on a node until it is told to end.
+
+    What nobody here uses is not started: the autoscaler's monitor and the monitor that carries the workers' output to
+    the driver. Each is a process that loads Ray while the raylet does.
+    """
+    argv = ["start"]
+    if node.is_head:
         argv += ["--head", f"--port={node.ports.gcs}"]
         argv += [f"--include-dashboard={str(node.has_dashboard).lower()}"]
-        argv += ["--dashboard-host=127.0.0.1", f"--dashboard-port={node.ports.base + 2}"]
-        argv += [f"--ray-client-server-port={node.ports.base + 3}"]
+        argv += [f"--dashboard-host={node.dashboard_host}", f"--dashboard-port={node.ports.base + 2}"]
+        argv += ["--no-monitor"]
     else:
         argv += [f"--address={host_port(node.head_ip, node.ports.gcs)}"]
     argv += [
@@ -75,13 +88,14 @@ def start_argv(python: str, node: RayNode) -> list[str]:
         f"--metrics-export-port={node.ports.base + 9}",
         f"--min-worker-port={node.ports.worker_ports.start}",
         f"--max-worker-port={node.ports.worker_ports.stop - 1}",
-        f"--temp-dir={node.temp_dir}",
+        f"--temp-dir={rays_part(node.temp_dir)}",
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={node.num_gpus}",
     ]
     if node.object_store_memory is not None:
         argv += [f"--object-store-memory={node.object_store_memory}"]
-    return [*argv, "--disable-usage-stats", "--log-style=record", "--log-color=false", "--block"]
+    argv += ["--include-log-monitor=false", "--disable-usage-stats"]
+    return [*argv, "--log-style=record", "--log-color=false", "--block"]
 
 
 def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Path) -> dict[str, str]:
@@ -103,22 +117,25 @@ def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Pa
     return environ
 
 
-def ray_environment(
-    base: Mapping[str, str], ports: PortBlock, ifname: str, fabric: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Environment of ``ray start``; every Ray worker of the node inherits it.
-
-    ``fabric`` is what was detected of this node beyond the interface; what the user has set outranks it.
+def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the process that will be ``ray start``; every Ray worker of the node inherits it.
 
     Ray drains for 30 s at TERM and keeps looking for a lost head for 60 s by default. Our agents decide when a node
     ends, so neither wait has anything to wait for.
     """
+    return {**base, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+
+
+def network_environment(
+    base: Mapping[str, str], ports: PortBlock, ifname: str, fabric: Mapping[str, str]
+) -> dict[str, str]:
+    """What comes on top once the node's address is known.
+
+    ``fabric`` is what was detected of this node beyond the interface; what the user has set (``base``) outranks it.
+    """
     return {
-        **base,
-        **{key: value for key, value in (fabric or {}).items() if not base.get(key)},
+        **{key: value for key, value in fabric.items() if not base.get(key)},
         **socket_environment(ifname, base),
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "AUTOSCALER_METRIC_PORT": str(ports.base + 10),
         "DASHBOARD_METRIC_PORT": str(ports.base + 11),
     }

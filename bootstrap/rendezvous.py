@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import platform
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,14 +26,20 @@ from bootstrap.files import tail
 from bootstrap.link import Link, LinkLost
 from bootstrap.messages import Codec, hello_key, new_nonce, session_key
 from bootstrap.network import Address
+from bootstrap.packages import fingerprint
 from bootstrap.verdict import Word
 
 logger = logging.getLogger(__name__)
 
 HEAD_FILE = "head.json"
 _HANDSHAKE_S = 10.0
-_RETRY_S = 0.2
-_STAGGER_S = 0.5
+_RETRY_S = 0.05
+_RESOLVE_EVERY_S = 2.0  # names are asked for anew, but a name service must not suffer from nodes that wait
+_STAGGER_S = 0.5  # how long a candidate may stay silent before the next one is tried as well
+
+
+# What a place that is not the head, or not yet, makes of the attempt to join there.
+_NOT_THE_HEAD = (OSError, LinkLost, TimeoutError, ValueError, KeyError)
 
 
 class BringupError(Exception):
@@ -70,6 +76,7 @@ def installed_versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    found["packages"] = fingerprint()
     return found
 
 
@@ -131,7 +138,7 @@ class Reception:
         link.start_beating()
         logger.info("%s joined from %s (%s)", report.host, report.ip, report.ifname)
         self._on_joined(report, link)
-        if not self.missing():
+        if len(self.links) == len(self._hosts) - 1:
             self.complete.set()
 
     async def _admit(self, link: Link) -> NodeReport:
@@ -160,8 +167,10 @@ async def join(
     ``describe`` tells what to report over the connection that was formed. ``candidates`` is asked anew each round,
     because the head publishes its addresses at its own time. Waits without end; the caller sets the deadline.
     """
+    resolver = _Resolver()
     while True:
-        link = await _first_to_answer(candidates(), secret, source_ip)
+        places = [place for host, port in candidates() for place in await resolver.places(host, port)]
+        link = await _first_to_answer(list(dict.fromkeys(places)), secret, source_ip)
         if link is not None:
             await link.send({"kind": "joined", "report": asdict(describe(link))})
             link.start_beating()
@@ -189,41 +198,60 @@ def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -
     return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 
 
-async def _first_to_answer(candidates: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
-    """The link to the first candidate that proves to be the head; the others are given up."""
+class _Resolver:
+    """Addresses of hosts, IPv4 before IPv6, remembered for a moment."""
 
-    async def attempt(index: int, host: str, port: int) -> Link:
-        await asyncio.sleep(index * _STAGGER_S)  # an earlier candidate is preferred, not awaited (RFC 8305)
-        return await _connect(host, port, secret, source_ip)
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[str]]] = {}
 
-    attempts = [asyncio.create_task(attempt(index, *candidate)) for index, candidate in enumerate(candidates)]
-    links: list[Link] = []
-    for finished in asyncio.as_completed(attempts):
-        with suppress(OSError, LinkLost, TimeoutError, ValueError, KeyError):
-            links.append(await finished)
+    async def places(self, host: str, port: int) -> list[tuple[str, int]]:
+        """Where to try; nothing while the name is not known."""
+        loop = asyncio.get_running_loop()
+        asked_at, ips = self._known.get(host, (-math.inf, []))
+        if loop.time() - asked_at > _RESOLVE_EVERY_S:
+            try:
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError:
+                found = []
+            families = (socket.AF_INET, socket.AF_INET6)
+            ips = [str(sockaddr[0]) for wanted in families for family, *_, sockaddr in found if family == wanted]
+            self._known[host] = (loop.time(), ips)
+        return [(ip, port) for ip in ips]
+
+
+async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
+    """The link to the first place that proves to be the head; the others are given up.
+
+    An earlier place is preferred: the next one is tried when all before have failed or stay silent (RFC 8305).
+    """
+    attempts: list[asyncio.Task[Link]] = []
+    waiting: set[asyncio.Task[Link]] = set()
+    link = None
+    for index, (ip, port) in enumerate(places):
+        attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
+        waiting.add(attempts[-1])
+        is_last = index == len(places) - 1
+        while waiting and link is None:
+            timeout_s = None if is_last else _STAGGER_S
+            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            link = next((task.result() for task in done if task.exception() is None), None)
+            if not done:
+                break
+        if link is not None:
             break
     for task in attempts:
         task.cancel()
     for outcome in await asyncio.gather(*attempts, return_exceptions=True):
-        if isinstance(outcome, Link) and outcome is not links[0]:
+        if isinstance(outcome, Link) and outcome is not link:
             outcome.close()
-    return links[0] if links else None
+        elif isinstance(outcome, Exception) and not isinstance(outcome, _NOT_THE_HEAD):
+            raise outcome
+    return link
 
 
-async def _open_connection(
-    host: str, port: int, source_ip: str | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Over IPv4, and over IPv6 where the host has no IPv4 address or does not answer at it."""
-    local = (source_ip, 0) if source_ip else None
-    try:
-        return await asyncio.open_connection(host, port, family=socket.AF_INET, local_addr=local)
-    except OSError:
-        return await asyncio.open_connection(host, port, family=socket.AF_INET6, local_addr=local)
-
-
-async def _connect(host: str, port: int, secret: bytes, source_ip: str | None) -> Link:
+async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> Link:
     async with asyncio.timeout(_HANDSHAKE_S):
-        reader, writer = await _open_connection(host, port, source_ip)
+        reader, writer = await asyncio.open_connection(ip, port, local_addr=(source_ip, 0) if source_ip else None)
         link = Link(reader, writer, Codec(hello_key(secret), "node"))
         try:
             nonce = new_nonce()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,7 @@ class Attempt:
         run_if: command that runs the agent's command, see ``on_node``.
         options: more options of the agent.
         stub_ray: for tests of the agents alone.
+        user: whose job it is.
     """
 
     def __init__(
@@ -91,11 +93,12 @@ class Attempt:
         run_if: str = "",
         options: str = "",
         stub_ray: bool = False,
+        user: str = "root",
     ) -> None:
         self.lab = lab
         self.folder = lab.shared / name
         self.folder.mkdir()
-        (self.folder / "secret").write_text("5" * 64)
+        (self.folder / "secret").write_text(("5" if user == "root" else "7") * 64)
         driver = lab.shared / f"{name}.py"
         driver.write_text(IDLE_DRIVER if stub_ray else DRIVER)
         script = SCRIPT.format(
@@ -104,7 +107,13 @@ class Attempt:
         num_nodes = len(nodes.split(","))
         wanted = [f"-N{num_nodes}", "--ntasks-per-node=1", "--gres=gpu:2", "-w", nodes]
         path = f"{STUB_RAY}:{REPOSITORY}" if stub_ray else str(REPOSITORY)
-        self.job = sbatch(lab, f"{name}.sh", script, *wanted, env={"PYTHONPATH": path})
+        environ = {"PYTHONPATH": path}
+        if user != "root":
+            wanted += [f"--uid={user}", f"--output={self.folder}/job.log"]
+            environ["HOME"] = "/tmp"
+            for path_of_theirs in (self.folder, self.folder / "secret"):
+                shutil.chown(path_of_theirs, user)
+        self.job = sbatch(lab, f"{name}.sh", script, *wanted, env=environ)
 
     def wait_until_it_works(self) -> Cluster:
         ready, over = self.folder / "cluster", self.folder / "verdict"
@@ -151,6 +160,7 @@ class Attempt:
 
 
 def agents_and_ray(lab: Lab, node: str) -> str:
-    """Command lines on a node that belong to an attempt; srun, which waits for Slurm to miss a dead node, does not."""
+    """Command lines on a node that belong to an attempt, its driver's too; srun's, which waits for Slurm, do not."""
     lines = lab.run(node, ["ps", "-eo", "args"]).stdout.splitlines()
-    return "\n".join(line for line in lines if ("bootstrap." in line or "ray" in line) and not line.startswith("srun"))
+    ours = ("bootstrap.", "ray", str(lab.shared))
+    return "\n".join(line for line in lines if any(word in line for word in ours) and not line.startswith("srun"))

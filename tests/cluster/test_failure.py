@@ -47,7 +47,7 @@ def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
     """Ray is a stub here: whether it lives plays no part."""
     attempt = Attempt(lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True)
     attempt.wait_until_it_works()
-    attempt.kill(node, "bootstrap.agent --attempt-dir", signal)
+    attempt.kill(node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal)  # not srun, whose words are the same
     seconds = attempt.seconds_to_verdict()
     print(f"{signal} to the agent of {node}: {seconds:.1f} s")
     assert seconds < (8 if signal == "KILL" else 20)

@@ -76,6 +76,8 @@ def test_the_head_prints_one_table_of_all_nodes_with_the_odd_ones_marked(lab: La
     finally:
         lab.run("n02", ["ip", "link", "set", "eth0", "mtu", "1500"])
     rows = {line.split()[0]: line.split() for line in attempt.log("agent-n01.log").splitlines() if " eth0 " in line}
+    for node in ("n01", "n02"):
+        assert "NCCL_SOCKET_IFNAME==eth0  # NCCL takes a prefix" in attempt.log(f"agent-{node}.log")
     assert rows["n01"][1:5] == ["eth0", lab.ip("n01"), "!1500", "none"]  # of two that differ, either may be the odd one
     assert rows["n02"][1:5] == ["eth0", lab.ip("n02"), "!1400", "none"]
     attempt.end()

@@ -19,8 +19,9 @@ def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
     by_name = {check["name"]: check for check in hosts["n03"]["checks"]}
     assert by_name["gpus"] == {"name": "gpus", "level": "OK", "found": "2 by Slurm"}
     assert by_name["nofile"]["level"] == "WARN" and "5000 open files" in by_name["nofile"]["found"]
+    assert by_name["reach"]["found"] == f"reached the head from {lab.ip('n03')} (eth0)"
     assert by_name["names"]["found"] == f"the head's name leads to {lab.ip('n01')}"
-    assert attempt.log("agent-n01.log").count("host gpus") == 1
+    assert attempt.log("agent-n01.log").count("host reach gpus") == 1
     assert not (attempt.folder / "canary").exists()
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
     attempt.wait()
@@ -50,6 +51,42 @@ def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -
     assert word == "requeue"
     assert "n02: folder: what it writes into the run folder is not seen by the head" in cause
     assert attempt.excluded == ["n02"]
+    attempt.end()
+
+
+def test_a_path_that_one_node_does_not_see_is_named(lab: Lab) -> None:
+    needed = lab.shared / "model"
+    needed.mkdir()
+    (needed / "config.json").write_text("{}")
+    gone = on_node(1, f"mkdir -p /tmp/none && mount --bind /tmp/none {needed}")
+    attempt = Attempt(
+        lab, "path", run_if="unshare --mount " + gone, options=f"--needed-path {needed}/config.json", stub_ray=True
+    )
+    word, cause = attempt.wait()
+    assert word == "requeue" and f"n02: mounts: {needed}/config.json not there" in cause
+    assert attempt.excluded == ["n02"]
+    attempt.end()
+
+
+def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
+    """Real torch, real gloo; the kernel lets n02 send no more than 160 Mbit/s, which is 0.02 GB/s."""
+    qdisc = ["dev", "eth0", "root"]
+    limit = ["tbf", "rate", "160mbit", "burst", "256kbit", "latency", "50ms"]
+    lab.run("n02", ["tc", "qdisc", "add", *qdisc, *limit])
+    try:
+        options = "--spare-nodes 1 --bandwidth-gbps 0.05"
+        attempt = Attempt(lab, "bandwidth", nodes="n01,n02,n03", options=options, stub_ray=True)
+        cluster = attempt.wait_until_it_works()
+    finally:
+        lab.run("n02", ["tc", "qdisc", "del", *qdisc])
+    assert [node.host for node in cluster.nodes] == ["n01", "n03"]
+    hosts = json.loads(attempt.log("preflight.json"))["hosts"]
+    found = {host: check for host, row in hosts.items() for check in row["checks"] if check["name"] == "bandwidth"}
+    print({host: check["found"] for host, check in found.items()})
+    assert [found[host]["level"] for host in ("n01", "n02", "n03")] == ["OK", "EXCLUDE_NODE", "OK"]
+    assert "0.0" in found["n02"]["found"] and "0.05 wanted" in found["n02"]["found"]
+    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.wait()
     attempt.end()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from bootstrap.ports import candidate_blocks, ephemeral_floor
 from tests.cluster.attempts import Attempt, on_node
@@ -88,3 +89,47 @@ def test_the_secret_is_in_no_command_line_no_environment_and_no_log(lab: Lab) ->
     assert attempt.wait()[0] == "requeue"
     assert lab.run("n01", [sys.executable, "-c", SEARCH, str(attempt.folder)]).stdout == ""
     attempt.end()
+
+
+# One more user of this machine, who may read the interpreter: it can lie below somebody's home.
+OPEN_INTERPRETER = """
+set -e
+mkdir /tmp/base && mount --bind {base} /tmp/base
+for folder in {closed}; do mount -t tmpfs -o mode=755 tmpfs $folder; done
+mkdir -p {base} && mount --bind /tmp/base {base}
+"""
+
+
+def let_everybody_read_the_interpreter(lab: Lab, node: str) -> None:
+    base = Path(sys.base_prefix).resolve()
+    closed = [str(folder) for folder in reversed(base.parents) if not folder.stat().st_mode & 0o001]
+    if closed:
+        script = OPEN_INTERPRETER.format(base=base, closed=closed[0])
+        lab.run(node, ["sh", "-c", script])
+
+
+def test_two_jobs_of_two_users_on_one_node_do_not_meet(lab: Lab) -> None:
+    """Real Ray for both at once, which by default would share ports and /tmp/ray."""
+    let_everybody_read_the_interpreter(lab, "n04")
+    theirs = Attempt(lab, "theirs", nodes="n04", user="nobody")
+    mine = Attempt(lab, "mine", nodes="n04")
+    clusters = {attempt: attempt.wait_until_it_works() for attempt in (mine, theirs)}
+    blocks = [range(it.port_base, it.port_base + it.port_count) for it in clusters.values()]
+    assert not set(blocks[0]) & set(blocks[1])
+    listed = lab.run("n04", ["stat", "-c", "%U %a", f"/tmp/r{mine.job}.0", f"/tmp/r{theirs.job}.0"]).stdout
+    assert listed.split() == ["root", "700", "nobody", "700"]
+
+    connect = f"import ray; ray.init(address={clusters[mine].ray_address!r}); print('INSIDE')"
+    environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(theirs.folder / "secret"), "HOME": "/tmp"}
+    become = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+    stranger = lab.run("n04", ["timeout", "20", *become, sys.executable, "-c", connect], env=environ, check=False)
+    assert stranger.returncode != 0 and "INSIDE" not in stranger.stdout
+    assert "InvalidAuthToken" in stranger.stdout + stranger.stderr
+
+    (mine.folder / "STOP").write_text('{"reason": "enough"}')
+    assert mine.wait()[0] == "requeue"
+    (theirs.folder / "STOP").write_text('{"reason": "enough"}')
+    assert theirs.wait()[0] == "requeue"  # its driver has worked on the cluster once more, after the other's end
+    assert "after STOP n04" in theirs.log("driver.log")
+    mine.end()
+    theirs.end()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ def where():
     return ray.util.get_node_ip_address(), os.environ["GLOO_SOCKET_IFNAME"], sorted(os.environ)
 
 print("worked on", *ray.get(where.remote())[:2])
+print("CPUs", ray.cluster_resources()["CPU"])
 pathlib.Path(cluster.attempt_dir, "cluster").write_text(line)
 if sys.argv[1] == "leave":
     sys.exit(0)
@@ -50,18 +52,21 @@ time.sleep(600)
 class Attempt:
     """One agent, and what it does to its folder."""
 
-    def __init__(self, folder: Path, *driver: str, options: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *driver: str, options: Sequence[str] = (), cpus: set[int] | None = None) -> None:
         self.folder = folder / "attempts" / "0"
         command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={self.folder}", "--num-gpus=2"]
         command += ["--object-store-memory=100000000", "--loss-grace-s=1", *options, "--", *driver]
         # As a launcher might have left it: none of this may confuse Ray or the driver.
         environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
         self.process = subprocess.Popen(command, env=environ)
+        if cpus is not None:  # before it starts anything
+            psutil.Process(self.process.pid).cpu_affinity(list(cpus))
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
+            assert self.process.poll() is None or condition(), f"no {what}: the agent has ended"
             time.sleep(0.05)
 
     def wait_until_it_works(self) -> Cluster:
@@ -101,8 +106,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
     """Start an attempt with a driver; whatever the test does, nothing of it is left."""
     attempts: list[Attempt] = []
 
-    def started(*driver: str, options: Sequence[str] = ()) -> Attempt:
-        attempts.append(Attempt(tmp_path, *driver, options=options))
+    def started(*driver: str, **how: Any) -> Attempt:
+        attempts.append(Attempt(tmp_path, *driver, **how))
         return attempts[-1]
 
     yield started
@@ -137,6 +142,8 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
 
     # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it is over.
     processes = attempt.processes()
+    group = os.getpgid(attempt.process.pid)  # what a launcher signals; Ray and the driver are in none of its groups
+    assert [process.pid for process in processes if os.getpgid(process.pid) == group] == [attempt.process.pid]
     attempt.process.send_signal(signal.SIGTERM)
     assert attempt.wait()[0] == "requeue"
     assert "SIGTERM" in json.loads((attempt.folder / "STOP").read_text())["reason"]
@@ -148,7 +155,10 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
 
 
 def test_a_driver_that_ends_with_zero_is_done(start: Callable[..., Attempt]) -> None:
-    assert start(*driver("leave")).wait()[0] == "done"
+    """Ray has the CPUs that the agent may use, not those of the machine."""
+    attempt = start(*driver("leave"), cpus={min(os.sched_getaffinity(0))})
+    assert attempt.wait()[0] == "done"
+    assert "CPUs 1.0" in attempt.driver_log
 
 
 @pytest.mark.parametrize(("code", "verdict"), [(78, "config"), (1, "failed")])

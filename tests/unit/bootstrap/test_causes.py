@@ -15,6 +15,8 @@ from bootstrap.rendezvous import describe_missing
         ("OSError: [Errno 28] No space left on device: '/tmp/r1.0'", "disk is full"),
         ("Exception: The current node timed out during startup. This could happen because", "overloaded"),
         ("ModuleNotFoundError: No module named 'ray'", "environment or image"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0", "memory ran out"),
+        ("Killed (OOM)", "memory ran out"),
     ],
 )
 def test_a_known_trace_gets_its_cause_in_front(log: str, words: str) -> None:
@@ -22,8 +24,9 @@ def test_a_known_trace_gets_its_cause_in_front(log: str, words: str) -> None:
     assert words in first and rest == log
 
 
-def test_an_unknown_trace_is_left_as_it_is() -> None:
-    assert with_likely_cause("Segmentation fault") == "Segmentation fault"
+@pytest.mark.parametrize("log", ["Segmentation fault", "no room for headroom in the zoom"])
+def test_an_unknown_trace_is_left_as_it_is(log: str) -> None:
+    assert with_likely_cause(log) == log
 
 
 def test_a_host_without_a_log_has_never_begun(tmp_path: Path) -> None:

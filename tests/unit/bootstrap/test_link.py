@@ -37,8 +37,8 @@ def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
         node.start_beating()
         head.start_beating()
         await asyncio.sleep(1.0)  # twice the silence that would be too long
-        await node.send({"kind": "ray_up"})
-        assert await head.receive() == {"kind": "ray_up"}
+        await node.send({"kind": "lost"})
+        assert await head.receive() == {"kind": "lost"}
 
     asyncio.run(connected(scene))
 

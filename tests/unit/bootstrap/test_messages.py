@@ -36,10 +36,10 @@ def test_a_changed_byte_is_refused(position: int) -> None:
 
 
 def test_a_repeated_frame_is_refused() -> None:
-    frame = speak({"kind": "ray_up"})
+    frame = speak({"kind": "lost"})
     head = Codec(KEY, "head")
     head.feed(frame + frame)
-    assert head.unpack() == {"kind": "ray_up"}
+    assert head.unpack() == {"kind": "lost"}
     with pytest.raises(MessageError, match="repeated"):
         head.unpack()
 

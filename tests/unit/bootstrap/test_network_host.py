@@ -85,6 +85,9 @@ def test_a_port_that_is_not_active_is_down(tree: Tree, state: str) -> None:
         ({"type": "1", "iflink": "7", "ifindex": "4"}, "veth"),
         ({"type": "1", "iflink": "4", "ifindex": "4"}, "dummy"),
         ({"type": "1", "iflink": "4", "ifindex": "4", "device/vendor": "0x15b3"}, "ether"),
+        ({"type": "1", "uevent": "DEVTYPE=macvlan", "iflink": "2", "ifindex": "4"}, "ether"),
+        ({"type": "1", "iflink": "4", "ifindex": "4", "lower_p/master/ifindex": "4"}, "bond"),  # a team
+        ({"type": "512"}, "tun"),
     ],
 )
 def test_the_kind_of_an_interface(tree: Tree, files: dict[str, str], kind: str) -> None:
@@ -113,6 +116,9 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_ipv4_before_ipv6(tre
         }
     )
     assert network_host.default_route(root) == "fast"
+    equal = "late 00000000 010200C0 0003 0 0 9 00000000 0 0 0\nearly 00000000 010200C0 0003 0 0 9 00000000 0 0 0"
+    (root / "proc/net/route").write_text(f"{head}\n{equal}")
+    assert network_host.default_route(root) == "late"  # the kernel takes the first it lists, whatever its name
     (root / "proc/net/route").write_text(head)
     assert network_host.default_route(root) == "six"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bootstrap.network_detect import Detection, detect
-from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, parse_facts
+from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort
 
 LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
 
@@ -114,6 +114,14 @@ def test_a_bridge_over_a_wire_is_a_wire() -> None:
     assert detect(facts).socket.ifname == "b"
 
 
+@pytest.mark.parametrize("other", [nic("d", "172.17.0.1/16", type="bridge"), nic("k", "10.96.0.10/32", type="dummy")])
+def test_a_containers_bridge_does_not_hide_the_address_on_loopback(other: Interface) -> None:
+    lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
+    assert detect(NetworkFacts((lo, nic("a", "fe80::1/64"), other))).socket.ifname == "lo"
+    pod = NetworkFacts((lo, nic("v", "10.244.0.7/24", type="veth"), other))
+    assert detect(pod).socket.ifname == "v"
+
+
 def test_an_address_on_loopback_counts_when_the_wires_have_none() -> None:
     lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
     facts = NetworkFacts((lo, nic("a", "fe80::1/64"), nic("b", "fe80::2/64")), default_route="a")
@@ -213,6 +221,23 @@ def test_a_port_under_the_bond_of_the_default_route_is_the_front_end() -> None:
     assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails)))) == 8
 
 
+@pytest.mark.parametrize(
+    "stack",
+    [
+        (nic("z.7", "10.1.0.1/24", type="vlan"), nic("z", type="bond"), nic("x", master="z")),
+        (nic("t", "10.1.0.1/24", type="vlan", parent="z"), nic("z", type="bond"), nic("x", master="z")),
+        (nic("b", "10.1.0.1/24", type="bridge"), nic("z", type="bond", master="b"), nic("x", master="z")),
+        (nic("o", "10.1.0.1/24", type="bond"), nic("z", type="bond", master="o"), nic("x", master="z")),
+    ],
+    ids=["VLAN on a bond", "VLAN of any name", "bridge over a bond", "bond of bonds"],
+)
+@pytest.mark.parametrize("where", ["x", "z"])
+def test_a_port_at_the_bottom_of_a_stack_is_the_front_end_too(stack: tuple[Interface, ...], where: str) -> None:
+    rail = nic("r", "192.168.0.1/24")
+    found = detect(host(*stack, rail, port("a", netdev=where), port("s", netdev="r"), default_route=stack[0].name))
+    assert found.socket.ifname == stack[0].name and names(found) == ["s"]
+
+
 def test_the_only_fast_port_is_kept_though_the_default_route_leaves_through_it() -> None:
     facts = host(nic("x", "10.1.0.1/24"), port("a", rate=400, netdev="x"), port("b", rate=25), default_route="x")
     assert names(detect(facts)) == ["a"]
@@ -222,6 +247,8 @@ def test_virtual_functions_count_only_where_there_is_nothing_else() -> None:
     virtual = port("v", sriov_vf=True)
     assert names(detect(host(virtual, port("p")))) == ["p"]
     assert names(detect(host(virtual))) == ["v"]
+    given = port("v", sriov_vf=True, netdev="n")  # a pod has this one; it sees its host's ports, not their interfaces
+    assert names(detect(host(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")))) == ["v"]
 
 
 def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
@@ -267,6 +294,11 @@ def test_rails_with_a_plan_of_their_own_outvote_the_place_where_nodes_meet() -> 
         (host(nic("e", driver="ena"), port("r", None, driver="efa")), "efa"),
         (host(FAST, hints=("libfabric provider efa",)), "efa"),
         (host(FAST, hints=("no efa driver",)), "none"),
+        (host(FAST, hints=("EFA is not installed",)), "none"),
+        (host(FAST, port("rdmap86s0", None, None)), "efa"),  # rdma-core: neither InfiniBand nor Ethernet
+        (host(FAST, port("rdmap86s0", "Ethernet")), "roce"),
+        (host(FAST, port("cxi0", None, None)), "cxi"),
+        (host(FAST, hints=("/dev/cxi0",)), "cxi"),
         (host(FAST, hints=("libfabric provider cxi",)), "cxi"),
         (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)), num_gpus=8), "gpudirect-tcpx"),
         (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(2)), num_gpus=8), "none"),
@@ -338,15 +370,8 @@ def test_infiniband_has_no_gid_index() -> None:
 
 def test_what_the_site_prescribes_is_kept_and_said() -> None:
     facts = host(FAST, port("a", "InfiniBand"), port("b", "InfiniBand", 100))
-    site = {"NCCL_IB_TC": "106", "NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "", "PATH": "/bin"}
+    site = {"NCCL_IB_TC": "106", "UCX_TLS": "rc", "NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "", "PATH": "/bin"}
     found = detect(facts, environ=site)
-    assert found.env["NCCL_IB_TC"] == "106" and found.env["NCCL_IB_HCA"] == "mlx5"
+    assert found.env["NCCL_IB_TC"] == "106" and found.env["UCX_TLS"] == "rc" and found.env["NCCL_IB_HCA"] == "mlx5"
     assert "site" in found.settings["NCCL_IB_HCA"].reason
     assert found.env["NCCL_SOCKET_IFNAME"] == "=f" and "PATH" not in found.env
-
-
-def test_masked_addresses_are_not_known_and_break_nothing() -> None:
-    rows = [{"name": "a", "state": "up", "ipv4": ["10.x.x.4/24"], "ipv6": ["2001:db8::1/64"]}, {"name": "b"}]
-    facts = parse_facts({"interfaces": rows, "peers": {"example_peer": "n2.cluster", "slurm_addr": "10.x.0.1"}})
-    assert facts.interfaces[0].ipv4 is None and facts.interfaces[0].ipv6 == ("2001:db8::1/64",)
-    assert (facts.example_peer, facts.slurm_addr) == (None, None)

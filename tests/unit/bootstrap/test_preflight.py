@@ -7,28 +7,21 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bootstrap.preflight import (
-    GIB,
-    UNLIMITED,
-    Check,
-    Gpu,
-    HostFacts,
-    Preflight,
-    Seen,
-    Wanted,
-    check_host,
-    level_of,
-    mount_of,
-    parse_gpus,
-    visible_gpus,
-)
+from bootstrap.gpus import Gpu, GpuReading
+from bootstrap.preflight import GIB, UNLIMITED, Check, Hca, HostFacts, Preflight, Seen, Wanted, level_of
+from bootstrap.preflight_checks import check_bandwidth, check_host, compare_hosts
+from bootstrap.preflight_probe import mount_of
 
 WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
-GPUS = tuple(Gpu(f"GPU-{index}", 3, 0, False) for index in range(8))
+GPUS = tuple(
+    Gpu(f"GPU-{index}", 3, 0, remap_pending=False, remap_failed=False, recovery="none", num_nvlinks=18)
+    for index in range(8)
+)
+HCAS = tuple(Hca(f"mlx5_{index}", True, 400.0) for index in range(8))
 FIT = HostFacts(
-    gpus=GPUS,
+    gpu_reading=GpuReading(GPUS, "NVML"),
     num_gpus_by_slurm=8,
-    num_rdma_devices=8,
+    hcas=HCAS,
     memlock=UNLIMITED,
     nofile=1 << 20,
     shm_free=64 * GIB,
@@ -41,7 +34,12 @@ FIT = HostFacts(
     canary="c",
     clock=1.0,
 )
-SEEN = Seen(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True)
+SEEN = Seen(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True, via="10.0.0.2 (eth0)")
+
+
+def gpus(first: Gpu | None = None, *, count: int = 8, error: str | None = None) -> dict[str, object]:
+    """A change of ``FIT``: as many GPUs, the first of them as given."""
+    return {"gpu_reading": GpuReading((*([first] if first else []), *GPUS[1 if first else 0 : count]), "NVML", error)}
 
 
 def test_a_fit_host_is_fit() -> None:
@@ -55,17 +53,26 @@ def test_nothing_known_is_nothing_wrong() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "level", "words"),
     [
-        ({"gpus": GPUS[:7]}, "gpus", "EXCLUDE_NODE", "7 by nvidia-smi, 8 asked for"),
-        ({"gpus": ()}, "gpus", "EXCLUDE_NODE", "0 by nvidia-smi"),
+        (gpus(count=7), "gpus", "EXCLUDE_NODE", "7 by NVML, 8 asked for"),
+        (gpus(count=0, error="NVML does not start"), "gpus", "EXCLUDE_NODE", "8 asked for (NVML does not start)"),
         ({"num_gpus_by_slurm": 4}, "gpus", "EXCLUDE_NODE", "4 by Slurm, 8 asked for"),
-        ({"gpus": (replace(GPUS[0], used_mib=30_000), *GPUS[1:])}, "gpu-health", "EXCLUDE_NODE", "GPU-0 has 30000 MiB"),
-        ({"gpus": (replace(GPUS[0], ecc_uncorrected=2), *GPUS[1:])}, "gpu-health", "EXCLUDE_NODE", "reset it"),
-        ({"gpus": (replace(GPUS[0], remap_pending=True), *GPUS[1:])}, "gpu-health", "EXCLUDE_NODE", "remap"),
+        (gpus(replace(GPUS[0], used_mib=30_000)), "gpu-health", "EXCLUDE_NODE", "GPU-0 has 30000 MiB"),
+        (gpus(replace(GPUS[0], recovery=None, ecc_uncorrected=2)), "gpu-health", "EXCLUDE_NODE", "reset it"),
+        (gpus(replace(GPUS[0], ecc_uncorrected=2)), "gpu-health", "WARN", "2 uncorrected"),  # the driver says it is fit
+        (gpus(replace(GPUS[0], recovery="reboot")), "gpu-health", "EXCLUDE_NODE", "needs a reboot"),
+        (gpus(replace(GPUS[0], remap_pending=True)), "gpu-health", "WARN", "remap"),
+        (gpus(replace(GPUS[0], remap_failed=True)), "gpu-health", "EXCLUDE_NODE", "replace it"),
+        (gpus(replace(GPUS[0], xids=(13, 79))), "gpu-health", "WARN", "had Xid 79 within"),
+        (gpus(replace(GPUS[0], num_nvlinks=17)), "nvlink", "WARN", "GPU-0 has 17 of 18 NVLinks up"),
+        (gpus(replace(GPUS[0], num_nvlinks=0)), "nvlink", "EXCLUDE_NODE", "GPU-0 has 0 of 18"),
+        (gpus(replace(GPUS[0], fabric="in progress")), "nvlink", "EXCLUDE_NODE", "nvidia-fabricmanager"),
+        ({"hcas": (replace(HCAS[0], is_active=False),)}, "hcas", "WARN", "no port is active: mlx5_0"),
+        ({"missing_paths": ("/data/model",)}, "mounts", "EXCLUDE_NODE", "/data/model not there"),
         ({"memlock": 8 << 20}, "memlock", "EXCLUDE_NODE", "LimitMEMLOCK=infinity"),
         ({"nofile": 20_000}, "nofile", "WARN", "65535 wanted"),
         ({"nofile": 1024}, "nofile", "EXCLUDE_NODE", "ulimit -n"),
         ({"shm_free": 64 << 20}, "shm", "EXCLUDE_NODE", "2.00 needed"),
-        ({"shm_free": 64 << 20, "gpus": None}, "shm", "WARN", "2.00 needed"),
+        ({"shm_free": 64 << 20, "gpu_reading": GpuReading()}, "shm", "WARN", "2.00 needed"),
         ({"temp_fs": "nfs4"}, "temp-dir", "EXCLUDE_NODE", "/tmp is on nfs4"),
         ({"temp_free": 0}, "temp-dir", "EXCLUDE_NODE", "0.00 GiB free in /tmp"),
         ({"temp_free": 5 * GIB}, "temp-dir", "WARN", "5.00 GiB free"),
@@ -75,7 +82,7 @@ def test_nothing_known_is_nothing_wrong() -> None:
         ({"head_ips": ("127.0.1.1",)}, "names", "WARN", "leads to 127.0.1.1, the head is at 10.0.0.1"),
         ({"head_ips": ()}, "names", "WARN", "does not resolve"),
         ({"head_ips": None}, "names", "WARN", "in 2 s"),
-        ({"problem": "no such interface"}, "agent", "EXCLUDE_NODE", "no such interface"),
+        ({"problem": "no such interface"}, "reach", "EXCLUDE_NODE", "no such interface"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_else(
@@ -97,51 +104,80 @@ def test_what_only_the_head_can_see(seen: Seen, name: str, level: str) -> None:
 
 
 def test_locked_memory_is_nobodys_concern_without_rdma() -> None:
-    assert level_of(check_host(replace(FIT, num_rdma_devices=0, memlock=8192), WANTED, SEEN)) == "OK"
+    assert level_of(check_host(replace(FIT, hcas=(), memlock=8192), WANTED, SEEN)) == "OK"
 
 
 def test_facts_survive_the_way_to_the_head() -> None:
-    facts = replace(FIT, taken_ports=(1, 2), gpus=(replace(GPUS[0], used_mib=None),))
+    facts = replace(FIT, taken_ports=(1, 2), **gpus(replace(GPUS[0], used_mib=None, xids=(79,))))
     assert HostFacts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_what_fails_on_every_host_is_a_matter_of_configuration() -> None:
-    few = check_host(replace(FIT, gpus=GPUS[:4]), WANTED, SEEN)
-    preflight = Preflight.of({"n1": few, "n2": few}, {})
-    assert preflight.fatal == "on every host: gpus: 4 by nvidia-smi, 8 asked for"
+    few = check_host(replace(FIT, **gpus(count=4)), WANTED, SEEN)
+    preflight = Preflight.of({"n1": few, "n2": few})
+    assert preflight.fatal == "on every host: gpus: 4 by NVML, 8 asked for"
     assert preflight.unfit == {}
-    one_fit = Preflight.of({"n1": few, "n2": check_host(FIT, WANTED, SEEN)}, {})
-    assert one_fit.fatal is None and one_fit.unfit == {"n1": "gpus: 4 by nvidia-smi, 8 asked for"}
+    one_fit = Preflight.of({"n1": few, "n2": check_host(FIT, WANTED, SEEN)})
+    assert one_fit.fatal is None and one_fit.unfit == {"n1": "gpus: 4 by NVML, 8 asked for"}
 
 
 def test_one_host_alone_is_never_a_matter_of_configuration() -> None:
-    preflight = Preflight.of({"n1": check_host(replace(FIT, gpus=()), WANTED, SEEN)}, {})
+    preflight = Preflight.of({"n1": check_host(replace(FIT, **gpus(count=0)), WANTED, SEEN)})
     assert preflight.fatal is None and list(preflight.unfit) == ["n1"]
 
 
 def test_different_failures_on_every_host_are_not_one_of_configuration() -> None:
     preflight = Preflight.of(
         {
-            "n1": check_host(replace(FIT, gpus=()), WANTED, SEEN),
+            "n1": check_host(replace(FIT, **gpus(count=0)), WANTED, SEEN),
             "n2": check_host(replace(FIT, temp_free=0), WANTED, SEEN),
-        },
-        {},
+        }
     )
     assert preflight.fatal is None and len(preflight.unfit) == 2
 
 
-def test_the_host_whose_run_folder_is_mounted_differently_is_named() -> None:
-    fit = check_host(FIT, WANTED, SEEN)
-    preflight = Preflight.of(dict.fromkeys(("n1", "n2", "n3"), fit), {"n1": "nfs4", "n2": "ext4", "n3": "nfs4"})
-    assert "n2 WARN mounts: run folder on ext4, elsewhere on nfs4" in preflight.table()
+def test_a_host_that_is_absent_has_a_row_and_does_not_hide_what_the_others_share() -> None:
+    few = check_host(replace(FIT, **gpus(count=4)), WANTED, SEEN)
+    preflight = Preflight.of({"n1": few, "n2": few}, {"n3": "it did not join"})
+    assert preflight.fatal is not None and preflight.unfit == {"n3": "reach: it did not join"}
+    row = preflight.table().splitlines()[3].split()
+    assert row[:3] == ["n3", "X", "?"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "name", "level", "words"),
+    [
+        ({"folder_fs": "ext4"}, "mounts", "WARN", "run folder on ext4, elsewhere on nfs4"),
+        ({"hcas": HCAS[:7]}, "hcas", "WARN", "7 active of 400 Gb/s, elsewhere 8 active of 400 Gb/s"),
+        ({"hcas": (replace(HCAS[0], rate_gbps=200.0), *HCAS[1:])}, "hcas", "WARN", "1 active of 200 Gb/s and 7 active"),
+        ({"hcas": (replace(HCAS[0], is_active=False),)}, "hcas", "EXCLUDE_NODE", "no active port, elsewhere 8"),
+        ({"hcas": ()}, "hcas", "EXCLUDE_NODE", "no active port"),
+    ],
+)
+def test_the_odd_host_among_several_is_named(odd: Mapping[str, object], name: str, level: str, words: str) -> None:
+    hosts = {"n1": FIT, "n2": replace(FIT, **odd), "n3": FIT}
+    compared = compare_hosts(hosts)
+    assert list(compared) == ["n2"]
+    (check,) = compared["n2"]
+    assert (check.name, check.level) == (name, level) and words in check.found
+    merged = Preflight.of({host: [*check_host(hosts[host], WANTED, SEEN), *compared.get(host, ())] for host in hosts})
+    assert f"n2 {level} {name}: " in merged.table()
+    assert len({one.name for one in merged.checks["n2"]}) == len(merged.checks["n2"])  # the worst of a name counts
+
+
+def test_a_slow_node_is_named_by_its_figure_and_one_without_a_figure_by_its_error() -> None:
+    found = check_bandwidth({"n1": 40.0, "n2": 3.0, "n3": "no route to host"}, 20.0)
+    assert [found[host].level for host in ("n1", "n2", "n3")] == ["OK", "EXCLUDE_NODE", "EXCLUDE_NODE"]
+    assert "3.00 GB/s" in found["n2"].found and "20 wanted" in found["n2"].found
+    assert "no route to host" in found["n3"].found
 
 
 def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     """Read back: the columns stand where the head line says."""
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
-    preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad}, {})
+    preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 10
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 14
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 
@@ -151,23 +187,6 @@ def test_the_worst_level_counts() -> None:
     for pair in itertools.product(order, repeat=2):
         worst = max(pair, key=order.index)
         assert level_of([Check("c", level, "") for level in pair]) == worst
-
-
-def test_what_nvidia_smi_prints() -> None:
-    """Format of ``--format=csv,noheader,nounits``: a card without ECC says [N/A]."""
-    listing = "GPU-aa, 12, 0\nGPU-bb, 40000, [N/A]\n"
-    remapped = "GPU-aa, No\nGPU-bb, Yes\n"
-    assert parse_gpus(listing, remapped) == (Gpu("GPU-aa", 12, 0, False), Gpu("GPU-bb", 40_000, None, True))
-    assert parse_gpus("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", "") == ()
-
-
-@pytest.mark.parametrize(
-    ("variable", "seen"),
-    [(None, "abcd"), ("", "abcd"), ("NoDevFiles", "abcd"), ("2,0", "ca"), ("GPU-b", "b"), ("7", "abcd")],
-)
-def test_only_the_jobs_own_gpus_are_looked_at(variable: str | None, seen: str) -> None:
-    gpus = [Gpu(f"GPU-{letter}") for letter in "abcd"]
-    assert visible_gpus(gpus, variable) == tuple(Gpu(f"GPU-{letter}") for letter in seen)
 
 
 MOUNTS = """\

@@ -1,6 +1,5 @@
 """Invariant: looking at this host raises nothing, changes nothing but a canary, and agrees with the kernel."""
 
-import os
 import shutil
 import stat
 import subprocess
@@ -10,14 +9,6 @@ import pytest
 
 from bootstrap.doctor import main
 from bootstrap.preflight_probe import CANARY_DIR, read_host
-
-# As ``nvidia-smi --format=csv,noheader,nounits`` answers; the third column of the second card is not supported there.
-NVIDIA_SMI = """#!/bin/sh
-case $1 in
-  --query-gpu=*) printf "GPU-a, 4, 0\\nGPU-b, 900, [N/A]\\n" ;;
-  --query-remapped-rows=*) printf "GPU-a, No\\n" ;;
-esac
-"""
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
@@ -47,16 +38,9 @@ def test_a_folder_that_is_not_there_and_a_name_that_does_not_resolve_are_facts(t
     assert facts.head_ips in ((), None)  # None where the resolver takes its time to say so
 
 
-def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(NVIDIA_SMI)
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    facts = read_host(tmp_path, tmp_path, "localhost", {})
-    assert facts.gpus is not None and [gpu.used_mib for gpu in facts.gpus] == [4, 900]
-    assert [gpu.remap_pending for gpu in facts.gpus] == [False, None]
-    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
-    assert read_host(tmp_path, tmp_path, "localhost", {}).gpus == ()
+def test_a_path_that_the_run_needs_and_is_not_there_is_named(tmp_path: Path) -> None:
+    needed = [tmp_path, tmp_path / "model"]
+    assert read_host(tmp_path, tmp_path, "localhost", {}, needed).missing_paths == (str(tmp_path / "model"),)
 
 
 def test_the_doctor_says_so_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,14 @@ import pytest
 
 from bootstrap.facts import Facts
 from bootstrap.ports import PortBlock
-from bootstrap.ray_command import RayNode, base_environment, ray_environment, start_argv, temp_dir
+from bootstrap.ray_command import (
+    RayNode,
+    base_environment,
+    network_environment,
+    ray_environment,
+    start_argv,
+    temp_dir,
+)
 
 FACTS = Facts("n02", 1, ("n01", "n02"), "4711", 3, in_slurm=True)
 
@@ -19,29 +26,29 @@ SHARED = """
 --metrics-export-port=20009
 --min-worker-port=20016
 --max-worker-port=20599
---temp-dir=/tmp/r4711.3
+--temp-dir=/tmp/r4711.3/t
 --num-cpus=96
 --num-gpus=8
 """
 HEAD = (
-    """py -u -m ray.scripts.scripts start
+    """start
 --head
 --port=20001
 --include-dashboard=false
 --dashboard-host=127.0.0.1
 --dashboard-port=20002
---ray-client-server-port=20003
+--no-monitor
 --node-ip-address=10.77.0.11"""
     + SHARED
     + """--object-store-memory=1000
---disable-usage-stats --log-style=record --log-color=false --block"""
+--include-log-monitor=false --disable-usage-stats --log-style=record --log-color=false --block"""
 )
 NODE = (
-    """py -u -m ray.scripts.scripts start
+    """start
 --address=10.77.0.11:20001
 --node-ip-address=10.77.0.12"""
     + SHARED
-    + "--disable-usage-stats --log-style=record --log-color=false --block"
+    + "--include-log-monitor=false --disable-usage-stats --log-style=record --log-color=false --block"
 )
 
 
@@ -50,11 +57,11 @@ def ray_node(ip: str, object_store_memory: int | None) -> RayNode:
 
 
 def test_the_command_of_the_head() -> None:
-    assert start_argv("py", ray_node("10.77.0.11", 1000)) == HEAD.split()
+    assert start_argv(ray_node("10.77.0.11", 1000)) == HEAD.split()
 
 
 def test_the_command_of_another_node_has_no_option_of_the_head() -> None:
-    assert start_argv("py", ray_node("10.77.0.12", None)) == NODE.split()
+    assert start_argv(ray_node("10.77.0.12", None)) == NODE.split()
 
 
 def test_what_launchers_leave_behind_does_not_reach_ray_or_the_driver() -> None:
@@ -78,9 +85,10 @@ def test_the_end_of_the_job_stays_known() -> None:
 
 
 def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
-    environ = ray_environment({"PATH": "/bin"}, PortBlock(20_000), "eth0")
-    assert environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
-    assert environ["NCCL_SOCKET_IFNAME"] == "=eth0" and environ["PATH"] == "/bin"
+    environ = ray_environment({"PATH": "/bin"})
+    assert environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0" and environ["PATH"] == "/bin"
+    on_top = network_environment(environ, PortBlock(20_000), "eth0", {})
+    assert on_top["NCCL_SOCKET_IFNAME"] == "=eth0" and "PATH" not in on_top
 
 
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:
@@ -92,6 +100,6 @@ def test_a_folder_too_long_for_a_socket_is_refused() -> None:
 def test_what_was_detected_of_the_fabric_yields_to_what_the_user_has_set() -> None:
     base = {"NCCL_IB_HCA": "mlx5", "UCX_NET_DEVICES": ""}
     fabric = {"NCCL_IB_HCA": "=a:1", "UCX_NET_DEVICES": "a:1,eth0", "FI_PROVIDER": "efa"}
-    environ = ray_environment(base, PortBlock(20_000), "eth0", fabric)
-    assert environ["NCCL_IB_HCA"] == "mlx5"
+    environ = network_environment(base, PortBlock(20_000), "eth0", fabric)
+    assert "NCCL_IB_HCA" not in environ
     assert environ["UCX_NET_DEVICES"] == "a:1,eth0" and environ["FI_PROVIDER"] == "efa"

@@ -49,8 +49,8 @@ def test_all_nodes_join_and_talk_both_ways() -> None:
         links = await asyncio.gather(joining(port, 1), joining(port, 2))
         await reception.complete.wait()
         assert reception.reports[2] == NodeReport("n2", 2, 8, {}, "127.0.0.1", "lo")
-        await links[0].send({"kind": "ray_up"})
-        assert await reception.links[1].receive() == {"kind": "ray_up"}
+        await links[0].send({"kind": "lost"})
+        assert await reception.links[1].receive() == {"kind": "lost"}
         await reception.links[1].send({"kind": "end"})
         assert await links[0].receive() == {"kind": "end"}
         links[1].close()

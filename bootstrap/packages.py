@@ -1,0 +1,26 @@
+"""What is installed in this environment or image, as one short word that is the same on two nodes only if that is.
+
+Comes in: the import path. Goes out: a fingerprint of the names and versions of all installed distributions. The names
+of their folders tell both, so that no file has to be read; an image's own digest is not to be seen from inside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable
+
+_NUM_DIGITS = 8
+_FORMS = (".dist-info", ".egg-info")
+
+
+def fingerprint(folders: Iterable[str] | None = None) -> str:
+    """Hexadecimal digits over every ``NAME-VERSION`` on the import path; the order of the path plays no part."""
+    found: set[str] = set()
+    for folder in sys.path if folders is None else folders:
+        try:
+            found.update(name for name in os.listdir(folder or ".") if name.endswith(_FORMS))
+        except OSError:  # archives, and folders that are not there
+            continue
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_NUM_DIGITS]

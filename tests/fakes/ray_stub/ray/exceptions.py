@@ -1,0 +1,5 @@
+"""The one exception that the agents' Ray process knows."""
+
+
+class RpcError(Exception):
+    """The head did not answer."""

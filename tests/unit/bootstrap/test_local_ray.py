@@ -1,0 +1,124 @@
+"""Invariant: Ray is imported before its order comes, and whoever waits learns at once what is registered or has ended.
+
+Ray is the stub of tests/fakes, run by the real process under a real keeper.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap.local_ray import LocalRay, RayError
+from bootstrap.ports import PortBlock, claim_block, ephemeral_floor
+from bootstrap.ray_command import RayNode
+from bootstrap.ray_process import parse_registered, registered_line
+
+REPOSITORY = Path(__file__).parents[3]
+HEAD, OTHER = "127.0.0.1", "127.0.0.3"
+
+
+@pytest.fixture
+def ports() -> Iterator[PortBlock]:
+    """A block of ports that nobody else gets while the test runs."""
+    block, claim = claim_block(f"test{os.getpid()}", ephemeral_floor(), HEAD)
+    with claim:
+        yield block
+
+
+def head_at(ip: str, ports: PortBlock) -> RayNode:
+    return RayNode(ip, ip, ports, "unused", num_cpus=1, num_gpus=2)
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+async def prepared(folder: Path) -> LocalRay:
+    environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}/tests/fakes/ray_stub:{REPOSITORY}"}
+    return await LocalRay.prepare(str(folder / "session"), environ, folder / "ray.log")
+
+
+def test_a_line_about_a_node_reads_back_as_it_was_written() -> None:
+    assert parse_registered(registered_line("fd00::1", 8).strip("\n")) == ("fd00::1", 8)
+    assert parse_registered("Ray runtime started.") is None
+
+
+def test_the_head_learns_of_every_node_that_is_registered(tmp_path: Path, ports: PortBlock) -> None:
+    async def scene() -> None:
+        head = await prepared(tmp_path)
+        head.start(head_at(HEAD, ports), {})
+        await head.wait_registered({HEAD: 2})
+        waiting = asyncio.create_task(head.wait_registered({HEAD: 2, OTHER: 4}))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        with socket.create_connection((HEAD, ports.gcs)) as other:
+            other.sendall(f"{OTHER} 4\n".encode())
+        await waiting
+        assert head.registered == {HEAD: 2, OTHER: 4}
+        await head.end(None)
+
+    run(scene)
+
+
+def test_a_node_with_other_gpus_than_it_should_have_is_an_error(tmp_path: Path, ports: PortBlock) -> None:
+    async def scene() -> None:
+        head = await prepared(tmp_path)
+        head.start(head_at(HEAD, ports), {})
+        with pytest.raises(RayError, match=r"Ray has 2 GPUs on 127\.0\.0\.1; 8 are needed"):
+            await head.wait_registered({HEAD: 8})
+        await head.end(None)
+
+    run(scene)
+
+
+def test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path: Path, ports: PortBlock) -> None:
+    async def scene() -> None:
+        head = await prepared(tmp_path)
+        head.start(head_at("192.0.2.1", ports), {})  # an address that this machine does not have
+        with pytest.raises(RayError, match=r"(?s)Ray ended by itself \(exit code 1\).*Cannot assign.*not registered"):
+            await head.wait_registered({"192.0.2.1": 2})
+        await head.end(None)
+
+    run(scene)
+
+
+def test_a_taken_port_is_found_before_the_order_is_given(tmp_path: Path, ports: PortBlock) -> None:
+    async def scene() -> None:
+        head = await prepared(tmp_path)
+        with socket.create_server(("", ports.base + 4)), pytest.raises(RayError, match=f"{ports.base + 4}"):
+            head.start(head_at(HEAD, ports), {})
+        await head.end(None)
+
+    run(scene)
+
+
+def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scene() -> None:
+        ray = await prepared(tmp_path)
+        session = tmp_path / "session"
+        assert session.stat().st_mode & 0o777 == 0o700
+        ray.watch_no_more()
+        assert await ray.kept.exited == 0
+        await ray.end(None)
+        while session.exists():  # the keeper removes it after it has let go of the agent
+            await asyncio.sleep(0.02)
+
+    run(scene)
+
+
+def test_a_session_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    async def scene() -> None:
+        (tmp_path / "session").symlink_to("/tmp")
+        with pytest.raises(RayError, match="belongs to somebody else"):
+            await prepared(tmp_path)
+        assert (tmp_path / "session").is_symlink()
+
+    run(scene)

@@ -1,0 +1,24 @@
+"""Invariant: what the head does for a node does not depend on how many others there are.
+
+One real head without Ray (the stub of tests/fakes) and simulated nodes that speak the real protocol.
+"""
+
+from pathlib import Path
+
+from tools.bench.bringup_agents import simulate
+
+_NODES = (8, 128)
+
+
+def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: Path) -> None:
+    """Five messages a node (hello, welcome, joined, start_ray, end), one connection, a report of one size."""
+    small, large = _NODES
+    found = {}
+    for num_nodes in _NODES:
+        (tmp_path / str(num_nodes)).mkdir()
+        found[num_nodes] = simulate(num_nodes, tmp_path / str(num_nodes))
+        assert found[num_nodes].num_messages == 5 * (num_nodes - 1)
+    added = large - small
+    assert found[large].num_descriptors - found[small].num_descriptors <= added + 2  # the two come and go
+    per_node = [found[num_nodes].num_bytes / (num_nodes - 1) for num_nodes in _NODES]
+    assert abs(per_node[1] - per_node[0]) < 0.05 * per_node[0]
