@@ -30,7 +30,9 @@ HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
 # Both tools split lists of mounts at ',' and ':' and enroot's table at blanks; '$' is theirs to expand as well.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
-_MOUNT = re.compile(rf"(?P<source>{_PATH})(?::(?P<target>{_PATH}))?(?::(?P<mode>ro|rw))?")
+_VARIABLE = r"\$[A-Z][A-Z0-9_]*"
+_PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
+_MOUNT = re.compile(rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?")
 _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
 _NAME = '"rlpost_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"'
 
@@ -41,8 +43,9 @@ class Container:
 
     Attributes:
         backend: ``pyxis`` (options of srun) or ``enroot`` (a script on each node).
-        image: absolute path of a squashfs file, or a name in a registry, which is imported into ``cache`` once.
-        mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths.
+        image: absolute path of a squashfs file, or a name in a registry, which is imported into ``cache`` once; or
+            ``$NAME``, a variable that holds such a path when the job is submitted.
+        mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a variable ``$NAME``.
         cache: folder on the shared file system for imported images; needed for names.
 
     Raises:
@@ -57,7 +60,7 @@ class Container:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise SpecError(f"container: {self.backend!r}; choose one of none, {', '.join(BACKENDS)}")
-        if not _IMAGE.fullmatch(self.image):
+        if not _IMAGE.fullmatch(self.image) and not re.fullmatch(_VARIABLE, self.image):
             raise SpecError(
                 f"container_image: {self.image!r}; give an absolute path of a .sqsh file, or a name such as "
                 "nvcr.io/nvidia/pytorch:25.01-py3 or docker://nvcr.io#nvidia/pytorch:25.01-py3"
@@ -68,13 +71,24 @@ class Container:
                     f"container_mounts: {mount!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths "
                     "of letters, digits and ._@%+=- (pyxis and enroot cannot quote others)"
                 )
-        if not is_file_name(self.image) and (self.cache is None or not self.cache.startswith("/")):
+        if self.is_imported and (self.cache is None or not self.cache.startswith("/")):
             raise SpecError(f"image_cache: {self.cache!r}; image {self.image} needs an absolute path to be imported to")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Where the mounts are to be seen inside."""
+        return tuple(parts[1] for parts in _parts(self.mounts))
 
     @property
     def is_imported(self) -> bool:
         """Whether the image has to be imported first."""
-        return not is_file_name(self.image)
+        return not is_file_name(self.image) and not self.image.startswith("$")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the job must find set."""
+        found = (re.match(_VARIABLE, text) for text in (self.image, *self.mounts))
+        return tuple(dict.fromkeys(match[0][1:] for match in found if match))
 
 
 def check_mountable(field: str, path: str | None) -> None:

@@ -17,7 +17,7 @@ for left in $(enroot list); do
 done
 enroot create --name "$name" -- "$image"
 # Only what is named gets in.
-for variable in "${!SLURM@}" "${!NVIDIA_@}" "${!CUDA_VISIBLE_@}" RLPOST_HOME PYTHONPATH; do
+for variable in "${!SLURM@}" "${!NVIDIA_@}" "${!CUDA_VISIBLE_@}" "${!RLPOST_@}" PYTHONPATH; do
   options+=(--env "$variable")
 done
 exec enroot start --rw --rc "$RLPOST_HOME/slurm/enroot_rc.sh" "${options[@]}" -- "$name" "$@"

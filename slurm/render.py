@@ -22,6 +22,7 @@ A spec without ``home``, ``python`` and ``run_folder`` gives a script that finds
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -84,10 +85,29 @@ def _image(spec: JobSpec) -> str:
     if container is None:
         return ""
     if not container.is_imported:
-        return f"image={shlex.quote(container.image)}\n"
+        name = container.image.removeprefix("$")
+        image = shlex.quote(name) if name == container.image else f"${{{name}:-}}"
+        return f"image={image}" + (_needed(container.variables) or "\n")
     assert container.cache is not None
     words = shlex.join((container.image, "--cache", container.cache))
-    return f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+    needed = _needed(container.variables)
+    get = f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+    return (f"image=''{needed}" if needed else "") + get
+
+
+def _needed(variables: Sequence[str]) -> str:
+    """The rest of an assignment, and a line that ends the job with the names of all variables that are not set."""
+    if not variables:
+        return ""
+    return f"""\
+ missing=$(for name in {" ".join(variables)}; do [ "${{!name:-}}" ] || echo -n " $name"; done)
+[ "$missing" ] && log "not set:$missing; export before sbatch, or fill jobs/clusters/site.toml and make jobs" && exit 78
+"""
+
+
+def _word(text: str) -> str:
+    """A word for the shell; a path that begins with a variable ``$NAME`` is left to it."""
+    return f'"{text}"' if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text) else shlex.quote(text)
 
 
 def _record(spec: JobSpec) -> str:
@@ -101,7 +121,7 @@ supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || lo
 
 def _command(spec: JobSpec) -> str:
     spares = ("--spare-nodes", str(spec.spare_nodes)) if spec.spare_nodes else ()
-    agent = shlex.join(("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args))
+    agent = " ".join(map(_word, ("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args)))
     driver = "".join(f" {shlex.quote(word)}" for word in spec.driver_args)
     inside = ""
     if spec.container:

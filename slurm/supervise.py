@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
     code = EXIT_PREEMPTED if is_preempted else ending.code or 1
     if ending.terminated:
         return Answer(code, "not requeued: the batch script got TERM")
+    if was_cancelled(entries):
+        return Answer(code, "not requeued: the run was cancelled")
     if not ending.may_restart:
         return Answer(code, "not requeued: the policy is 'never'; submit the run again with --resume")
     stalled = stalled_attempts(entries)
@@ -85,6 +88,11 @@ def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
     """What happened after a person last submitted the run."""
     last = max((i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1)
     return entries[last + 1 :]
+
+
+def was_cancelled(entries: Sequence[Entry]) -> bool:
+    """Whether a person has ended the run for good (``rlpost cancel``) since it was submitted."""
+    return any(entry.get("event") == "cancelled" for entry in since_submission(entries))
 
 
 def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
@@ -132,8 +140,15 @@ def start(options: argparse.Namespace) -> int:
 
 
 def chained(options: argparse.Namespace) -> int:
-    """Write the ledger's line on the job that goes on in place of a requeue; whoever cancels the run needs its id."""
-    Ledger(options.run_folder / "ledger.jsonl").append("chained", attempt=options.attempt, job_id=options.job)
+    """Write the ledger's line on the job that goes on in place of a requeue; whoever cancels the run needs its id.
+
+    Who cancels writes first and then reads which jobs there are; so it is here, and one of both sees the other.
+    """
+    ledger = Ledger(options.run_folder / "ledger.jsonl")
+    ledger.append("chained", attempt=options.attempt, job_id=options.job)
+    if was_cancelled(ledger.read()):
+        print(f"the run was cancelled meanwhile: job {options.job} is taken back", file=sys.stderr)
+        return subprocess.run(["scancel", options.job]).returncode
     return 0
 
 

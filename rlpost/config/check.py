@@ -19,9 +19,9 @@ def layout_problems(config: Config) -> list[str]:
     """Nodes, GPUs and parallel sizes that do not fit together."""
     cluster = config.cluster
     problems = []
-    if config.actor_num_nodes > cluster.nodes:
+    if config.actor_num_nodes > config.num_nodes:
         problems.append(
-            f"cluster.actor_num_nodes = {config.actor_num_nodes}: the run has only cluster.nodes = {cluster.nodes}; "
+            f"cluster.actor_num_nodes = {config.actor_num_nodes}: the run has only cluster.nodes = {config.num_nodes}; "
             f"lower it or raise --nodes"
         )
     if cluster.actor_num_gpus_per_node > cluster.num_gpus_per_node:
@@ -31,12 +31,18 @@ def layout_problems(config: Config) -> list[str]:
         )
     problems += parallel_problems(config)
     per_engine = cluster.rollout_num_gpus_per_engine
-    if cluster.rollout_num_gpus % per_engine:
+    generate = "the GPUs that train (colocate)" if cluster.colocate else "cluster.rollout_num_gpus"
+    if config.rollout_num_gpus % per_engine:
         problems.append(
-            f"cluster.rollout_num_gpus_per_engine = {per_engine} does not divide cluster.rollout_num_gpus = "
-            f"{cluster.rollout_num_gpus}; choose {_choices(cluster.rollout_num_gpus)}"
+            f"cluster.rollout_num_gpus_per_engine = {per_engine} does not divide {generate} = "
+            f"{config.rollout_num_gpus}; choose {_choices(config.rollout_num_gpus)}"
         )
-    elif not problems:
+    elif per_engine > cluster.num_gpus_per_node and per_engine % cluster.num_gpus_per_node:
+        problems.append(
+            f"cluster.rollout_num_gpus_per_engine = {per_engine} is more than a node and no multiple of "
+            f"cluster.num_gpus_per_node = {cluster.num_gpus_per_node}; an engine takes whole nodes"
+        )
+    elif not problems and not cluster.colocate:
         problems += _room_problems(config)
     return problems
 
@@ -96,6 +102,11 @@ def _needs(config: Config) -> list[str]:
             "overlap_param_gather = True",
             "use_distributed_optimizer and overlap_grad_reduce",
         ),
+        (
+            perf.log_probs_max_tokens_per_gpu is not None and not perf.use_dynamic_batch_size,
+            f"log_probs_max_tokens_per_gpu = {perf.log_probs_max_tokens_per_gpu}",
+            "use_dynamic_batch_size = true",
+        ),
     ]
     return [f"perf.{given} needs perf.{needed}" for broken, given, needed in rules if broken]
 
@@ -104,15 +115,17 @@ def _room_problems(config: Config) -> list[str]:
     cluster = config.cluster
     free = [
         cluster.num_gpus_per_node - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
-        for node in range(cluster.nodes)
+        for node in range(config.num_nodes)
     ]
-    fits = sum(gpus // cluster.rollout_num_gpus_per_engine for gpus in free)
+    size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
+    whole = sum(gpus == a_node for gpus in free)
+    fits = sum(gpus // size for gpus in free) if size <= a_node else whole * a_node // size
     if fits >= config.num_engines:
         return []
     return [
         f"cluster.rollout_num_gpus = {cluster.rollout_num_gpus} needs {config.num_engines} engines of "
-        f"{cluster.rollout_num_gpus_per_engine} GPUs, but beside the trainer the {cluster.nodes} nodes have room for "
-        f"{fits} (free GPUs a node: {', '.join(map(str, free))}); lower it or raise --nodes or --num-gpus-per-node"
+        f"{cluster.rollout_num_gpus_per_engine} GPUs, but beside the trainer the {config.num_nodes} nodes have room "
+        f"for {fits} (free GPUs a node: {', '.join(map(str, free))}); lower it or raise --nodes or --num-gpus-per-node"
     ]
 
 
@@ -140,7 +153,8 @@ def batch_problems(config: Config) -> list[str]:
         problems.append("perf.use_dynamic_batch_size = True needs perf.max_tokens_per_gpu (tokens of a micro-batch)")
     if config.grpo.kl_loss_coef and not config.grpo.use_kl_loss:
         problems.append(f"grpo.kl_loss_coef = {config.grpo.kl_loss_coef} needs grpo.use_kl_loss = true")
-    if rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
+    compares = config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
+    if compares and rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
         problems.append(
             f"rollout.n_samples_per_prompt = 1: {config.grpo.advantage_estimator} compares the answers to one prompt "
             "with each other and learns nothing from a single one; choose 2 or more"
@@ -191,23 +205,64 @@ def _layer_problems(config: Config, num_layers: int | None) -> list[str]:
     return []
 
 
+def rollout_problems(config: Config) -> list[str]:
+    """Settings of the rollout that contradict each other."""
+    rollout = config.rollout
+    problems = []
+    over = rollout.over_sampling_batch_size
+    if over is not None and over < rollout.rollout_batch_size:
+        problems.append(
+            f"rollout.over_sampling_batch_size = {over} is less than rollout.rollout_batch_size = "
+            f"{rollout.rollout_batch_size}; it is the number of prompts started to get that many groups"
+        )
+    if rollout.rollout_mode != "sync" and config.cluster.colocate:
+        problems.append(
+            f"rollout.rollout_mode = {rollout.rollout_mode} generates while the trainer trains; with cluster.colocate "
+            "= True they take turns on the same GPUs: use sync, or leave --colocate out"
+        )
+    if over is not None and rollout.rollout_mode == "fully_async":
+        problems.append(
+            f"rollout.over_sampling_batch_size = {over} says nothing with rollout.rollout_mode = fully_async, where "
+            "rollout.max_staleness bounds how much is generated ahead"
+        )
+    if rollout.max_staleness is not None and rollout.rollout_mode != "fully_async":
+        problems.append(
+            f"rollout.max_staleness = {rollout.max_staleness} says nothing with rollout.rollout_mode = "
+            f"{rollout.rollout_mode}; it is for fully_async"
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout and rollout.rollout_mode == "sync":
+        problems.append("rollout.mask_offpolicy_in_partial_rollout = True needs rollout.partial_rollout = True")
+    return problems
+
+
 def eval_problems(config: Config) -> list[str]:
     """Evaluation settings that contradict each other."""
-    pairs = config.eval.eval_prompt_data
-    if len(pairs) % 2:
-        return [f"eval.eval_prompt_data = {list(pairs)}: needs pairs NAME PATH, got {len(pairs)} words"]
-    if config.eval.eval_interval is not None and not pairs:
-        return [f"eval.eval_interval = {config.eval.eval_interval} needs eval.eval_prompt_data (pairs NAME PATH)"]
+    pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
+    if len(pairs) % 2 and len(pairs) > 1:
+        return [f"eval.eval_prompt_data = {list(pairs)}: needs pairs NAME PATH or one PATH, got {len(pairs)} words"]
+    if pairs and file is not None:
+        return [f"eval.eval_config = {file} and eval.eval_prompt_data both name sets; give one of them"]
+    if config.eval.eval_interval is not None and not pairs and file is None:
+        return [
+            f"eval.eval_interval = {config.eval.eval_interval} needs eval.eval_prompt_data (pairs NAME PATH) or "
+            "eval.eval_config"
+        ]
     return []
 
 
 def debug_problems(config: Config) -> list[str]:
-    """Paths of recorded rollouts without a place for the step."""
-    return [
+    """Recorded rollouts without a place for the step; debugging one half with what the other half makes."""
+    debug = config.debug
+    problems = [
         f"debug.{key} = {path!r} needs '{{rollout_id}}' in it: there is one file a step"
-        for key, path in config.debug.model_dump().items()
-        if path is not None and "{rollout_id}" not in path
+        for key in ("save_debug_rollout_data", "load_debug_rollout_data")
+        if (path := getattr(debug, key)) is not None and "{rollout_id}" not in path
     ]
+    if debug.debug_train_only and debug.load_debug_rollout_data is None:
+        problems.append("debug.debug_train_only = True needs debug.load_debug_rollout_data: what to train on")
+    if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
+        problems.append("debug.debug_rollout_only = True generates; it goes with neither of the other two")
+    return problems
 
 
 def _choices(number: int) -> str:

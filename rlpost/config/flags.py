@@ -14,7 +14,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from rlpost.config import pass_through
 from rlpost.config.groups.base import Group
+from rlpost.config.megatron_options import option_names
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
@@ -55,16 +57,17 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     """Parse the words of a command line. Raises ConfigError for flags that nobody knows.
 
     The namespace holds ``recipe`` and what the caller added to the parser; the values hold the settings that were
-    given, with every ``--sglang-X`` that is not of the tree under ``sglang``.
+    given, and what goes on to SGLang and Megatron-core under ``sglang`` and ``megatron``. Of a flag that is given twice
+    the last counts.
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
-    words, extra = _take_pass_through(words)
+    known = [option for action in made._actions for option in action.option_strings]
+    words, values = pass_through.split(words, known)
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], made))
+        raise ConfigError(_unknown_word(unknown[0], known))
     namespace.recipe = recipe
-    values: Values = {"sglang": extra} if extra else {}
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
             name, key = dest.split(".")
@@ -73,49 +76,12 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     return namespace, values
 
 
-def _take_pass_through(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split off each ``--sglang-X [values]`` for SGLang's own ServerArgs: no value is true, several are a list."""
-    rest: list[str] = []
-    extra: dict[str, list[str]] = {}
-    key = None
-    for word in words:
-        if word.startswith("--"):
-            name, given, value = word.partition("=")
-            key = name[2:].replace("-", "_")
-            if not key.startswith("sglang_") or key in fields():
-                key = None
-            else:
-                extra[key] = [value] if given else []
-                continue
-        if key is None:
-            rest.append(word)
-        else:
-            extra[key].append(word)
-    return rest, {key: _literals(values) for key, values in extra.items()}
-
-
-def _unknown_word(word: str, made: argparse.ArgumentParser) -> str:
+def _unknown_word(word: str, known: Sequence[str]) -> str:
     if not word.startswith("-"):
         return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
     name = word.partition("=")[0]
-    known = [option for action in made._actions for option in action.option_strings]
-    return f"{name}: unknown setting{suggestion(name, known)}; --help lists every setting"
-
-
-def _literals(values: Sequence[str]) -> Any:
-    if not values:
-        return True
-    parsed = [_literal(value) for value in values]
-    return parsed[0] if len(parsed) == 1 else parsed
-
-
-def _literal(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False}.get(text.lower(), text)
+    megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
+    return f"{name}: unknown setting{suggestion(name, [*known, *megatron])}; --help lists every setting"
 
 
 def _shape(field: FieldInfo) -> dict[str, Any]:

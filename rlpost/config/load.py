@@ -1,4 +1,4 @@
-"""From files and flags to one ``Config``: defaults < recipe < cluster profile < flags.
+"""From files and flags to one ``Config``: defaults < model < recipe < cluster profile < flags.
 
 In: paths of TOML files and the values of flags. Out: a validated tree and where each given value came from. Every
 fault is reported at once, each on a line of its own that names the key, the value, where it stands and what is needed.
@@ -7,9 +7,10 @@ fault is reported at once, each on a line of its own that names the key, the val
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups
+from rlpost.config.megatron_options import option_names
+from rlpost.config.places import expanded, variables_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
 FLAG = "the command line"
+JOBS = Path(__file__).parents[2] / "jobs"
+PROFILES = {"model": "models", "cluster": "clusters"}
+"""Tables that may stand in a file of their own, and the folders of ``jobs/`` that hold such files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,28 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
 
 
+def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]:
+    """The files of a run in the order of ``load``: model, recipe, cluster profile.
+
+    Args:
+        recipe: the recipe; ``model = "NAME"`` or ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
+        given: what the command line names for "model" and "cluster"; it wins over the recipe.
+
+    A NAME is a file of ``jobs/models`` or ``jobs/clusters``; a path is seen from the recipe, or from the working
+    directory when it is of the command line. Raises ConfigError when the recipe cannot be read.
+    """
+    named = read_toml(recipe) if recipe is not None else {}
+    found: dict[str, list[Path]] = {}
+    for table, folder in PROFILES.items():
+        word, base = given.get(table), Path()
+        if word is None and recipe is not None and isinstance(named.get(table), str):
+            word, base = str(named[table]), recipe.parent
+        if word is not None:
+            is_path = word.endswith(".toml") or "/" in word
+            found[table] = [base / Path(word).expanduser() if is_path else JOBS / folder / f"{word}.toml"]
+    return [*found.get("model", []), *([recipe] if recipe is not None else []), *found.get("cluster", [])]
+
+
 def read_toml(path: Path) -> Values:
     """The tables of a TOML file. Raises ConfigError when it is missing or broken."""
     try:
@@ -75,17 +104,25 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
         if group not in tables:
             problems.append(f"{origin}: unknown table [{group}]{suggestion(group, tables)}; known: {', '.join(tables)}")
             continue
+        if group in PROFILES and isinstance(entries, str):
+            continue  # the file that holds the table: ``files_of``
         if not isinstance(entries, dict):
             problems.append(
                 f"{origin}: {group} = {entries!r}: [{group}] is a table; write its keys below a line [{group}]"
             )
             continue
         for key in entries:
-            if key in tables[group].model_fields or (group == "sglang" and key.startswith("sglang_")):
+            if key in tables[group].model_fields or _goes_on(group, key, owner):
                 continue
-            hint = f"; it belongs into [{owner[key]}]" if key in owner else suggestion(key, tables[group].model_fields)
+            there = tables[group].model_fields or option_names() or ()
+            hint = f"; it belongs into [{owner[key]}]" if key in owner else suggestion(key, there)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
+
+
+def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
+    """Whether a key is one of SGLang's or Megatron-core's own, in the table for it."""
+    return group in ("sglang", "megatron") and key not in owner and pass_through.owner(key, ()) == group
 
 
 def _describe(fault: Any, origins: dict[str, str]) -> str:
@@ -98,19 +135,33 @@ def _describe(fault: Any, origins: dict[str, str]) -> str:
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
-    """The same settings with every path absolute, seen from ``base``: a job may run in another folder."""
+    """The same settings with every path absolute, seen from ``base``: a job may run in another folder.
+
+    A path that begins with a variable of the environment gets its value; without one it stays, and a check tells.
+    """
     update: dict[str, Any] = {}
+    variables = variables_of(config.cluster, os.environ)
+
+    def absolute(path: str) -> str:
+        known = expanded(path, variables)
+        return known if known.startswith("$") else str(base / Path(known).expanduser())
+
     for name, group in groups().items():
         node = getattr(config, name)
         changed = {
-            key: str(base / Path(value).expanduser())
+            key: absolute(value) if isinstance(value, str) else tuple(absolute(one) for one in value)
             for key, field in group.model_fields.items()
             if is_path(field) and (value := getattr(node, key))
         }
         if name == "eval":
             pairs = list(node.eval_prompt_data)
-            pairs[1::2] = [str(base / Path(path).expanduser()) for path in pairs[1::2]]
+            paths = slice(1, None, 2) if len(pairs) > 1 else slice(None)
+            pairs[paths] = [absolute(path) for path in pairs[paths]]
             changed["eval_prompt_data"] = tuple(pairs)
+        if name == "cluster":
+            image, mounts = node.container_image, node.container_mounts
+            changed["container_image"] = image and expanded(image, variables)
+            changed["container_mounts"] = tuple(expanded(mount, variables) for mount in mounts)
         update[name] = node.model_copy(update=changed)
     return config.model_copy(update=update)
 

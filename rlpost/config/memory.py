@@ -13,9 +13,7 @@ from typing import Any
 
 from rlpost.config.tree import Config
 
-# Bytes a parameter: the trainer holds weights and gradients in float32 on every data-parallel rank, and Adam's two
-# moments, spread over those ranks by Megatron-core's distributed optimizer.
-WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _ENGINE_BYTES = {"float32": 4}  # by the dtype that config.json names; all others have two
 
 
@@ -82,7 +80,7 @@ def trainer_memory(config: Config, parameters: Parameters) -> RankMemory:
 
     Experts are cut by sizes of their own; the optimizer is spread over all ranks that hold the same part.
     """
-    perf, world = config.perf, config.actor_world_size
+    perf, world, bytes_of_each = config.perf, config.actor_world_size, parameter_bytes(config)
     stages = perf.pipeline_model_parallel_size
     dense_ranks = perf.tensor_model_parallel_size * stages
     expert_ranks = (perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size) * stages
@@ -91,8 +89,22 @@ def trainer_memory(config: Config, parameters: Parameters) -> RankMemory:
     for count, ranks in ((parameters.dense, dense_ranks), (parameters.expert, expert_ranks)):
         part = -(-count // ranks)
         held += part
-        optimizer += part * OPTIMIZER_BYTES // (world // ranks if perf.use_distributed_optimizer else 1)
-    return RankMemory(held * WEIGHT_BYTES, held * GRADIENT_BYTES, optimizer)
+        optimizer += part * bytes_of_each.optimizer // (world // ranks if perf.use_distributed_optimizer else 1)
+    if config.optimizer.optimizer_cpu_offload:
+        optimizer = round(optimizer * (1.0 - config.optimizer.optimizer_offload_fraction))
+    return RankMemory(held * bytes_of_each.weights, held * bytes_of_each.gradients, optimizer)
+
+
+def parameter_bytes(config: Config) -> RankMemory:
+    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a main weight in
+    float32 beside Adam's two moments, in float32 there are the moments alone."""
+    given, narrow = config.optimizer, config.perf.bf16 is not False  # on a GPU it is so unless told otherwise
+    moments = _DTYPE_BYTES[given.exp_avg_dtype] + _DTYPE_BYTES[given.exp_avg_sq_dtype]
+    return RankMemory(
+        weights=2 if narrow else 4,
+        gradients=2 if narrow and not config.perf.accumulate_allreduce_grads_in_fp32 else 4,
+        optimizer=moments + (_DTYPE_BYTES[given.main_params_dtype] if narrow else 0),
+    )
 
 
 def engine_weights(config: Config, hf: Mapping[str, Any], parameters: Parameters) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -19,10 +19,11 @@ from rlpost.config.load import Loaded, is_path
 _WIDTH = 48
 
 
-def resolved(loaded: Loaded) -> str:
+def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None) -> str:
     """Every setting in a line of its own as TOML, and behind it where its value comes from.
 
     A setting without a value is a comment, for TOML has no null; so the text, used as a recipe, gives the same tree.
+    ``comments`` are lines more, by table.
     """
     blocks = []
     for name in groups():
@@ -32,7 +33,7 @@ def resolved(loaded: Loaded) -> str:
             origin = loaded.origins.get(f"{name}.{key}", "default")
             text = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
             lines.append(f"{text:<{_WIDTH}}  # {_one_line(origin)}")
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join([*lines, *(comments or {}).get(name, ())]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -60,11 +61,12 @@ def reference() -> str:
     lines = [
         "# Settings",
         "",
-        "<!-- Written by tools/make_docs.py from rlpost/config/tree.py; change it there. -->",
+        "<!-- Written by tools/make_docs.py from rlpost/config/groups; change it there. -->",
         "",
         f"{count} settings in {len(groups())} tables. A TOML key, its flag and the attribute are one word: the key",
         "`rollout_batch_size` below `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags win over the",
-        "cluster profile (`--cluster FILE.toml`), the profile wins over the recipe, the recipe over the defaults.",
+        "cluster profile (`--cluster`), the profile over the recipe, the recipe over the model's file (`--model`), and",
+        "that over the defaults.",
         "`python -m rlpost check RECIPE --print-config` shows what each came to and from where.",
     ]
     for name, group in groups().items():
@@ -73,10 +75,9 @@ def reference() -> str:
             f"## [{name}]",
             "",
             _paragraph(group.__doc__),
-            "",
-            "| flag | value | default | |",
-            "|---|---|---|---|",
         ]
+        if group.model_fields:
+            lines += ["", "| flag | value | default | |", "|---|---|---|---|"]
         for key, field in group.model_fields.items():
             cells = (f"`{flag(key)}`", _type(field), _default(field), _paragraph(field.description))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

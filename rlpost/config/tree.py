@@ -6,16 +6,21 @@ properties and never written back. The string under each field is its help text.
 
 from __future__ import annotations
 
+from rlpost.config.eval_sets import eval_sets
 from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.megatron import MegatronConfig
+from rlpost.config.groups.model import ModelConfig
 from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.groups.perf import PerfConfig
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.groups.sglang import SglangConfig
+from rlpost.config.groups.sync import SyncConfig
+from rlpost.config.groups.wandb import WandbConfig
 
 
 class Config(Group):
@@ -23,17 +28,36 @@ class Config(Group):
 
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sglang: SglangConfig = SglangConfig()
+    sync: SyncConfig = SyncConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    wandb: WandbConfig = WandbConfig()
     debug: DebugConfig = DebugConfig()
 
     @property
     def actor_num_nodes(self) -> int:
-        return self.cluster.actor_num_nodes or self.cluster.nodes
+        """Nodes that train."""
+        return self.cluster.actor_num_nodes or self.cluster.nodes or 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run: those asked for, or those that train and whatever the engines need beyond their room."""
+        cluster = self.cluster
+        if cluster.nodes is not None:
+            return cluster.nodes
+        if cluster.colocate:
+            return self.actor_num_nodes
+        size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
+        beside = self.actor_num_nodes * max(0, (a_node - cluster.actor_num_gpus_per_node) // size)
+        missing = max(0, self.num_engines - beside)
+        more = -(-missing // (a_node // size)) if size <= a_node else missing * -(-size // a_node)
+        return self.actor_num_nodes + more
 
     @property
     def actor_world_size(self) -> int:
@@ -58,13 +82,39 @@ class Config(Group):
         return self.perf.max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
+    def log_probs_max_tokens(self) -> int | None:
+        """The same for passes that only compute log-probs; None when their micro-batches are those of the training."""
+        if self.max_tokens is None or self.perf.log_probs_max_tokens_per_gpu is None:
+            return None
+        return self.perf.log_probs_max_tokens_per_gpu * self.perf.context_parallel_size
+
+    @property
     def micro_batch_multiple(self) -> int:
         """What the micro-batches of a rank must be a multiple of: an interleaved pipeline is filled in whole rounds."""
         return 1 if self.perf.num_layers_per_virtual_pipeline_stage is None else self.perf.pipeline_model_parallel_size
 
     @property
+    def rollout_num_gpus(self) -> int:
+        """GPUs that generate; none where the data has the responses."""
+        if self.grpo.loss_type == "sft_loss":
+            return 0
+        return self.actor_world_size if self.cluster.colocate else self.cluster.rollout_num_gpus
+
+    @property
     def num_engines(self) -> int:
-        return self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
+        return self.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
+
+    @property
+    def offload_train(self) -> bool:
+        """Whether the trainer gives up its memory while engines generate."""
+        given = self.cluster.offload_train
+        return self.cluster.colocate if given is None else given
+
+    @property
+    def offload_rollout(self) -> bool:
+        """Whether engines give up their memory while the trainer works."""
+        given = self.cluster.offload_rollout
+        return self.cluster.colocate if given is None else given
 
     @property
     def samples_per_rollout(self) -> int:
@@ -80,7 +130,11 @@ class Config(Group):
         return 1
 
     @property
+    def lr_decay_iters(self) -> int:
+        """Optimizer steps until the learning rate is at its end."""
+        return self.optimizer.lr_decay_iters or self.rollout.num_rollout * self.num_steps_per_rollout
+
+    @property
     def eval_sets(self) -> tuple[tuple[str, str], ...]:
         """(name, path) of each evaluation set."""
-        pairs = self.eval.eval_prompt_data
-        return tuple(zip(pairs[0::2], pairs[1::2], strict=False))
+        return tuple((each.name, each.path) for each in eval_sets(self.eval))

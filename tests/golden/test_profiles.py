@@ -20,7 +20,7 @@ RUN = "/shared/runs/rl"
 
 def spec(profile: Path) -> JobSpec:
     """What a profile makes of a run in a folder; as ``executor.completed`` does."""
-    values = job_spec(load([profile], {}, base=Path("/shared")).config)
+    values = job_spec(load([profile], {"cluster": {"nodes": 1}}, base=Path("/shared")).config)
     python = values.python or ("python3" if values.container else "/shared/venv/bin/python")
     places = {"home": f"{RUN}/code", "python": python, "run_folder": RUN, "output": f"{RUN}/slurm-%j.out"}
     return replace(values, **places)

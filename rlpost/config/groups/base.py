@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 FilePath = Annotated[str, "path"]  # made absolute when settings are loaded: a job may run in another folder
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def _variables(given: Any) -> Any:
@@ -21,6 +24,42 @@ def _variables(given: Any) -> Any:
 
 
 Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
+
+
+def _function_path(given: str) -> str:
+    """``module.function``, or ``FILE.py:function`` with the file's path made absolute."""
+    file, colon, name = given.rpartition(":")
+    if colon and file.endswith(".py") and name.isidentifier():
+        return f"{Path(file).expanduser().absolute()}:{name}"
+    if not colon and "." in given and all(part.isidentifier() for part in given.split(".")):
+        return given
+    raise ValueError("write module.function or FILE.py:function")
+
+
+def _several(given: Any) -> Any:
+    """One word is a list of one."""
+    return ([given] if given else []) if isinstance(given, str) else given
+
+
+FilePaths = Annotated[tuple[FilePath, ...], BeforeValidator(_several)]
+
+
+def _json_table(given: Any) -> Any:
+    """A flag gives the words of a JSON object, a file a table."""
+    if isinstance(given, (list, tuple)):
+        given = " ".join(map(str, given))
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"write a JSON object ({error})") from None
+    return given
+
+
+JsonTable = Annotated[dict[str, Any], BeforeValidator(_json_table)]
+
+
+FunctionPath = Annotated[str, AfterValidator(_function_path)]
 
 
 class Group(BaseModel):

@@ -14,22 +14,31 @@ class ClusterConfig(Group):
 
     job_name: str = "rlpost"
     """Name of the job and, unless --run-folder says otherwise, of its run folder."""
-    nodes: Positive = 1
-    """Nodes that the run uses."""
+    nodes: Positive | None = None
+    """Nodes that the run uses; as many as trainer and engines need unless given."""
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     """Nodes allocated beyond those, to take the place of broken ones."""
     num_gpus_per_node: Positive = 8
     """GPUs of each node (without CUDA: logical slots, one process each)."""
     actor_num_nodes: Positive | None = None
-    """Nodes that train; all nodes unless given."""
+    """Nodes that train; all of --nodes unless given."""
     actor_num_gpus_per_node: Positive = 8
     """GPUs on each of those nodes that train."""
     rollout_num_gpus: Positive = 1
-    """GPUs that generate, in all."""
+    """GPUs that generate, in all; with --colocate those that train."""
     rollout_num_gpus_per_engine: Positive = 1
-    """GPUs of one SGLang engine (its tensor-parallel size)."""
+    """GPUs of one SGLang engine (its tensor-parallel size); an engine larger than a node takes whole nodes."""
+    colocate: bool = False
+    """Engines on the GPUs of the trainer: they take turns, and whoever waits gives up its memory."""
+    offload_train: bool | None = None
+    """Keep weights, gradients and optimizer in host memory while engines generate; with --colocate unless given."""
+    offload_rollout: bool | None = None
+    """Let engines give up weights and cache while the trainer works; with --colocate unless given."""
     runs_dir: FilePath = "runs"
     """Folder on the shared file system that holds the run folders."""
+    assets_dir: FilePath | None = None
+    """Folder on the shared file system with models and data: what $RLPOST_ASSETS means at the beginning of a path;
+    the variable of that name unless given."""
     partition: str | None = None
     """Slurm partition."""
     account: str | None = None
@@ -78,7 +87,11 @@ class ClusterConfig(Group):
     """Seconds until every node has joined and every engine answers, or the attempt fails and names who is missing."""
     distributed_timeout_minutes: Positive = 10
     """Minutes after which a collective of the trainer counts as hung."""
+    preflight_bandwidth_gbps: Annotated[float, Field(gt=0)] | None = None
+    """GB/s of all-reduce that every node needs with a neighbour, measured before the run; not measured unless given."""
     ray_object_store_memory: Positive | None = None
     """Bytes of shared memory for Ray's object store on each node; Ray's own choice unless given."""
     ray_dashboard: bool = False
     """Run Ray's dashboard on the head's loopback; ``rlpost tunnel`` prints the way to it."""
+    ray_dashboard_host: str = "127.0.0.1"
+    """Address of the head at which it listens instead, for sites where others may reach it; it asks for the token."""

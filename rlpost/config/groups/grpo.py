@@ -6,12 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlpost.config.groups.base import Group
+from rlpost.config.groups.base import FunctionPath, Group, Positive
 
 
 class GrpoConfig(Group):
     """The algorithm."""
 
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
+    """What is minimised: a policy loss; the negative log-likelihood of the responses in --prompt-data (then nothing is
+    generated); or that of --custom-loss-function-path."""
+    custom_loss_function_path: FunctionPath | None = None
+    """module.function or FILE.py:function: the loss of --loss-type custom_loss (docs/actor.md has its signature)."""
+    custom_advantage_function_path: FunctionPath | None = None
+    """module.function or FILE.py:function: advantages in place of --advantage-estimator (docs/actor.md)."""
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
@@ -26,11 +33,35 @@ class GrpoConfig(Group):
     """How far the ratio may rise above 1; --eps-clip unless given."""
     eps_clip_c: Annotated[float, Field(gt=1.0)] | None = None
     """Largest ratio that counts against a bad answer (dual clip); off unless given."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL divergence from the reference in the reward, token by token; not with --kl-loss-coef."""
     use_kl_loss: bool = False
     """Keep the weights of --hf-checkpoint as a reference and measure the KL divergence from it."""
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of that divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Its estimator."""
+    """Its estimator, in the loss and in the reward."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the entropy of the policy, which is taken off the loss."""
+    use_tis: bool = False
+    """Weigh the loss by the ratio of trainer's to engines' probabilities (truncated importance sampling)."""
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of each token, of the whole answer, or its geometric mean over the answer."""
+    tis_mode: Literal["truncate", "mask", "reject"] = "truncate"
+    """Outside the bounds: the bound (truncate) or nothing (mask, IcePop); reject is mask with weight 1 inside."""
+    tis_clip: Annotated[float, Field(gt=0.0)] = 2.0
+    """Upper bound of the ratio."""
+    tis_clip_low: Annotated[float, Field(ge=0.0)] = 0.0
+    """Lower bound of the ratio."""
     calculate_per_token_loss: bool = False
     """Average over all tokens of the batch instead of first over each sample."""
+    log_probs_chunk_size: Positive = 1024
+    """Tokens whose log-probs are computed at once: bounds the memory of a pass over the vocabulary in float32."""
+    guard_initial_kl: Annotated[float, Field(ge=0.0)] = 1e-3
+    """Largest KL divergence from the old and, in a run's first step, from the reference policy before any update;
+    more is an error. 0 is off."""
+    guard_rollout_logprob_diff: Annotated[float, Field(ge=0.0)] = 0.1
+    """Mean absolute difference between the engines' and the trainer's log-probs above which there is a warning. 0 is
+    off."""
+    guard_grad_norm_factor: Annotated[float, Field(ge=0.0)] = 10.0
+    """Warn of a gradient norm so many times the median of the steps before. 0 is off."""

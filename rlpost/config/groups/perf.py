@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from rlpost.config.groups.base import Group, Positive
+
+
+def _always(given: bool) -> bool:
+    if not given:
+        raise ValueError("must be true, there is nothing else")
+    return given
+
+
+Always = Annotated[bool, AfterValidator(_always)]
 
 
 class PerfConfig(Group):
@@ -34,6 +45,14 @@ class PerfConfig(Group):
     """Which layers, with full: all in chunks of --recompute-num-layers, or that many of each stage."""
     recompute_num_layers: Positive | None = None
     """Layers of a chunk, or of a stage, that are recomputed."""
+    bf16: bool | None = None
+    """Compute in bfloat16, with main weights in float32; on GPUs unless given."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """Add up and reduce gradients in float32."""
+    attention_softmax_in_fp32: Always = True
+    """Softmax of attention in float32; its kernels know nothing else."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Whose modules the layers are made of; TransformerEngine's where it is installed unless given."""
     use_distributed_optimizer: bool = True
     """Shard the state of the optimizer over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -45,7 +64,11 @@ class PerfConfig(Group):
     max_tokens_per_gpu: Positive | None = None
     """Tokens of a micro-batch on one GPU (times the context-parallel size in all); a longer sample is alone in its own
     and never cut."""
+    log_probs_max_tokens_per_gpu: Positive | None = None
+    """The same limit for passes that only compute log-probs and keep no activations; --max-tokens-per-gpu unless
+    given."""
+    balance_data: bool = False
+    """Deal the samples of a step so that all data-parallel ranks have even work, attention included; otherwise they go
+    to the ranks in turn, in their order."""
     micro_batch_size: Positive = 1
     """Samples of a micro-batch without --use-dynamic-batch-size."""
-    update_weight_buffer_size: Positive = 512 * 1024**2
-    """Bytes of one message of weights to the engines."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rlpost.config.groups.base import Group, Positive
 
@@ -18,6 +18,12 @@ class SglangConfig(Group):
     """Requests under way at one engine."""
     router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = "cache_aware"
     """How the router chooses an engine."""
+    rollout_external_engine_addrs: tuple[str, ...] = ()
+    """HOST:PORT of engines that somebody else runs, in place of our own; their key is in SGLANG_API_KEY."""
+    rollout_health_check_interval: Annotated[float, Field(gt=0.0)] = 30.0
+    """Seconds between two looks at the engines; one that is dead or hangs is restarted."""
+    rollout_health_check_timeout: Annotated[float, Field(gt=0.0)] = 30.0
+    """Seconds after which an engine that does not answer counts as hung."""
 
     @property
     def server_args(self) -> dict[str, Any]:

@@ -42,6 +42,22 @@ def test_without_a_recipe_it_says_how_to_name_one(project, capsys):
     assert "jobs/recipes/tiny.toml" in capsys.readouterr().err
 
 
+def test_flags_alone_are_a_run_as_well(project, capsys):
+    """As scripts of other launchers pass them: no recipe, and the number of nodes follows from who needs them."""
+    files = ["--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl", "--input-key", "prompt"]
+    sizes = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "8"]
+    batch = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2"]
+    assert main([*files, "--label-key", "label", *sizes, *batch, "--dry-run"]) == 0
+    assert "#SBATCH --nodes=2 " in capsys.readouterr().out
+
+
+def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, capsys):
+    container = ["--container", "pyxis", "--container-image", "/images/a.sqsh"]
+    message = refused(capsys, *container, "--container-mounts", "/shared")
+    assert f"checkpoint.hf_checkpoint = {project}/model" in message and "rollout.prompt_data" in message
+    assert main(["recipe.toml", "--dry-run", *container, "--container-mounts", str(project)]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

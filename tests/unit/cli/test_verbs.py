@@ -12,9 +12,12 @@ import pytest
 from rlpost.cli.inside import dashboard_port, head_of
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
-from rlpost.cli.secret_file import put_away, secrets_path, take_out, without_secrets
+from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
 from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.keys import KEYS, without_keys
 from rlpost.errors import ConfigError
+from rlpost.reward.pool import _Worker
+from rlpost.rollout.process import ServerProcess
 from slurm.run_folder import RunFolder, create_run_folder
 from tests.unit.cli.projects import make_project
 
@@ -126,16 +129,28 @@ def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):
     assert [word in captured.err for word in ("tensor_model", "soon", "--rm-type")] == [True] * 3
 
 
-@pytest.mark.parametrize("command", [["rlpost", "check"], ["rlpost.submit"], ["rlpost.train"]])
-def test_settings_are_shown_and_checked_without_torch(tmp_path, command):
-    """Whatever stands in for torch, ray or numpy must not be touched."""
+def without_the_stack(tmp_path, *words):
+    """Type a command in a project; whatever stands in for torch, ray or numpy must not be touched."""
     project = make_project(tmp_path / "project")
     for name in ("torch", "ray", "numpy", "transformers"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('heavy')")
-    argv = [sys.executable, "-m", *command, "recipe.toml", "--nodes", "2", "--print-config"]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    argv = [sys.executable, "-m", *words]
     done = subprocess.run(argv, cwd=project, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("command", "option"), [(["rlpost", "check"], []), (["rlpost.submit"], ["--dry-run"])])
+def test_a_recipe_is_checked_without_torch(tmp_path, command, option):
+    """Options of Megatron-core and SGLang included, whose names are looked up in their source."""
+    given = ["--deterministic-mode", "--sglang-log-level", "error"]
+    assert without_the_stack(tmp_path, *command, "recipe.toml", *option, *given).stdout
+
+
+@pytest.mark.parametrize("command", [["rlpost", "check"], ["rlpost.submit"], ["rlpost.train"]])
+def test_settings_are_shown_without_torch(tmp_path, command):
+    done = without_the_stack(tmp_path, *command, "recipe.toml", "--nodes", "2", "--print-config")
     assert any(
         line.startswith("nodes = 2 ") and line.endswith("# the command line") for line in done.stdout.splitlines()
     )
@@ -151,7 +166,37 @@ def test_keys_go_into_one_file_of_the_owner_and_come_out_for_the_driver(tmp_path
     driver = {"PATH": "/bin"}
     take_out(run, driver)
     assert driver == {"HF_TOKEN": "two", "WANDB_API_KEY": "a=b c", "PATH": "/bin"}
-    assert without_secrets(driver) == {"PATH": "/bin"}
+    assert without_keys(driver) == {"PATH": "/bin"}
+
+
+def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
+    """Router and graders; engines and actors are Ray's, which never had one."""
+    started = []
+
+    def started_with(argv, env, **_):
+        started.append(env)
+        raise OSError("enough")
+
+    for name in KEYS:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setattr(subprocess, "Popen", started_with)
+    for start in (lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}), _Worker):
+        with pytest.raises(OSError, match="enough"):
+            start()
+    assert len(started) == 2
+    assert not any("secret" in env.values() for env in started)
+
+
+def test_a_key_for_wandb_is_known_from_the_environment_the_run_or_the_home_folder(tmp_path):
+    run = make_run(tmp_path / "a")
+    home = {"HOME": str(tmp_path)}
+    assert not has_wandb_key(run, home)
+    assert has_wandb_key(run, {**home, "WANDB_API_KEY": "k"})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert has_wandb_key(run, home)
+    (tmp_path / ".netrc").unlink()
+    put_away(run, {"WANDB_API_KEY": "k"})  # submitted before, with one
+    assert has_wandb_key(run, home)
 
 
 def test_without_keys_there_is_no_file_and_a_broken_key_is_refused_unseen(tmp_path):

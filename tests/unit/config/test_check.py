@@ -8,7 +8,7 @@ from rlpost.config.load import load
 
 def config(**groups):
     base = {
-        "cluster": {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2},
+        "cluster": {"nodes": 1, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2},
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     }
     for group, values in groups.items():
@@ -40,6 +40,7 @@ def test_settings_that_fit_have_no_problems():
         ({"perf": {"recompute_granularity": "full"}}, ["recompute_method and recompute_num_layers"]),
         ({"perf": {"recompute_num_layers": 1}}, ["recompute_granularity = full"]),
         ({"perf": {"overlap_param_gather": True}}, ["use_distributed_optimizer and overlap_grad_reduce"]),
+        ({"perf": {"log_probs_max_tokens_per_gpu": 8}}, ["log_probs_max_tokens_per_gpu = 8", "use_dynamic_batch_size"]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
@@ -110,7 +111,7 @@ def test_samples_fill_an_interleaved_pipeline_in_whole_rounds():
 
 
 def test_evaluation_sets_come_in_pairs():
-    (problem,) = eval_problems(config(eval={"eval_prompt_data": ["held-out"]}))
+    (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "b", "c"]}))
     assert "pairs NAME PATH" in problem
     (problem,) = eval_problems(config(eval={"eval_interval": 5}))
     assert "eval.eval_prompt_data" in problem

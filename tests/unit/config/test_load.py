@@ -96,7 +96,7 @@ def test_relative_paths_become_absolute_and_absolute_ones_stay(tmp_path):
     _, values = given("--hf-checkpoint", "a", "--prompt-data", "/b", "--eval-prompt-data", "x", "c")
     config = load([], values, base=tmp_path).config
     assert config.checkpoint.hf_checkpoint == str(tmp_path / "a")
-    assert config.rollout.prompt_data == "/b"
+    assert config.rollout.prompt_data == ("/b",)
     assert config.eval_sets == (("x", str(tmp_path / "c")),)
     assert config.checkpoint.save is None
 

@@ -4,8 +4,9 @@ from rlpost.config.load import load
 from rlpost.config.memory import Parameters, RankMemory, engine_weights, trainer_memory
 
 
-def config(nodes=1, **perf):
-    return load([], {"cluster": {"nodes": nodes, "rollout_num_gpus_per_engine": 2}, "perf": perf}).config
+def config(nodes=1, optimizer=None, **perf):
+    cluster = {"nodes": nodes, "rollout_num_gpus_per_engine": 2}
+    return load([], {"cluster": cluster, "perf": {"bf16": False} | perf, "optimizer": optimizer or {}}).config
 
 
 def test_tensor_and_pipeline_parallel_ranks_share_the_weights_and_data_parallel_ranks_the_optimizer():
@@ -25,6 +26,21 @@ def test_experts_are_cut_by_their_own_sizes():
     perf = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     found = trainer_memory(config(**perf), Parameters(dense=800, expert=8000))
     assert found == RankMemory(weights=4 * 2400, gradients=4 * 2400, optimizer=8 * 400 // 4 + 8 * 2000 // 2)
+
+
+def test_bfloat16_halves_the_weights_and_adds_main_weights_to_the_optimizer():
+    plain = {"use_distributed_optimizer": False, "bf16": True}
+    assert trainer_memory(config(**plain), Parameters(1000, 0)) == RankMemory(2000, 4000, 12000)
+    narrow = config(**plain, accumulate_allreduce_grads_in_fp32=False)
+    assert trainer_memory(narrow, Parameters(1000, 0)) == RankMemory(2000, 2000, 12000)
+
+
+def test_what_lies_in_host_memory_is_not_on_the_gpu():
+    away = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    found = trainer_memory(config(use_distributed_optimizer=False, optimizer=away), Parameters(1000, 0))
+    assert found == RankMemory(4000, 4000, 2000)
+    whole = config(use_distributed_optimizer=False, optimizer={"optimizer_cpu_offload": True})
+    assert trainer_memory(whole, Parameters(1000, 0)).optimizer == 0
 
 
 def test_an_engine_holds_the_weights_in_the_type_of_the_checkpoint():

@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.cli.settings import parser
 from rlpost.config.flags import fields, parse
-from rlpost.config.load import load, unknown_keys
+from rlpost.config.load import files_of, load, unknown_keys
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / f"docs/{name}.md" for name in ("profiles", "containers", "preemption")]
@@ -38,7 +38,7 @@ def test_the_keys_in_tables_are_settings(page: Path) -> None:
     named = re.findall(r"^\| ((?:`\w+`[, ]*)+) \|", page.read_text(), re.MULTILINE)
     keys = [key for cell in named for key in re.findall(r"`(\w+)`", cell)]
     other = {"done", "config", "requeue", "failed", "submitted", "attempt", "started", "ready", "committed"}
-    assert set(keys) - other - {"preempted", "verdict", "chained"} <= set(fields())
+    assert set(keys) - other - {"preempted", "verdict", "chained", "cancelled"} <= set(fields())
 
 
 def test_the_commands_on_the_pages_are_understood() -> None:
@@ -50,7 +50,7 @@ def test_the_commands_on_the_pages_are_understood() -> None:
     made.add_argument("--dry-run", action="store_true")
     namespace, _ = parse(made, submit[3:])
     assert submit[:3] == ["python", "-m", "rlpost.submit"] and namespace.dry_run
-    load([ROOT / namespace.recipe, ROOT / namespace.cluster], {})
+    load(files_of(ROOT / namespace.recipe, {"cluster": namespace.cluster}), {})
     usage = subprocess.run(
         [sys.executable, *image[1:3], "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )

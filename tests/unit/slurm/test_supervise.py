@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,24 @@ def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expecte
     assert code(Ending(verdict, code=3)) is None
     assert code(Ending(verdict, code=3, terminated=True)) == expected
     assert code(Ending(verdict, code=3, may_restart=False)) == expected
+
+
+def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -> None:
+    cancelled = {"event": "cancelled"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled) == 75
+    assert code(Ending("requeue"), SUBMITTED, cancelled, SUBMITTED) is None
+
+
+def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwhile(tmp_path: Path) -> None:
+    """Between the decision to start again and the line that names the next job."""
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $1 >>{tmp_path}/taken\n")
+    (tmp_path / "scancel").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    supervise(tmp_path, "chained", "--job", "8", environ=environ)
+    assert not (tmp_path / "taken").exists()
+    Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="8")
+    supervise(tmp_path, "chained", "--job", "9", environ=environ)
+    assert (tmp_path / "taken").read_text() == "9\n"
 
 
 def test_a_failure_never_exits_with_zero() -> None:
@@ -89,9 +108,9 @@ def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(tmp_pa
     assert "'$(touch x)'" in capsys.readouterr().err
 
 
-def supervise(run: Path, *words: str) -> str:
+def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "slurm.supervise", *words, "--run-folder", str(run), "--attempt", "0"]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ).stdout
 
 
 def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:

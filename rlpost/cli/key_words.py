@@ -1,0 +1,46 @@
+"""``--wandb-key KEY`` on a command line: out of it, into the environment, before anything else happens.
+
+Everybody on a machine can read the words of a process, and only its owner the environment. From there the key goes the
+way of all keys (``rlpost.cli.secret_file``). Standard library alone: this runs first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+
+from rlpost.errors import ConfigError
+
+KEY_FLAGS = {"--wandb-key": "WANDB_API_KEY"}
+
+
+def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """The words without keys; these are in ``environ`` then. Raises ConfigError for a flag without its key."""
+    rest: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, given, value = word.partition("=")
+        if name not in KEY_FLAGS:
+            rest.append(word)
+            continue
+        if not given:
+            value = left.pop(0) if left and not left[0].startswith("--") else ""
+        if not value:
+            raise ConfigError(f"{name}: the key is missing; is the variable that you gave empty?")
+        environ[KEY_FLAGS[name]] = value
+    return rest
+
+
+def hide_keys() -> None:
+    """Start this process anew without the keys of its command line. Returns when there are none."""
+    words = sys.argv[1:]
+    if not any(word.partition("=")[0] in KEY_FLAGS for word in words):
+        return
+    try:
+        rest = take_keys(words, os.environ)
+    except ConfigError:
+        return  # whoever parses the words says so
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]
+    os.execv(sys.executable, [sys.executable, *before, *rest])

@@ -1,0 +1,48 @@
+"""Paths that a run needs inside its container and that are not there. Pure.
+
+In: a ``Config``. Out: one line for each path that lies below no mount. Run folder and code are always mounted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from rlpost.config.tree import Config
+
+
+def container_problems(config: Config) -> list[str]:
+    """Paths of the settings that nobody will see in the container; none without a container."""
+    if config.cluster.container == "none":
+        return []
+    mounts = [_ends(mount) for mount in config.cluster.container_mounts]
+    listed = ", ".join(config.cluster.container_mounts) or "none given"
+    problems = []
+    for name, path in _paths(config):
+        if any(_is_below(path, target) for _, target in mounts):
+            continue
+        moved = next((target for source, target in mounts if _is_below(path, source)), None)
+        way = f"in the container that folder is {moved}" if moved else f"mount its folder, SOURCE or SOURCE:{path}"
+        problems.append(f"{name} = {path}: below no target of cluster.container_mounts ({listed}); {way}")
+    return problems
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, path) of all that is read or written inside; after loading, paths are absolute."""
+    for group in type(config).model_fields:
+        node = getattr(config, group)
+        for key, value in {**dict(node), **(node.model_extra or {})}.items():
+            for path in value if key == "prompt_data" and isinstance(value, tuple) else (value,):
+                if group != "cluster" and isinstance(path, str) and path.startswith("/"):
+                    yield f"{group}.{key}", path
+    yield from ((f"eval.eval_prompt_data ({name})", path) for name, path in config.eval_sets)
+
+
+def _ends(mount: str) -> tuple[str, str]:
+    """Source and target of SOURCE, SOURCE:MODE, SOURCE:TARGET or SOURCE:TARGET:MODE."""
+    source, *rest = mount.split(":")
+    return source, rest[0] if rest and rest[0].startswith("/") else source
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder)

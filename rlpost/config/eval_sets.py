@@ -1,0 +1,129 @@
+"""The sets of held-out prompts: from --eval-prompt-data, or from the file of --eval-config with settings of their own.
+
+Comes in: the table [eval]. Goes out: one ``EvalSet`` a set; what it does not give is inherited from [eval] and, where
+that says nothing either, from [rollout]. The file, TOML or YAML:
+
+    [defaults]                         # for all sets of the file
+    temperature = 0.6
+    [[datasets]]
+    name = "aime24"
+    path = "aime24.jsonl"              # seen from this file
+    n_samples_per_eval_prompt = 16
+    rm_type = "deepscaler"
+
+In YAML both tables may stand under one key ``eval``, as in recipes for slime.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from rlpost.config.groups.base import Fraction, FunctionPath, Group, Positive
+from rlpost.config.groups.eval import EvalConfig
+from rlpost.errors import ConfigError, suggestion
+
+
+class EvalSet(Group):
+    """One set of held-out prompts and what is different for it."""
+
+    name: str
+    path: str
+    n_samples_per_eval_prompt: Positive | None = None
+    temperature: Annotated[float, Field(ge=0.0)] | None = None
+    top_p: Fraction | None = None
+    top_k: int | None = None
+    max_response_len: Positive | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    rm_type: str | None = None
+    custom_rm_path: FunctionPath | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    apply_chat_template: bool | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    custom_generate_function_path: FunctionPath | None = None
+
+
+ROLLOUT_KEYS = (
+    "rm_type",
+    "custom_rm_path",
+    "input_key",
+    "label_key",
+    "metadata_key",
+    "tool_key",
+    "apply_chat_template",
+    "apply_chat_template_kwargs",
+    "custom_generate_function_path",
+)
+"""Keys of a set that stand in [rollout] under the same name."""
+
+
+def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
+    """All sets. Raises ConfigError, which names the file and the key, when --eval-config cannot be used."""
+    if evaluation.eval_config is not None:
+        return _from_file(Path(evaluation.eval_config))
+    words = evaluation.eval_prompt_data
+    pairs = [(Path(words[0]).stem, words[0])] if len(words) == 1 else zip(words[0::2], words[1::2], strict=False)
+    return tuple(EvalSet(name=name, path=path) for name, path in pairs)
+
+
+def _from_file(file: Path) -> tuple[EvalSet, ...]:
+    raw = _read(file)
+    raw = raw.get("eval", raw)
+    if not isinstance(raw, dict) or not isinstance(raw.get("datasets"), list) or not raw["datasets"]:
+        raise ConfigError(f"{file}: needs a list 'datasets', each with a name and a path")
+    if strangers := raw.keys() - {"defaults", "datasets"}:
+        raise ConfigError(f"{file}: unknown key '{min(strangers)}'; it has 'defaults' and 'datasets'")
+    found = [_entry(file, number, {**(raw.get("defaults") or {}), **entry}) for number, entry in _numbered(file, raw)]
+    names = [each.name for each in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{file}: two datasets are called '{twice}'; their metrics need a name each")
+    return tuple(found)
+
+
+def _numbered(file: Path, raw: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    for number, entry in enumerate(raw["datasets"], 1):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{file}: dataset {number} is {entry!r}; a table with name and path is needed")
+    return list(enumerate(raw["datasets"], 1))
+
+
+def _entry(file: Path, number: int, entry: dict[str, Any]) -> EvalSet:
+    where = f"{file}: dataset {number} ({entry.get('name', 'without a name')})"
+    known = EvalSet.model_fields
+    if stranger := next((key for key in entry if key not in known), None):
+        raise ConfigError(f"{where}: unknown key '{stranger}'{suggestion(stranger, known)}; known: {', '.join(known)}")
+    try:
+        made = EvalSet.model_validate(entry)
+    except ValidationError as error:
+        faults = [f"{fault['loc'][0]} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()]
+        raise ConfigError(f"{where}: {'; '.join(faults)}") from None
+    return made.model_copy(update={"path": str(file.parent / Path(made.path).expanduser())})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text()
+        if file.suffix == ".toml":
+            return tomllib.loads(text)
+        import yaml  # only here: TOML needs nothing installed
+
+        value = yaml.safe_load(text)
+    except ImportError:
+        raise ConfigError(f"{file}: reading YAML needs pyyaml; install it or write the file as TOML") from None
+    except OSError as error:
+        raise ConfigError(f"eval.eval_config = {file}: {error.strerror}; is the path right?") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: a table with 'datasets' is needed, got {type(value).__name__}")
+    return value

@@ -1,0 +1,84 @@
+"""Which options the installed Megatron-core has, found by reading its source: nothing of it is imported.
+
+In: names. Out: whether they are fields of its three dataclasses of settings; a line for each that cannot be given.
+Where Megatron-core is not installed (a login node) there is nothing to compare with, and the driver checks again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from rlpost.errors import suggestion
+
+CLASSES = {
+    "TransformerConfig": "transformer/transformer_config.py",
+    "ModelParallelConfig": "model_parallel_config.py",
+    "OptimizerConfig": "optimizer/optimizer_config.py",
+    "DistributedDataParallelConfig": "distributed/distributed_data_parallel_config.py",
+}
+"""Dataclasses of settings and the files of ``megatron.core`` that define them."""
+
+ALIASES = {"ddp_bucket_size": "bucket_size", "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad"}
+"""Megatron's own flags whose names are not those of the fields (megatron/training/arguments.py)."""
+
+_NOT_FROM_TEXT = ("Callable", "dtype", "ContextManager", "RecipeConfig")  # types of fields that no text can give
+
+OURS = {
+    "add_bias_linear": "the model's config.json",
+    "average_in_collective": "the trainer's loss, which is a sum",
+    "batch_p2p_comm": "--num-layers-per-virtual-pipeline-stage",
+    "fp16": "the trainer's precision",
+    "gated_linear_unit": "the model's config.json",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "layernorm_epsilon": "the model's config.json (--norm-epsilon)",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "num_moe_experts": "the model's config.json (--num-experts)",
+    "overlap_p2p_comm": "--num-layers-per-virtual-pipeline-stage",
+    "perform_initialization": "--hf-checkpoint",
+    "use_custom_fsdp": "--use-distributed-optimizer",
+    "use_megatron_fsdp": "--use-distributed-optimizer",
+    "variable_seq_lengths": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage",
+}
+"""Fields that the trainer sets itself, and what from."""
+
+
+@functools.cache
+def option_names() -> frozenset[str] | None:
+    """Fields of the installed Megatron-core that a text can give; None when it is not installed."""
+    found = PathFinder.find_spec("megatron")  # finders of ours, which would import torch, are not asked
+    places = [Path(place) / "core" for place in (found.submodule_search_locations or ())] if found is not None else []
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        return None
+    return frozenset(name for one, file in CLASSES.items() for name in _fields(folder / file, one))
+
+
+def option_problems(names: Iterable[str]) -> list[str]:
+    """One line for each name that Megatron-core does not have, or that follows from other settings."""
+    problems, known = [], option_names()
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        if name in OURS:
+            problems.append(f"{flag}: this follows from {OURS[name]}; leave it out")
+        elif known is not None and name not in known:
+            near = suggestion(name, known - OURS.keys())
+            problems.append(f"megatron.{name} ({flag}): the installed Megatron-core has no such field{near}")
+    return problems
+
+
+def _fields(path: Path, class_name: str) -> set[str]:
+    return {
+        field.target.id
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == class_name
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if not field.target.id.startswith("_")
+        and not any(kind in ast.unparse(field.annotation) for kind in _NOT_FROM_TEXT)
+    }

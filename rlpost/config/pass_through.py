@@ -1,0 +1,66 @@
+"""Flags that are no settings of ours and go on to SGLang or Megatron-core by name.
+
+In: words of a command line. Out: the words that are ours, and by group what the others give: no value is true,
+several are a list. Names are checked where those packages are installed, else by the driver before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rlpost.config.megatron_options import ALIASES, OURS, option_names
+from rlpost.errors import suggestion
+
+ALIKE = 0.9
+"""How alike a word may be to one of ours before it counts as a misspelling of it, where nothing else can tell."""
+
+
+def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Take each ``--X [values]`` that is none of the ``known`` flags and has an owner out of ``words``."""
+    rest: list[str] = []
+    found: dict[str, dict[str, list[str]]] = {}
+    values: list[str] | None = None
+    for word in words:
+        if not word.startswith("--"):
+            (rest if values is None else values).append(word)
+            continue
+        name, given, value = word.partition("=")
+        key = name[2:].replace("-", "_")
+        group = None if name in known else owner(key, known)
+        values = None
+        if group is None:
+            rest.append(word)
+        else:
+            values = [value] if given else []
+            found.setdefault(group, {})[ALIASES.get(key, key)] = values
+    return rest, {group: {key: _literals(texts) for key, texts in extra.items()} for group, extra in found.items()}
+
+
+def owner(key: str, known: Collection[str]) -> str | None:
+    """The group that takes a key which is no setting of ours; None when nobody does.
+
+    Without Megatron-core here whatever is not like a flag of ours may be Megatron's.
+    """
+    if key.startswith("sglang_"):
+        return "sglang"
+    names = option_names()
+    if names is None:
+        return None if suggestion("--" + key.replace("_", "-"), known, cutoff=ALIKE) else "megatron"
+    return "megatron" if key in names or key in ALIASES or key in OURS else None
+
+
+def _literals(texts: Sequence[str]) -> Any:
+    if not texts:
+        return True
+    parsed = [_literal(text) for text in texts]
+    return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _literal(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)

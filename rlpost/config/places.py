@@ -1,0 +1,60 @@
+"""Variables in the paths of a recipe: ``$RLPOST_ASSETS/Qwen3-4B`` is for every site where it keeps its models.
+
+In: settings and the environment. Out: the paths with the values of their variables; one line for each variable that
+has none. ``cluster.assets_dir`` gives RLPOST_ASSETS its value before the environment does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.tree import Config
+
+ASSETS = "RLPOST_ASSETS"
+VARIABLE = re.compile(r"\$([A-Z][A-Z0-9_]*)(?=[/:]|$)")
+
+
+def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that paths may begin with."""
+    return {**environ, **({ASSETS: cluster.assets_dir} if cluster.assets_dir else {})}
+
+
+def expanded(path: str, variables: Mapping[str, str]) -> str:
+    """The path with the value of the variable that it begins with; as it is where that is not set."""
+    found = VARIABLE.match(path)
+    value = variables.get(found[1]) if found else None
+    return path if not found or not value else value + path[found.end() :]
+
+
+def variable_problems(config: Config) -> list[str]:
+    """One line for each variable that is not set, with the settings that need it."""
+    missing: dict[str, list[str]] = {}
+    for key, path in _paths(config):
+        if found := VARIABLE.match(path):
+            missing.setdefault(found[1], []).append(key)
+    return [
+        f"${name} is not set and {', '.join(dict.fromkeys(keys))} begin with it: export {name}"
+        + (", or set cluster.assets_dir (--assets-dir, or in the profile of your cluster)" if name == ASSETS else "")
+        for name, keys in missing.items()
+    ]
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    for group in type(config).model_fields:
+        if group == "cluster":
+            continue
+        for key, value in getattr(config, group):
+            yield from ((f"{group}.{key}", one) for one in _texts(value))
+    cluster = config.cluster
+    if cluster.container != "none":
+        yield from (("cluster.container_image", one) for one in _texts(cluster.container_image))
+        yield from (("cluster.container_mounts", one) for one in cluster.container_mounts)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        yield from (one for one in value if isinstance(one, str))

@@ -1,0 +1,263 @@
+"""What a run needs on each GPU and each node in each of its phases. Pure.
+
+In: settings, the shape of the model and what a GPU has. Out: an ``Estimate``. Precisions: ZeRO (arXiv 1910.02054,
+section 3) for weights, gradients and Adam's state, with the state over all ranks that hold the same weights when the
+optimizer is distributed; in host memory it takes 16 bytes a parameter (float32 weight, gradient and two moments:
+megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static`` of a GPU with
+weights and KV cache. What CUDA and NCCL take for themselves is an allowance, not a sum: ``TRAINER_CONTEXT`` and
+``ENGINE_CONTEXT``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
+from rlpost.config.plan.shape import Layout, Parameters, Shape, layout_of, rank_parameters
+from rlpost.config.tree import Config
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+HOST_BYTES = 16
+TRAINER_CONTEXT = 3 * 10**9
+ENGINE_CONTEXT = 3 * 10**9
+RESERVE = 0.95
+"""Part of a GPU that sums may fill: the caching allocator does not give back every gap."""
+MEM_FRACTION = 0.85
+"""Where the recipe leaves the choice to SGLang, which takes something like it."""
+PROMPT_TOKENS = 1024
+"""Longest prompt where the settings do not bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a parameter, or of all that a rank holds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The rank of a pipeline stage at its fullest; bytes on its GPU but for ``optimizer_host``."""
+
+    stage: int
+    parameters: Parameters
+    held: RankMemory
+    optimizer_host: int
+    activations: int
+    logits: int
+
+    @property
+    def train(self) -> int:
+        """Peak of forward and backward."""
+        return self.held.total + self.activations + self.logits + TRAINER_CONTEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One GPU of an engine."""
+
+    weights: int
+    kv_cache: int
+    kv_bytes_per_token: float
+    kv_tokens: int
+    """Tokens of all the requests of an engine that fit."""
+
+    @property
+    def generate(self) -> int:
+        return self.weights + max(0, self.kv_cache) + ENGINE_CONTEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a GPU holds in a phase, by name."""
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Everything that ``rlpost plan`` shows."""
+
+    config: Config
+    shape: Shape
+    layout: Layout
+    gpu_bytes: int
+    tokens: int
+    longest: int
+    ranks: tuple[Rank, ...]
+    engine: Engine | None
+    phases: tuple[Phase, ...]
+    host_bytes_per_node: int
+    checkpoint_bytes: int
+    sync_bytes: int
+
+    @property
+    def fullest(self) -> Rank:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.train)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What does not fit, a line each."""
+        limit = self.gpu_bytes * RESERVE
+        found = [
+            f"{phase.name}: {phase.total / 1e9:.1f} GB of the {limit / 1e9:.1f} GB that a GPU of "
+            f"{self.gpu_bytes / 1e9:.0f} GB has for it"
+            for phase in self.phases
+            if phase.total > limit
+        ]
+        engine = self.engine
+        if engine is not None and engine.kv_tokens < self.longest:
+            found.append(
+                f"generate: beside {engine.weights / 1e9:.1f} GB of weights the KV cache of an engine holds "
+                f"{max(0, engine.kv_tokens)} tokens, and one answer may have {self.longest}"
+            )
+        return tuple(found)
+
+
+def parameter_bytes(config: Config) -> RankMemory:
+    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a main weight in
+    float32 beside Adam's two moments, in float32 there are the moments alone."""
+    given, narrow = config.optimizer, config.perf.bf16 is not False  # on a GPU it is so unless told otherwise
+    moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
+    return RankMemory(
+        weights=2 if narrow else 4,
+        gradients=2 if narrow and not config.perf.accumulate_allreduce_grads_in_fp32 else 4,
+        optimizer=moments + (DTYPE_BYTES[given.main_params_dtype] if narrow else 0),
+    )
+
+
+def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple[RankMemory, int]:
+    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes in host memory."""
+    each = parameter_bytes(config)
+    shards = (
+        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
+        (parameters.expert, layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)),
+    )
+    spread = config.perf.use_distributed_optimizer
+    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
+    away = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    total = parameters.total
+    on_gpu = RankMemory(total * each.weights, total * each.gradients, round(state * each.optimizer * (1 - away)))
+    return on_gpu, round(state * HOST_BYTES * away)
+
+
+def forward_pass(config: Config) -> tuple[Pass, int]:
+    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone in its own."""
+    perf, rollout = config.perf, config.rollout
+    longest = rollout.rollout_max_context_len or (
+        (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len
+    )
+    whole = config.max_tokens or perf.micro_batch_size * longest
+    tokens = -(-max(whole, longest) // perf.context_parallel_size)
+    one = Pass(
+        tokens=tokens,
+        width=parameter_bytes(config).weights,
+        fused=perf.transformer_impl != "local",
+        recompute=perf.recompute_granularity,
+        method=perf.recompute_method,
+        num_recomputed=perf.recompute_num_layers or 1,
+    )
+    return one, longest
+
+
+def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> Estimate:
+    """All sums. ``engine_width``: bytes of a weight in the engines, 1 for FP8. The layout must be a possible one."""
+    layout = layout_of(config)
+    one, longest = forward_pass(config)
+    ranks = tuple(_rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline))
+    engine = _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width) if config.num_engines else None
+    stored = parameter_bytes(config)
+    state = 0 if config.checkpoint.no_save_optim else stored.optimizer
+    total = shape.parameters.total
+    fullest = max(ranks, key=lambda rank: rank.train)
+    return Estimate(
+        config=config,
+        shape=shape,
+        layout=layout,
+        gpu_bytes=gpu_bytes,
+        tokens=one.tokens,
+        longest=longest,
+        ranks=ranks,
+        engine=engine,
+        phases=_phases(config, fullest, engine),
+        host_bytes_per_node=_host(config, ranks),
+        checkpoint_bytes=total * (stored.weights + state),
+        sync_bytes=total * engine_width,
+    )
+
+
+def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
+    parameters = rank_parameters(shape, layout, stage)
+    held, host = held_memory(config, layout, parameters)
+    is_last = stage == layout.pipeline - 1
+    return Rank(
+        stage=stage,
+        parameters=parameters,
+        held=held,
+        optimizer_host=host,
+        activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
+        logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
+    )
+
+
+def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
+    """With data-parallel attention the attention's weights are cut among fewer GPUs, and so are the KV heads."""
+    args, gpus = config.sglang.server_args, config.cluster.rollout_num_gpus_per_engine
+    replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+    attention_ranks = max(1, gpus // replicas)
+    projections = shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
+    rest = shape.parameters.total - projections
+    weights = width * (rest // gpus + projections // attention_ranks)
+    fraction = float(args.get("mem_fraction_static", MEM_FRACTION))
+    heads = max(1.0, shape.groups / attention_ranks)
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
+    cache = int(fraction * gpu_bytes) - weights
+    return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
+
+
+def _phases(config: Config, rank: Rank, engine: Engine | None) -> tuple[Phase, ...]:
+    held = rank.held
+    kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
+    context = ("CUDA, NCCL", TRAINER_CONTEXT)
+    passing = (("activations", rank.activations), ("logits", rank.logits))
+    if engine is None or not config.cluster.colocate:
+        alone = () if engine is None else (_generate(engine, ()),)
+        return (Phase("train", (*kept, *passing, context)), *alone)
+    buffers = ("buffers", 2 * config.sync.update_weight_buffer_size)
+    shadow = () if config.offload_train else kept
+    there = () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
+    beside = ("engine's CUDA", ENGINE_CONTEXT)
+    return (
+        Phase("train", (*kept, *passing, context, beside, *there)),
+        Phase("synchronise", (("weights", held.weights), ("engine", engine.weights), buffers, context, beside)),
+        _generate(engine, (*shadow, context)),
+    )
+
+
+def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
+    own = (("engine", engine.weights), ("KV cache", max(0, engine.kv_cache)), ("engine's CUDA", ENGINE_CONTEXT))
+    return Phase("generate", (*own, *more))
+
+
+def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
+    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, and the reference's weights
+    with the policy's own beside them while it computes."""
+    uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
+    each = 0
+    for rank in ranks:
+        own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
+        own += rank.held.weights + rank.held.optimizer if config.offload_train else 0
+        each = max(each, own)
+    return each * config.cluster.actor_num_gpus_per_node

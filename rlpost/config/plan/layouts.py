@@ -1,0 +1,157 @@
+"""Other layouts of the same model on as many GPUs: which fit, and which of them come first. Pure.
+
+In: settings and shape. Out: settings that differ in the trainer's parallel sizes, in where the optimizer lies and, when
+an engine has no room, in the size of engines. Which fits is the estimate's word. The order is a rule of thumb, after
+Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a node, then pipelines, the rest data
+parallelism): each kind of communication and an optimizer on the host cost a share of a step, an idle pipeline its
+bubble (p - 1) / (m + p - 1). No number of it is a promise about speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.config.check import batch_problems, layout_problems
+from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
+from rlpost.config.plan.shape import Layout, Shape
+from rlpost.config.tree import Config
+
+TENSOR_COST, CONTEXT_COST, EXPERT_COST, OFFLOAD_COST = 0.06, 0.08, 0.03, 0.25
+MAX_CONTEXT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layout that fits."""
+
+    estimate: Estimate
+    cost: float
+
+    @property
+    def config(self) -> Config:
+        return self.estimate.config
+
+    @property
+    def words(self) -> str:
+        """The layout in a line."""
+        layout, cluster = self.estimate.layout, self.config.cluster
+        parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"CP {layout.context}"]
+        parts += [f"EP {layout.expert}"] if self.estimate.shape.num_experts else []
+        text = " x ".join(parts[:3]) + f" x DP {layout.data}" + "".join(f", {part}" for part in parts[3:])
+        text += ", optimizer on host" if self.config.optimizer.optimizer_cpu_offload else ""
+        return text + (f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else "")
+
+    @property
+    def reasons(self) -> str:
+        """What speaks for it and what it costs."""
+        made, layout = self.estimate, self.estimate.layout
+        peak = max(phase.total for phase in made.phases)
+        said = [f"{peak / 1e9:.0f} of {made.gpu_bytes * RESERVE / 1e9:.0f} GB at its peak"]
+        said.append(f"pipeline idle {bubble(made):.0%}" if layout.pipeline > 1 else "no pipeline")
+        if layout.tensor > 1:
+            said.append("TP inside a node")
+        if layout.context > 1:
+            said.append("sequences cut")
+        return "; ".join(said)
+
+
+def suggest(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> list[Choice]:
+    """All layouts that fit, the best first; each with the smallest engines that do."""
+    found: dict[tuple[Layout, bool], Choice] = {}
+    for candidate in candidates(config, shape):
+        made = estimate(candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        if not made.problems:
+            found.setdefault((made.layout, candidate.optimizer.optimizer_cpu_offload), Choice(made, _cost(made)))
+    return sorted(found.values(), key=lambda choice: (choice.cost, choice.words))
+
+
+def nearest(config: Config, choices: list[Choice]) -> Choice | None:
+    """Of the layouts that fit the one that changes least: sizes by factors of two, moving the optimizer as one."""
+    here = _sizes(config)
+
+    def distance(choice: Choice) -> float:
+        there = _sizes(choice.config)
+        return sum(abs(math.log2(there[key] / here[key])) for key in here)
+
+    return min(choices, key=lambda choice: (distance(choice), choice.cost), default=None)
+
+
+def candidates(config: Config, shape: Shape) -> Iterator[Config]:
+    """The layouts that divide GPUs, model and batch."""
+    world, a_node = config.actor_world_size, config.cluster.actor_num_gpus_per_node
+    for tensor in _powers(min(a_node, world)):
+        if any(size % tensor for size in (shape.heads, shape.groups, shape.ffn)):
+            continue
+        for pipeline in _powers(world // tensor):
+            if shape.num_layers % pipeline:
+                continue
+            for context in _powers(min(MAX_CONTEXT, world // (tensor * pipeline))):
+                for expert in _powers(world // pipeline) if shape.num_experts else [1]:
+                    if shape.num_experts % expert == 0:
+                        layout = Layout(world, tensor, pipeline, context, expert)
+                        yield from _possible(config, layout, has_experts=shape.num_experts > 0)
+
+
+def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[Config]:
+    perf: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.tensor > 1,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": 1 if has_experts else None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+    }
+    changed = config.model_copy(update={"perf": config.perf.model_copy(update=perf)})
+    if layout_problems(changed) or batch_problems(changed):
+        return
+    for engine in _engine_sizes(changed):
+        cluster = changed.cluster.model_copy(update={"rollout_num_gpus_per_engine": engine})
+        for offload in (False, True):
+            moved = {"optimizer_cpu_offload": offload}
+            moved |= {} if offload else {"overlap_cpu_optimizer_d2h_h2d": False, "use_precision_aware_optimizer": False}
+            optimizer = changed.optimizer.model_copy(update=moved)
+            yield changed.model_copy(update={"cluster": cluster, "optimizer": optimizer})
+
+
+def _engine_sizes(config: Config) -> list[int]:
+    """The size that is given, and the next ones."""
+    size, generates = config.cluster.rollout_num_gpus_per_engine, config.rollout_num_gpus
+    return [size, *(bigger for bigger in (2 * size, 4 * size) if generates and generates % bigger == 0)]
+
+
+def bubble(made: Estimate) -> float:
+    """The part of a step that a stage of the pipeline waits, answers taken to be half as long as they may be."""
+    config, stages = made.config, made.layout.pipeline
+    a_rank = config.samples_per_rollout / config.num_steps_per_rollout / made.layout.data
+    batches = max(1.0, a_rank * made.longest / 2 / (made.tokens * made.layout.context))
+    return (stages - 1) / (batches + stages - 1)
+
+
+def _cost(made: Estimate) -> float:
+    layout, config = made.layout, made.config
+    cost = TENSOR_COST * math.log2(layout.tensor) + CONTEXT_COST * math.log2(layout.context) + bubble(made)
+    cost += EXPERT_COST * math.log2(layout.expert)
+    cost += OFFLOAD_COST if config.optimizer.optimizer_cpu_offload else 0.0
+    return cost + 0.01 * math.log2(config.cluster.rollout_num_gpus_per_engine)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    perf = config.perf
+    return {
+        "tensor": perf.tensor_model_parallel_size,
+        "pipeline": perf.pipeline_model_parallel_size,
+        "context": perf.context_parallel_size,
+        "expert": perf.expert_model_parallel_size,
+        "engine": config.cluster.rollout_num_gpus_per_engine,
+        "offload": 2 if config.optimizer.optimizer_cpu_offload else 1,
+    }
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(max(1, limit).bit_length()) if 2**power <= limit]

@@ -1,0 +1,180 @@
+"""How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them. Pure.
+
+In: the architecture in the words of the table [model], and the sizes of a layout. Out: counts for a pipeline stage,
+routed experts apart from the rest because they are cut by sizes of their own. A rank's share of a matrix is that of
+tensor parallelism (Shoeybi et al., arXiv 1909.08053): columns of QKV and of the first MLP matrix, rows of the others;
+norms, the router and, with sandwich norms, the norms at the end are on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+
+NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many: ``dense`` is everything but the routed experts, embeddings included."""
+
+    dense: int
+    expert: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel sizes of the trainer."""
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+    chunk: int | None = None
+    """Layers of a virtual stage."""
+    first: int | None = None
+    last: int | None = None
+    """Layers of the first and of the last stage where they are not equal to the others."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks among which the activations between the matrices are cut (arXiv 2205.05198)."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder with RMSNorm, rotary embedding, grouped-query attention and gated MLPs, some of them experts."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    sparse: tuple[bool, ...]
+    """For each layer whether it has experts."""
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sandwich: bool = False
+    num_experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    topk: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sparse)
+
+    @property
+    def parameters(self) -> Parameters:
+        """Of the whole model."""
+        return rank_parameters(self, Layout(), 0)
+
+
+def shape_of(words: Mapping[str, Any]) -> Shape:
+    """The shape that [model] describes. Raises ConfigError naming what is missing."""
+    if missing := [name for name in NEEDED if words.get(name) is None]:
+        raise ConfigError(
+            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there, so name a file of "
+            "jobs/models with --model or in the recipe"
+        )
+
+    def word(name: str, default: Any) -> Any:
+        value = words.get(name)
+        return default if value is None else value
+
+    heads, layers, experts = words["num_attention_heads"], words["num_layers"], word("num_experts", 0)
+    pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
+    return Shape(
+        hidden=words["hidden_size"],
+        ffn=words["ffn_hidden_size"],
+        heads=heads,
+        groups=word("num_query_groups", heads),
+        head_dim=word("kv_channels", words["hidden_size"] // heads),
+        vocab=words["vocab_size"],
+        sparse=tuple(bool(one) for one in pattern),
+        tied=not word("untie_embeddings_and_output_weights", False),
+        qkv_bias=word("add_qkv_bias", False),
+        qk_norm=word("qk_layernorm", False),
+        sandwich=word("post_self_attn_layernorm", False),
+        num_experts=experts,
+        expert_ffn=word("moe_ffn_hidden_size", 0),
+        shared_ffn=word("moe_shared_expert_intermediate_size", 0),
+        topk=word("moe_router_topk", 0),
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of the settings."""
+    perf = config.perf
+    return Layout(
+        world=config.actor_world_size,
+        tensor=perf.tensor_model_parallel_size,
+        pipeline=perf.pipeline_model_parallel_size,
+        context=perf.context_parallel_size,
+        expert=perf.expert_model_parallel_size,
+        expert_tensor=perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size,
+        sequence_parallel=perf.sequence_parallel,
+        chunk=perf.num_layers_per_virtual_pipeline_stage,
+        first=perf.decoder_first_pipeline_num_layers,
+        last=perf.decoder_last_pipeline_num_layers,
+    )
+
+
+def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
+    """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv 2104.04473)."""
+    if layout.chunk is not None:
+        starts = range(stage * layout.chunk, num_layers, layout.pipeline * layout.chunk)
+        return [layer for start in starts for layer in range(start, start + layout.chunk)]
+    given = {0: layout.first, layout.pipeline - 1: layout.last} if layout.pipeline > 1 else {}
+    taken = [size for size in given.values() if size is not None]
+    others = layout.pipeline - len(taken)
+    each = (num_layers - sum(taken)) // others if others else 0
+    sizes = [given.get(one) or each for one in range(layout.pipeline)]
+    start = sum(sizes[:stage])
+    return range(start, start + sizes[stage])
+
+
+def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage holds."""
+    dense = expert = 0
+    for layer in layers_of(layout, shape.num_layers, stage):
+        dense += _attention(shape, layout.tensor)
+        if shape.sparse[layer]:
+            cut_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
+            expert += shape.num_experts // layout.expert * cut_expert
+            dense += shape.hidden * shape.num_experts + 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
+        else:
+            dense += 3 * shape.hidden * (shape.ffn // layout.tensor)
+    embedding = -(-shape.vocab // layout.tensor) * shape.hidden
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    dense += embedding if is_first else 0
+    # a tied embedding has a copy on the last stage when that is another than the first
+    dense += embedding if is_last and (not shape.tied or not is_first) else 0
+    return Parameters(dense + (shape.hidden if is_last else 0), expert)
+
+
+def _attention(shape: Shape, tensor: int) -> int:
+    """Attention of a layer and the norms around it and the MLP."""
+    columns = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
+    rows = shape.heads * shape.head_dim // tensor
+    norms = shape.hidden * (4 if shape.sandwich else 2) + (2 * shape.head_dim if shape.qk_norm else 0)
+    return shape.hidden * (columns + rows) + (columns if shape.qkv_bias else 0) + norms

@@ -1,0 +1,131 @@
+"""The live page of a run: what it says follows from what it is given, at any width; Slurm is asked rarely."""
+
+import io
+import itertools
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from rich.console import Console
+
+from rlpost.cli import watch as live
+from rlpost.cli.main import main
+from rlpost.cli.watch import is_over, mean_phases, page, phase_bar, read_view, sparkline, warnings_in
+from slurm.queue import QueueEntry
+from slurm.run_folder import RunFolder
+from slurm.states import JobState
+from tests.unit.report.runs import make_run
+
+
+def text(view, width=100):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(page(view, width))
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("runs") / "seven-b")
+    latest = run.attempts / "latest"
+    (latest / "driver.log").write_text("08:00:00 INFO all is well\n08:00:01 WARNING engine-1 was restarted\n")
+    for number in (0, 1):
+        (latest / f"engine-{number}-server.log").write_text("up\n")
+    return run
+
+
+@pytest.fixture(scope="module")
+def view(run):
+    entry = QueueEntry("4711", JobState.RUNNING, time_left_s=3661, nodelist="n[01-02]")
+    return read_view(run, "4711", entry)
+
+
+def test_the_page_says_where_the_run_is(view):
+    shown = text(view)
+    for words in ("seven-b  RUNNING", "4711, n[01-02], 1:01:01 left", "240/240", "aime 0.595, math500 0.822"):
+        assert words in shown, words
+    for words in ("tokens/s, 100", "generate 67%", "engine-0 0:0", "iter_0000240", "engine-1 was restarted"):
+        assert words in shown, words
+    assert "preempted: SIGUSR2" in shown and "all is well" not in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal(view, width):
+    assert max(map(len, text(view, width).splitlines())) <= width
+
+
+def test_the_age_of_a_checkpoint_is_counted_from_its_commit(view):
+    saved = view.told.begin + timedelta(seconds=view.told.end_s)
+    later = replace(view, now=saved + timedelta(seconds=65))
+    assert "iter_0000240, 1:0" in text(later)
+
+
+def test_a_run_of_which_nothing_is_known_has_a_page(tmp_path):
+    run = RunFolder(tmp_path / "new")
+    run.root.mkdir()
+    view = read_view(run, None, None)
+    assert "never submitted" in text(view) and "none yet" in text(view)
+    assert not is_over(view)
+
+
+def test_a_run_is_over_when_it_is_done_or_slurm_says_so(view):
+    assert is_over(view)
+    going = replace(view, told=None)
+    assert not is_over(going)
+    assert is_over(replace(going, status=replace(view.status, state="CANCELLED")))
+
+
+def test_a_sparkline_is_as_long_as_there_is_room_and_rises_with_its_values():
+    assert sparkline([0, 1, 2, 3], 4) == "▁▃▆█"
+    assert sparkline(list(range(1000)), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0] * 3, 8) == "▄▄▄"
+
+
+def test_a_phase_takes_its_share_of_the_bar():
+    lines = [
+        {"step": 0, "time/eval_s": 90.0},
+        {"step": 1, "time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0},
+        {"step": 2, "time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0, "time/eval_s": 2.0},
+    ]
+    phases = mean_phases(lines)
+    assert phases == {"generate": 6.0, "train": 3.0, "evaluate": 1.0}
+    bar = phase_bar(phases, 50)
+    assert bar.plain.splitlines()[0] == "█" * 50
+    assert [span.end - span.start for span in bar.spans[:3]] == [30, 15, 5]
+    assert mean_phases(lines[:1]) == {}
+
+
+def test_warnings_are_shown_once_and_the_newest_last():
+    log = "08:00:00 INFO x\n08:00:01 WARNING a\n08:00:01 WARNING a\nWARNING of somebody else\n08:00:02 ERROR b\n"
+    assert warnings_in(log) == ["08:00:01 WARNING a", "08:00:02 ERROR b"]
+
+
+def test_slurm_is_asked_once_in_a_while_however_often_the_page_is_drawn(run, monkeypatch):
+    """Ten minutes of a running job on a clock of our own: a question every POLL_S at most."""
+    clock, asked = [0.0], []
+
+    def ask(ids):
+        asked.append(clock[0])
+        state = JobState.RUNNING if clock[0] < 600 else JobState.CANCELLED
+        return {ids[0]: QueueEntry(ids[0], state)}
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(live.time, "sleep", sleep)
+    monkeypatch.setattr(live, "queue", ask)
+    monkeypatch.setattr(live, "timeline", lambda events, until: None)
+    monkeypatch.setattr(live.sys.stdout, "isatty", lambda: True, raising=False)
+    assert live.watch(run) == 0
+    assert clock[0] >= 600
+    assert min(b - a for a, b in itertools.pairwise(asked)) >= live.POLL_S
+
+
+def test_a_pipe_is_told_of_json(run, capsys):
+    assert main(["status", str(run.root), "--watch"]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_one_run_cannot_be_compared(run, capsys):
+    assert main(["compare", str(run.root), str(run.root)]) == 2
+    assert "needs two runs" in capsys.readouterr().err

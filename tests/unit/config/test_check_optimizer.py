@@ -1,0 +1,54 @@
+"""Schedules and precisions that cannot be are named with their numbers."""
+
+import pytest
+
+from rlpost.config.check_optimizer import optimizer_problems
+from rlpost.config.load import load
+
+
+def config(perf=None, **optimizer):
+    return load([], {"optimizer": optimizer, "perf": perf or {}, "rollout": {"num_rollout": 10}}).config
+
+
+def test_the_settings_of_published_recipes_have_no_problems():
+    offloaded = {
+        "lr": 1e-6,
+        "lr_decay_style": "constant",
+        "weight_decay": 0.1,
+        "adam_beta2": 0.98,
+        "optimizer_cpu_offload": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "use_precision_aware_optimizer": True,
+    }
+    assert optimizer_problems(config()) == optimizer_problems(config(**offloaded)) == []
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "lr_warmup_iters": 2}
+    assert optimizer_problems(config(**wsd)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min_lr": 1.0}, ["min_lr = 1.0", "lr = 1e-06"]),
+        ({"lr_warmup_init": 1.0}, ["lr_warmup_init = 1.0", "lr = 1e-06"]),
+        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, ["lr_warmup_iters = 2", "lr_warmup_fraction = 0.1"]),
+        ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, ["warm-up of 10", "lr_decay_iters = 10"]),
+        ({"lr_decay_style": "WSD"}, ["needs lr_wsd_decay_iters"]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, ["lr_wsd_decay_iters = 11", "lr_decay_iters = 10"]),
+        ({"end_weight_decay": 0.1}, ["weight_decay_incr_style"]),
+        ({"weight_decay_incr_style": "linear", "end_weight_decay": 0.001}, ["= 0.01 is above", "= 0.001"]),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs optimizer_cpu_offload"]),
+        ({"exp_avg_dtype": "bf16"}, ["exp_avg_dtype = bf16", "use_precision_aware_optimizer"]),
+        (
+            {"use_precision_aware_optimizer": True, "perf": {"use_distributed_optimizer": False}},
+            ["perf.use_distributed_optimizer"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_named_with_its_numbers(given, words):
+    (problem,) = optimizer_problems(config(**given))
+    assert all(word in problem for word in words), problem
+
+
+def test_a_learning_rate_falls_over_all_steps_of_the_run_unless_told_otherwise():
+    assert config().lr_decay_iters == 10
+    assert config(lr_decay_iters=7).lr_decay_iters == 7

@@ -1,0 +1,103 @@
+"""Settings of rollout, evaluation and debugging that contradict each other are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.check import debug_problems, eval_problems, rollout_problems
+from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.load import load, parse_dump
+from rlpost.errors import ConfigError
+
+
+def config(**groups: object):
+    """As a driver sees it: read back from run.json."""
+    return parse_dump(load([], groups).config.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("groups", "key"),
+    [
+        ({"rollout": {"rollout_batch_size": 8, "over_sampling_batch_size": 7}}, "over_sampling_batch_size = 7"),
+        ({"rollout": {"over_sampling_batch_size": 7, "rollout_mode": "fully_async"}}, "over_sampling_batch_size = 7"),
+        ({"rollout": {"max_staleness": 2}}, "max_staleness = 2"),
+        ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "partial_rollout = True"),
+        ({"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}}, "cluster.colocate"),
+        ({"debug": {"debug_train_only": True}}, "load_debug_rollout_data"),
+        ({"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}"}}, "debug_rollout_only"),
+        ({"eval": {"eval_config": "a.toml", "eval_prompt_data": ["a.jsonl"]}}, "eval_config"),
+    ],
+)
+def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str) -> None:
+    settings = config(**groups)
+    (problem,) = [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)]
+    assert key in problem
+
+
+def test_what_fits_is_no_problem() -> None:
+    rollout = {"rollout_mode": "fully_async", "max_staleness": 2, "mask_offpolicy_in_partial_rollout": True}
+    settings = config(rollout=rollout, debug={"debug_rollout_only": True}, eval={"eval_config": "a.toml"})
+    assert [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)] == []
+
+
+TOML = """
+[defaults]
+temperature = 0.6
+n_samples_per_eval_prompt = 4
+[[datasets]]
+name = "aime24"
+path = "aime.jsonl"
+[[datasets]]
+name = "gsm8k"
+path = "/data/gsm8k.parquet@[0:100]"
+temperature = 0.0
+rm_type = "gsm8k"
+"""
+YAML = """
+eval:
+  defaults: {temperature: 0.6, n_samples_per_eval_prompt: 4}
+  datasets:
+    - {name: aime24, path: aime.jsonl}
+    - {name: gsm8k, path: "/data/gsm8k.parquet@[0:100]", temperature: 0.0, rm_type: gsm8k}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("sets.toml", TOML), ("sets.yaml", YAML)])
+def test_sets_come_from_a_file_with_settings_of_their_own(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    given = {"temperature": 0.6, "n_samples_per_eval_prompt": 4}
+    assert eval_sets(EvalConfig(eval_config=str(file))) == (
+        EvalSet(name="aime24", path=str(tmp_path / "aime.jsonl"), **given),
+        EvalSet(name="gsm8k", path="/data/gsm8k.parquet@[0:100]", rm_type="gsm8k", **given | {"temperature": 0.0}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("datasets = 3", "needs a list 'datasets'"),
+        ('[[datasets]]\nname = "a"', r"dataset 1 \(a\): path = .*required"),
+        (
+            '[[datasets]]\nname = "a"\npath = "b"\ntemperatur = 1',
+            "unknown key 'temperatur'; did you mean 'temperature'",
+        ),
+        ('[[datasets]]\nname = "a"\npath = "b"\ntop_p = 2', "top_p = 2: Input should be less than or equal to 1"),
+        ('[[datasets]]\nname = "a"\npath = "b"\n' * 2, "two datasets are called 'a'"),
+        ("[", "not valid TOML"),
+        ("other = 1\n[[datasets]]\n", "unknown key 'other'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "sets.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"sets.toml.*{message}"):
+        eval_sets(EvalConfig(eval_config=str(file)))
+
+
+def test_a_single_path_is_named_by_its_file() -> None:
+    (one,) = eval_sets(EvalConfig(eval_prompt_data=("data/aime24.jsonl",)))
+    assert (one.name, one.path) == ("aime24", "data/aime24.jsonl")

@@ -1,0 +1,49 @@
+"""What a recipe names must be seen in its container."""
+
+import pytest
+
+from rlpost.config.check_container import container_problems
+from rlpost.config.load import load
+
+
+def problems(*mounts, container="pyxis", **groups):
+    cluster = {"container": container, "container_image": "/i.sqsh", "container_mounts": list(mounts)}
+    return container_problems(load([], {"cluster": cluster, **groups}).config)
+
+
+MODEL = {"checkpoint": {"hf_checkpoint": "/shared/models/m"}}
+
+
+@pytest.mark.parametrize("mount", ["/shared", "/shared/models:ro", "/shared/models:/shared/models:ro", "/x:/shared"])
+def test_a_path_below_the_target_of_a_mount_is_seen(mount):
+    assert problems(mount, **MODEL) == []
+
+
+def test_without_a_container_every_path_is_seen():
+    assert problems(container="none", **MODEL) == []
+
+
+@pytest.mark.parametrize("mount", ["/shared/model", "/shared/models/m2", "/other:ro"])
+def test_a_path_below_no_mount_is_named_with_the_mounts(mount):
+    (problem,) = problems(mount, **MODEL)
+    assert "checkpoint.hf_checkpoint = /shared/models/m" in problem and mount in problem
+
+
+def test_a_folder_that_is_mounted_elsewhere_is_named_with_its_place_inside():
+    (problem,) = problems("/shared:/data", **MODEL)
+    assert "in the container that folder is /data" in problem
+
+
+def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
+    found = problems(
+        "/m",
+        rollout={"prompt_data": ["/p/a.jsonl"]},
+        eval={"eval_prompt_data": ["x", "/e/x.jsonl"]},
+        sglang={"sglang_chat_template": "/t/chat.jinja"},
+        checkpoint={"save": "/m/save"},
+    )
+    assert [line.split(" = ")[0] for line in found] == [
+        "rollout.prompt_data",
+        "sglang.sglang_chat_template",
+        "eval.eval_prompt_data (x)",
+    ]

@@ -1,0 +1,99 @@
+"""jobs/models: what each file says agrees with config.json of the published checkpoint, so far as that matters."""
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.actor.architecture import problems
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.errors import ConfigError
+from rlpost.weights.families import family
+
+
+def published(architecture, sizes, *, heads, eps, base, tied=False, **more):
+    layers, hidden, ffn, vocab = sizes
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 128,
+        "rms_norm_eps": eps,
+        "rope_theta": base,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+# From the config.json of each model on the Hugging Face hub.
+GLM45_EXPERTS = {
+    "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+    "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+QWEN3_EXPERTS = {
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+PUBLISHED = {
+    "qwen3_4b": published("Qwen3ForCausalLM", (36, 2560, 9728, 151936), heads=(32, 8), eps=1e-6, base=1e6, tied=True),
+    "qwen2_5_7b": published("Qwen2ForCausalLM", (28, 3584, 18944, 152064), heads=(28, 4), eps=1e-6, base=1e6),
+    "glm4_9b": published(
+        "Glm4ForCausalLM", (40, 4096, 13696, 151552), heads=(32, 2), eps=1e-5, base=1e4,
+        partial_rotary_factor=0.5, attention_bias=True,
+    ),
+    "glm45_355b": published(
+        "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, **GLM45_EXPERTS
+    ),
+    "qwen3_30b_a3b": published(
+        "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, **QWEN3_EXPERTS
+    ),
+    "llama3_1_8b": published(
+        "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5,
+        rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+    ),
+}  # fmt: skip
+
+
+def model_args(name):
+    dumped = load(files_of(None, {"model": name}), {}).config.model.model_dump()
+    return {key: value for key, value in dumped.items() if value is not None}
+
+
+def test_there_is_a_model_for_each_published_config():
+    assert {path.stem for path in (JOBS / "models").glob("*.toml")} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_agrees_with_its_published_config(name):
+    hf = PUBLISHED[name]
+    assert problems(model_args(name), family(hf["architectures"][0]), hf) == []
+
+
+def test_another_model_s_config_is_told_apart():
+    hf = PUBLISHED["qwen2_5_7b"]
+    found = "\n".join(problems(model_args("qwen3_4b"), family(hf["architectures"][0]), hf))
+    assert "--hidden-size" in found and "3584" in found and "--qk-layernorm" in found
+
+
+def test_a_recipe_names_its_model_and_cluster_in_place_of_the_table(tmp_path):
+    """Defaults < model < recipe < cluster < flags."""
+    (tmp_path / "mine.toml").write_text("[model]\nnum_layers = 3\n[cluster]\npartition = 'm'\n[optimizer]\nlr = 1e-5\n")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("model = 'mine.toml'\ncluster = 'local'\n[optimizer]\nlr = 2e-5\n")
+    files = files_of(recipe, {})
+    assert files == [tmp_path / "mine.toml", recipe, JOBS / "clusters/local.toml"]
+    loaded = load(files, {"model": {"num_layers": "5"}})
+    assert (loaded.config.model.num_layers, loaded.config.optimizer.lr) == (5, 2e-5)
+    assert (loaded.config.cluster.partition, loaded.config.cluster.gpu_request) == ("m", "none")
+    assert loaded.origins["cluster.partition"] == str(tmp_path / "mine.toml")
+    assert files_of(recipe, {"model": "qwen3_4b"})[0] == JOBS / "models/qwen3_4b.toml"
+    assert files_of(recipe, {"cluster": "x.toml"})[-1] == Path("x.toml")
+
+
+def test_a_name_that_is_no_model_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"qwen9.toml: no such file; there are .*qwen3_4b.toml"):
+        load(files_of(None, {"model": "qwen9"}), {})

@@ -1,0 +1,261 @@
+"""The planner's sums against sums done by hand, and what it says of layouts."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlpost.cli import plan
+from rlpost.config.check import layout_problems
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
+from rlpost.config.plan.estimate import RankMemory, estimate, held_memory
+from rlpost.config.plan.layouts import bubble, nearest, suggest
+from rlpost.config.plan.shape import Layout, Parameters, Shape, layers_of, rank_parameters, shape_of
+from rlpost.errors import ConfigError
+
+GB = 10**9
+DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
+
+
+def config(nodes=1, **groups):
+    cluster = {"actor_num_nodes": nodes, "actor_num_gpus_per_node": 8, "colocate": True} | groups.pop("cluster", {})
+    return load([], {"cluster": cluster, **groups}).config
+
+
+def test_parameters_of_a_small_model_are_those_of_its_matrices():
+    """QKV 8 x 16, output 8 x 8, MLP 3 x 8 x 16, two norms a layer; two embeddings; the last norm."""
+    layer = 8 * 16 + 8 * 8 + 3 * 8 * 16 + 2 * 8
+    assert DENSE.parameters == Parameters(4 * layer + 2 * 30 * 8 + 8)
+    assert replace(DENSE, tied=True).parameters == Parameters(4 * layer + 30 * 8 + 8)
+
+
+def test_stages_and_tensor_parallel_ranks_share_the_matrices_and_not_the_norms():
+    layout = Layout(world=4, tensor=2, pipeline=2)
+    first, last = (rank_parameters(DENSE, layout, stage) for stage in (0, 1))
+    matrices = (8 * 16 + 8 * 8 + 3 * 8 * 16) // 2
+    assert first.dense == 2 * (matrices + 16) + 15 * 8
+    assert last.dense == first.dense + 8
+
+
+def test_experts_are_cut_by_sizes_of_their_own():
+    shape = replace(DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
+    held = rank_parameters(shape, Layout(world=8, tensor=2, expert=4, expert_tensor=1), 0)
+    assert held.expert == 3 * 2 * 3 * 8 * 4
+    assert shape.parameters.expert == 4 * held.expert
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(2, pipeline=2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (Layout(2, pipeline=2, chunk=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (Layout(3, pipeline=3, first=2, last=1), [[0, 1], [2, 3, 4, 5, 6], [7]]),
+    ],
+)
+def test_layers_go_to_stages_as_megatron_deals_them(layout, expected):
+    assert [list(layers_of(layout, 8, stage)) for stage in range(layout.pipeline)] == expected
+
+
+def test_a_model_without_a_size_is_named():
+    with pytest.raises(ConfigError, match=r"model.hidden_size, model.vocab_size: not known.*--model"):
+        shape_of({"num_layers": 2, "ffn_hidden_size": 8, "num_attention_heads": 2})
+
+
+def test_bytes_of_a_parameter_follow_the_precision():
+    """2 + 4 + 12 in bfloat16 (ZeRO's 16 and a float32 gradient), 4 + 4 + 8 in float32; a plain optimizer is whole."""
+    perf = {"use_distributed_optimizer": False}
+    held, host = held_memory(config(perf=perf), Layout(8), Parameters(1000))
+    assert (held, host) == (RankMemory(2000, 4000, 12000), 0)
+    assert held_memory(config(perf=perf | {"bf16": False}), Layout(8), Parameters(1000))[0] == RankMemory(
+        4000, 4000, 8000
+    )
+    narrow = perf | {"accumulate_allreduce_grads_in_fp32": False}
+    assert held_memory(config(perf=narrow), Layout(8), Parameters(1000))[0].gradients == 2000
+
+
+def test_a_distributed_optimizer_is_spread_over_the_ranks_that_hold_the_same_weights():
+    """8 ranks: the dense part of TP 2 is on 4 of them, the experts of EP 4 on 2."""
+    held, _ = held_memory(config(), Layout(8, tensor=2, expert=4, expert_tensor=1), Parameters(dense=400, expert=2000))
+    assert held == RankMemory(2 * 2400, 4 * 2400, 12 * (400 // 4 + 2000 // 2))
+
+
+def test_an_optimizer_in_host_memory_takes_sixteen_bytes_there():
+    away = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    held, host = held_memory(config(optimizer=away), Layout(8), Parameters(8000))
+    assert (held.optimizer, host) == (12 * 1000 // 4, 16 * 1000 * 3 // 4)
+
+
+def test_recomputing_keeps_one_input_a_layer_and_one_layer():
+    one = Pass(tokens=10)
+    norm = 10 * 8 * 2
+    layer = layer_bytes(DENSE, Layout(), one, sparse=False)
+    assert stage_bytes(DENSE, Layout(), one, 0) == 4 * layer + norm
+    full = replace(one, recompute="full", method="uniform")
+    assert stage_bytes(DENSE, Layout(), full, 0) == 4 * 10 * 8 * 2 + layer + norm
+    assert stage_bytes(DENSE, Layout(), replace(full, num_recomputed=2), 0) == 2 * 10 * 8 * 2 + 2 * layer + norm
+    some = replace(full, method="block", num_recomputed=3)
+    assert stage_bytes(DENSE, Layout(), some, 0) == 3 * 10 * 8 * 2 + 2 * layer + norm
+
+
+def test_sequence_parallelism_cuts_everything_and_tensor_parallelism_alone_not_the_norms():
+    one, alone = Pass(tokens=10), layer_bytes(DENSE, Layout(), Pass(tokens=10), sparse=False)
+    cut = layer_bytes(DENSE, Layout(2, tensor=2, sequence_parallel=True), one, sparse=False)
+    assert cut == alone // 2
+    assert cut < layer_bytes(DENSE, Layout(2, tensor=2), one, sparse=False) < alone
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    layout = Layout(4, pipeline=4)
+    assert [under_way(layout, 1, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert under_way(replace(layout, chunk=1), 3, 0) == 4 * (1 + 3 / (4 * 3))
+
+
+def test_logits_are_kept_with_their_gradient_and_chunks_in_float32():
+    shape = replace(DENSE, vocab=30)
+    assert logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=10), 4) == 2 * 10 * 15 * 2 + 3 * 4 * 15 * 4 + 10 * 8 * 2
+
+
+def planned(name, *, gpus=None, memory=80 * GB, **groups):
+    """A recipe where its model is not there yet: the table [model] says what it is."""
+    made = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), groups).config
+    made = made if gpus is None else plan.on_gpus(made, gpus)
+    shape, width = plan.model_of(made)
+    return estimate(made, shape, gpu_bytes=memory, engine_width=width)
+
+
+RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != "tiny")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_fits_gpus_of_80_gb(name):
+    made = planned(name)
+    assert made.problems == ()
+    assert all(phase.total > 2 * GB for phase in made.phases)
+    assert [phase.name for phase in made.phases] == (
+        ["train", "synchronise", "generate"] if made.config.cluster.colocate else ["train", "generate"]
+    )
+
+
+def test_the_large_recipe_does_not_fit_with_its_optimizer_on_the_gpu_and_the_nearest_layout_moves_it():
+    made = planned("glm45_355b", optimizer={"optimizer_cpu_offload": False})
+    assert [line.split(":")[0] for line in made.problems] == ["train"]
+    near = nearest(made.config, suggest(made.config, made.shape, gpu_bytes=80 * GB))
+    assert near is not None and near.config.optimizer.optimizer_cpu_offload
+    assert (near.estimate.layout.tensor, near.estimate.layout.pipeline, near.estimate.layout.expert) == (8, 4, 16)
+    assert "--optimizer-cpu-offload true" in plan.flags_of(near)
+
+
+def test_a_checkpoint_without_the_optimizer_is_the_weights():
+    parameters = planned("glm45_355b").shape.parameters.total
+    assert planned("glm45_355b").checkpoint_bytes == 2 * parameters
+    assert planned("glm45_355b", checkpoint={"no_save_optim": False}).checkpoint_bytes == 14 * parameters
+
+
+def test_fp8_engines_take_half_the_weights_and_half_the_traffic():
+    narrow, wide = planned("qwen3_4b_fp8"), planned("qwen3_4b")
+    assert 2 * narrow.sync_bytes == wide.sync_bytes
+    assert narrow.engine.weights < 0.51 * wide.engine.weights
+    assert narrow.engine.kv_cache > wide.engine.kv_cache
+
+
+def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part():
+    """36 layers x 4 heads of 8 on each of 2 GPUs x 128 x (key and value) x 2 bytes."""
+    engine = planned("qwen3_4b").engine
+    assert engine.kv_bytes_per_token == 36 * 4 * 128 * 2 * 2
+    assert engine.weights + engine.kv_cache == pytest.approx(0.7 * 80 * GB)
+    assert engine.kv_tokens == int(engine.kv_cache / engine.kv_bytes_per_token)
+
+
+def test_a_longer_answer_than_the_limit_is_computed_whole():
+    made = planned("qwen3_4b", rollout={"rollout_max_response_len": 20000})
+    assert made.tokens == 20000 + 1024
+
+
+@pytest.mark.parametrize("bad", ["80", "-1GB", "80TB", "many"])
+def test_a_size_that_is_none_is_refused(bad):
+    if bad == "80":
+        assert plan.parse_size(bad) == 80
+        return
+    with pytest.raises(ConfigError, match="80GB or 141GB"):
+        plan.parse_size(bad)
+
+
+WIDE = {"hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64, "num_query_groups": 8}
+LLAMA70 = WIDE | {"num_layers": 80, "vocab_size": 128256, "untie_embeddings_and_output_weights": True}
+LLAMA13 = LLAMA70 | {
+    "hidden_size": 5120, "ffn_hidden_size": 13824, "num_attention_heads": 40, "num_query_groups": 40,
+    "num_layers": 40, "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL = LLAMA70 | {"hidden_size": 12288, "num_attention_heads": 96, "num_layers": 88, "vocab_size": 32768}
+HOST = {"optimizer_cpu_offload": True}
+# (parameters, settings of the model or its name, GPUs, TP, PP, EP, optimizer): the guideline that users are given.
+SCALING = [
+    (8e9, "llama3_1_8b", 8, (2, 1, 1), {}),
+    (13e9, LLAMA13, 8, (2, 1, 1), {}),
+    (70e9, LLAMA70, 16, (4, 2, 1), HOST),
+    (70e9, LLAMA70, 32, (4, 2, 1), HOST),
+    (123e9, MISTRAL, 32, (8, 4, 1), HOST),
+    (123e9, MISTRAL, 64, (8, 4, 1), {}),
+    (355e9, "glm45_355b", 64, (8, 4, 16), HOST),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "model", "gpus", "layout", "optimizer"), SCALING)
+def test_the_usual_layouts_for_a_model_s_size_fit(size, model, gpus, layout, optimizer):
+    """7-13B on 8 GPUs TP 2; 30-70B on 16-32 TP 4 PP 2; 100-200B on 32-64 TP 8 PP 4; 300B+ on 64 TP 8 PP 4 EP 16.
+
+    Where 18 bytes a parameter do not fit, the optimizer is in host memory, which the guideline leaves out.
+    """
+    tensor, pipeline, expert = layout
+    sizes = {
+        "tensor_model_parallel_size": tensor, "sequence_parallel": True, "pipeline_model_parallel_size": pipeline,
+        "expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1, "recompute_granularity": "full",
+        "recompute_method": "uniform", "recompute_num_layers": 1, "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8192,
+    }  # fmt: skip
+    engines = {"rollout_num_gpus_per_engine": 8 if size < 300e9 else 32}
+    rollout = {"rollout_max_response_len": 7168}
+    files = files_of(None, {"model": model}) if isinstance(model, str) else []
+    groups = {} if files else {"model": model}
+    made = load(files, {"cluster": {"actor_num_nodes": gpus // 8, "colocate": True} | engines, "perf": sizes,
+                        "optimizer": optimizer, "rollout": rollout, **groups}).config  # fmt: skip
+    shape = shape_of(made.model.model_dump())
+    assert shape.parameters.total == pytest.approx(size, rel=0.05)
+    assert layout_problems(made) == []
+    assert estimate(made, shape, gpu_bytes=80 * GB).problems == ()
+
+
+def test_suggestions_fit_divide_and_come_best_first():
+    made = planned("qwen3_30b_a3b")
+    choices = suggest(made.config, made.shape, gpu_bytes=80 * GB)
+    assert len(choices) > 3
+    assert [choice.cost for choice in choices] == sorted(choice.cost for choice in choices)
+    assert all(choice.estimate.problems == () and layout_problems(choice.config) == [] for choice in choices)
+    assert len({choice.words for choice in choices}) == len(choices)
+    assert all(0 <= bubble(choice.estimate) < 1 for choice in choices)
+
+
+def shown(*words: str) -> tuple[int, str]:
+    out = io.StringIO()
+    options = {"width": 2, "suggest": "--suggest" in words}
+    made = load(files_of(JOBS / "recipes" / words[0], {}), {}).config
+    shape, _ = plan.model_of(made)
+    memory = 24 * GB if "24GB" in words else 80 * GB
+    console = Console(file=out, width=plan.WIDTH)
+    code = plan.show(console, made, shape, gpu_bytes=memory, options=(options["width"], options["suggest"], 2.0))
+    return code, out.getvalue()
+
+
+def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
+    monkeypatch.setenv("RLPOST_ASSETS", str(Path("/nowhere")))
+    code, text = shown("qwen3_4b.toml")
+    assert code == 0 and text.rstrip().endswith("fits") and "TP 2 x PP 1 x CP 1 x DP 4" in text
+    code, text = shown("qwen3_4b.toml", "24GB")
+    assert code == plan.EXIT_NO_FIT and "does not fit: train" in text and "the nearest layout that fits: TP" in text
+    code, text = shown("qwen3_4b.toml", "24GB", "--suggest")
+    assert code == 0 and "at its peak" in text

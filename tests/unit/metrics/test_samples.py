@@ -1,0 +1,51 @@
+"""Answers that are kept for people: few, telling, readable, each step once."""
+
+from rlpost.metrics.samples import MAX_LINES, SampleWriter, chosen, cut
+from rlpost.metrics.writer import MetricsWriter, read_metrics
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+
+def group(prompt_id, rewards):
+    samples = [
+        ScoredSample(Sample(prompt_id, n, (104, 105), (n,), (-0.5,), f"answer {n}", "stop", 0, label="x"), reward)
+        for n, reward in enumerate(rewards)
+    ]
+    return SampleGroup(prompt_id, tuple(samples))
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def test_best_and_worst_of_the_first_group_that_differs_are_kept():
+    kept = chosen([group(1, (1.0, 1.0)), group(2, (0.5, 0.0, 1.0)), group(3, (0.0, 1.0))], decode)
+    found = [(one["prompt_id"], one["answer"], one["reward"]) for one in kept]
+    assert found == [(2, "answer 2", 1.0), (2, "answer 1", 0.0)]
+    assert kept[0]["prompt"] == "hi"
+
+
+def test_where_no_group_differs_one_answer_is_kept():
+    assert [one["answer"] for one in chosen([group(1, (0.0, 0.0))], decode)] == ["answer 0"]
+
+
+def test_a_long_answer_keeps_its_beginning_and_its_end():
+    text = cut("a" * 500 + "b" * 500, 100)
+    assert text.startswith("a" * 50 + "\n[... 900") and text.endswith("b" * 50)
+    assert cut("short", 100) == "short"
+
+
+def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once(tmp_path):
+    writer = SampleWriter(tmp_path, num_steps=3 * MAX_LINES, decode=decode)
+    for step in range(1, 31):
+        writer.write(step, [group(step, (0.0, 1.0))])
+    writer.rewind(20)
+    for step in range(21, 31):
+        writer.write(step, [group(step, (0.0, 1.0))])
+    assert [line["step"] for line in read_metrics(tmp_path / "samples.jsonl")] == list(range(1, 31, 3))
+
+
+def test_the_writer_of_metrics_shows_the_groups_of_a_step(tmp_path):
+    shown = []
+    MetricsWriter(tmp_path / "m", show=lambda step, groups: shown.append((step, groups))).show(3, ["g"])
+    MetricsWriter(tmp_path / "m").show(3, ["g"])
+    assert shown == [(3, ["g"])]
