@@ -1,112 +1,213 @@
-"""A prompt file: JSON Lines, one prompt a line, read line by line where it is needed.
+"""The prompts of some files: what a row of them means, and which rows are none.
 
-Comes in: a path and the keys of prompt and label. Goes out: ``Prompt``s. A set holds the place of each line, never
-the lines. ``check_prompt_file`` reads everything once and needs nothing but the standard library.
+Comes in: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and what to do
+about rows that cannot be used. Goes out: ``Prompt``s by position; a bad or too long one is None, and counted.
+``check_prompt_file`` reads everything once and needs no tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Callable, Mapping
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlpost.data.tokenizer import Content
+from rlpost.data.rows import Rows
+from rlpost.data.tokenizer import Content, Tools
 from rlpost.errors import DataError
 from rlpost.types import Prompt
 
-Tokenize = Callable[[Content], tuple[str, tuple[int, ...]]]
+logger = logging.getLogger(__name__)
+
+Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
+
+BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFields:
+    """The keys of a row. Without ``metadata_key`` all that is neither prompt nor label is metadata."""
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+
+    @property
+    def columns(self) -> list[str] | None:
+        """What is needed of a row, or None for all of it."""
+        if self.metadata_key is None:
+            return None
+        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
+        return [key for key in keys if key is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that means a prompt."""
+
+    content: Content
+    label: str | None
+    metadata: dict[str, Any]
+    tools: Tools | None
 
 
 def check_prompt_file(
-    path: str | Path, input_key: str, label_key: str | None = None, *, apply_chat_template: bool = True
+    source: str | Path, fields: PromptFields, *, apply_chat_template: bool = True, skip_bad: bool = False
 ) -> int:
-    """Read every line as a run would; return their number.
+    """Read every row as a run would; return the number of those that are prompts.
 
     Raises:
-        DataError: naming file, line, what is wrong, and what to do.
+        DataError: for the first bad row, naming file, line, what is wrong, and what to do; or, with ``skip_bad``, when
+            no row is a prompt.
     """
-    file, offsets = Path(path), _offsets(Path(path))
-    with file.open("rb") as stream:
-        for number, offset in offsets:
-            stream.seek(offset)
-            where = f"{file}, line {number}"
-            content, _, _ = _parse(stream.readline(), where, input_key, label_key)
-            if not isinstance(content, str) and not apply_chat_template:
-                raise DataError(f"{where}: {input_key!r} is a list of messages; add --apply-chat-template")
-    return len(offsets)
+    rows, first, num_bad = Rows(source, columns=fields.columns), None, 0
+    for position in range(len(rows)):
+        try:
+            row = parse(rows.row(position), rows.where(position), fields)
+            if not isinstance(row.content, str) and not apply_chat_template:
+                where = rows.where(position)
+                raise DataError(f"{where}: {fields.input_key!r} is a list of messages; add --apply-chat-template")
+        except DataError as error:
+            if not skip_bad:
+                raise DataError(f"{error} (--bad-prompts skip leaves such lines out)") from error
+            first, num_bad = first or error, num_bad + 1
+    if num_bad == len(rows):
+        raise DataError(f"{source}: none of {len(rows)} rows is a prompt; the first: {first}")
+    if num_bad:
+        logger.warning(
+            "%s: %d of %d rows are no prompts and are skipped; the first: %s", source, num_bad, len(rows), first
+        )
+    return len(rows) - num_bad
 
 
 class PromptSet:
-    """The prompts of one file, by position."""
+    """The prompts of one or more files, one file after the other, by position."""
 
     def __init__(
-        self, path: str | Path, *, tokenize: Tokenize, input_key: str = "input", label_key: str | None = None
+        self,
+        sources: str | Path | Sequence[str | Path],
+        *,
+        tokenize: Tokenize,
+        fields: PromptFields = PromptFields(),
+        max_prompt_len: int | None = None,
+        skip_bad: bool = False,
     ) -> None:
-        self._path = Path(path)
+        """``max_prompt_len`` is in tokens."""
+        files = [sources] if isinstance(sources, str | Path) else list(sources)
+        self._files = [Rows(file, columns=fields.columns) for file in files]
+        self._starts = list(accumulate((len(file) for file in self._files), initial=0))
         self._tokenize = tokenize
-        self._input_key = input_key
-        self._label_key = label_key
-        found = _offsets(self._path)
-        self._numbers = array("q", (number for number, _ in found))
-        self._offsets = array("q", (offset for _, offset in found))
+        self._fields = fields
+        self._max_prompt_len = max_prompt_len
+        self._skip_bad = skip_bad
+        self._skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return self._starts[-1]
 
-    def prompt(self, position: int, prompt_id: int) -> Prompt:
-        """The prompt at ``position`` (0 is the first line) under the name ``prompt_id``.
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each file."""
+        return tuple(len(file) for file in self._files)
+
+    def prompt(self, position: int, prompt_id: int) -> Prompt | None:
+        """The prompt at ``position`` (0 is the first row) under the name ``prompt_id``; None for one to skip.
 
         Raises:
-            DataError: naming file and line.
+            DataError: naming file and line of a bad row, unless those are skipped.
         """
-        where = f"{self._path}, line {self._numbers[position]}"
-        with self._path.open("rb") as stream:
-            stream.seek(self._offsets[position])
-            content, label, metadata = _parse(stream.readline(), where, self._input_key, self._label_key)
+        which = bisect_right(self._starts, position) - 1
+        file, at = self._files[which], position - self._starts[which]
+        where = file.where(at)
         try:
-            text, token_ids = self._tokenize(content)
+            row = parse(file.row(at), where, self._fields)
+            try:
+                text, token_ids = self._tokenize(row.content, row.tools)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, label=label, metadata=metadata)
+            if not self._skip_bad:
+                raise
+            return self._skip(BAD, str(error))
+        if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
+            return self._skip(LONG, f"{where}: {len(token_ids)} tokens (--rollout-max-prompt-len)")
+        return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, label=row.label, metadata=row.metadata)
+
+    def all(self) -> list[Prompt]:
+        """Every prompt that is not skipped, once, its position for a name.
+
+        Raises:
+            DataError: a bad row, unless those are skipped; or all are skipped.
+        """
+        found = [self.prompt(position, position) for position in range(len(self))]
+        kept = [prompt for prompt in found if prompt is not None]
+        if not kept:
+            names = ", ".join(str(file.path) for file in self._files)
+            raise DataError(f"{names}: all {len(self)} rows are bad or longer than --rollout-max-prompt-len")
+        return kept
+
+    def counters(self) -> Mapping[str, float]:
+        """Prompts skipped since the last call, by metric name."""
+        found = {name: float(self._skipped[name]) for name in (BAD, LONG)}
+        self._skipped.clear()
+        return found
+
+    def _skip(self, metric: str, why: str) -> None:
+        self._skipped[metric] += 1
+        logger.debug("skipped: %s", why)
 
 
-def _offsets(path: Path) -> list[tuple[int, int]]:
-    """(line number, byte offset) of each line that is not blank."""
-    found, offset = [], 0
-    try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    found.append((number, offset))
-                offset += len(line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read the prompts: {error.strerror}; is the path right?") from error
-    if not found:
-        raise DataError(f"{path}: no prompts in it; it needs one JSON object a line")
-    return found
-
-
-def _parse(
-    line: bytes, where: str, input_key: str, label_key: str | None
-) -> tuple[Content, str | None, dict[str, Any]]:
-    """(content, label, everything else) of one line."""
-    try:
-        raw = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"{where}: {type(raw).__name__} instead of a JSON object such as {{{input_key!r}: ...}}")
-    content = _content(_value(raw, input_key, where, "--input-key"), f"{where}: {input_key!r}")
+def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
+    """What a row means. Raises DataError, naming ``where``."""
     label = None
-    if label_key is not None:
-        label = _value(raw, label_key, where, "--label-key")
-        if isinstance(label, bool) or not isinstance(label, str | int):
-            raise DataError(f"{where}: {label_key!r} is {type(label).__name__}; the label must be a string")
+    content = _content(_value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}")
+    if fields.label_key is not None:
+        label = _value(raw, fields.label_key, where, "--label-key")
+        if isinstance(label, bool) or not isinstance(label, str | int | float):
+            kind = type(label).__name__
+            raise DataError(f"{where}: {fields.label_key!r} is {kind}; the label must be a string or a number")
         label = str(label)
-    metadata = {key: value for key, value in raw.items() if key not in (input_key, label_key)}
-    return content, label, metadata
+    if fields.metadata_key is None:
+        metadata = {key: value for key, value in raw.items() if key not in (fields.input_key, fields.label_key)}
+    else:
+        metadata = _from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
+        if not isinstance(metadata, dict):
+            raise DataError(f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object")
+    tools = _tools(raw, where, fields.tool_key)
+    if tools is not None:  # whoever runs them finds them there
+        metadata = {**metadata, str(fields.tool_key): tools}
+    return Row(content, label, metadata, tools)
+
+
+def _tools(raw: Mapping[str, Any], where: str, key: str | None) -> Tools | None:
+    """A prompt may go without tools: the key may be missing or empty."""
+    tools = _from_text(raw.get(key)) if key is not None else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: {key!r} must be a list of OpenAI function schemas (--tool-key), got {tools!r:.200}")
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _from_text(value: Any) -> Any:
+    """Columns of Parquet often hold objects as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value
+    except ValueError:
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every object all keys that any object of the column has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _value(raw: Mapping[str, Any], key: str, where: str, flag: str) -> Any:
@@ -118,14 +219,23 @@ def _value(raw: Mapping[str, Any], key: str, where: str, flag: str) -> Any:
 
 
 def _content(value: Any, what: str) -> Content:
-    """A text or chat messages, each with a role and a text."""
+    """A text, or OpenAI chat messages, whose parts of text become one text."""
     if isinstance(value, str):
         if not value:
             raise DataError(f"{what} is empty")
         return value
     if not isinstance(value, list) or not value:
         raise DataError(f"{what} is {type(value).__name__}; it must be a string or a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(f"{what}: a message must have the texts 'role' and 'content', got {message!r}")
-    return value
+    return [_message(message, what) for message in value]
+
+
+def _message(message: Any, what: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}")
+    message = _without_nulls(message)
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}")
+    return {**message, "content": content}

@@ -14,6 +14,7 @@ from typing import Any
 from rlpost.errors import ConfigError, DataError
 
 Content = str | Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 # Any one of them is enough for transformers to build a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
@@ -61,36 +62,55 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
 class PromptTokenizer:
     """Calls turn content into (text, token ids)."""
 
-    def __init__(self, path: str | Path, *, apply_chat_template: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, apply_chat_template: bool = False, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """``template_kwargs`` are more arguments of the chat template."""
         check_tokenizer_folder(path)
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         self._apply_chat_template = apply_chat_template
+        self._template_kwargs = dict(template_kwargs or {})
         if apply_chat_template and not self._tokenizer.chat_template:
             raise ConfigError(
                 f"--apply-chat-template: the tokenizer in {path} has no chat template; leave the flag out"
             )
 
-    def __call__(self, content: Content) -> tuple[str, tuple[int, ...]]:
+    def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
         """Text and ids of one prompt; a string becomes one user message where the chat template applies.
 
         Raises:
-            DataError: a list of messages without the chat template, or nothing to generate from.
+            DataError: messages or tools without the chat template or that it refuses, or nothing to generate from.
         """
-        text = self._text(content)
+        text = self._text(content, tools)
         # A chat template writes the special tokens itself.
         ids = self._tokenizer.encode(text, add_special_tokens=not self._apply_chat_template)
         if not ids:
             raise DataError(f"a prompt without a token: {content!r}")
         return text, tuple(ids)
 
-    def _text(self, content: Content) -> str:
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text alone: no special tokens are added."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids without special tokens, as an engine decodes an answer."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _text(self, content: Content, tools: Tools | None) -> str:
         if self._apply_chat_template:
+            from jinja2 import TemplateError
+
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if not isinstance(content, str):
-            raise DataError("a prompt is a list of messages; --apply-chat-template turns it into text")
+            given = {"tokenize": False, "add_generation_prompt": True, **self._template_kwargs}
+            try:
+                return self._tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, **given)
+            except (TemplateError, TypeError, ValueError) as error:
+                raise DataError(f"the chat template refuses it: {error}") from error
+        if not isinstance(content, str) or tools:
+            what = "has tools" if tools else "is a list of messages"
+            raise DataError(f"a prompt {what}; --apply-chat-template turns it into text")
         return content
 
 

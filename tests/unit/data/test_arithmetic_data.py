@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlpost.data.prompts import check_prompt_file
+from rlpost.data.prompts import PromptFields, check_prompt_file
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_arithmetic_data.py"
 
@@ -17,8 +17,8 @@ def make(out: Path) -> str:
 
 def test_every_pair_is_in_one_of_the_two_files_with_its_sum(tmp_path: Path) -> None:
     make(tmp_path)
-    assert check_prompt_file(tmp_path / "train.jsonl", "prompt", "label") == 2300
-    assert check_prompt_file(tmp_path / "heldout.jsonl", "prompt", "label") == 200
+    assert check_prompt_file(tmp_path / "train.jsonl", PromptFields("prompt", "label")) == 2300
+    assert check_prompt_file(tmp_path / "heldout.jsonl", PromptFields("prompt", "label")) == 200
     lines = [line for name in ("train", "heldout") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     problems = [json.loads(line) for line in lines]
     pairs = [tuple(map(int, problem["prompt"].removeprefix("Q:").removesuffix("=").split("+"))) for problem in problems]

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from rlpost.data.cursor import PromptCursor, epoch_order
 from rlpost.data.prompts import PromptSet
 from rlpost.errors import DataError
+from tests.unit.data.sets import letters, numbered, write
 
 
 def make_set(folder: Path, size: int) -> PromptSet:
-    path = folder / f"{size}.jsonl"
-    path.write_text("".join(json.dumps({"input": f"{i}"}) + "\n" for i in range(size)))
-    return PromptSet(path, tokenize=lambda text: (text, (1,)))
+    return PromptSet(numbered(folder / f"{size}.jsonl", size), tokenize=letters)
 
 
 @given(size=st.integers(1, 200), epoch=st.integers(0, 50), seed=st.integers(), shuffle=st.booleans())
@@ -65,3 +64,85 @@ def test_another_size_of_the_file_is_refused(tmp_path: Path) -> None:
     state = PromptCursor(make_set(tmp_path, 5)).state()
     with pytest.raises(DataError, match="6 prompts, but the checkpoint was made with 5"):
         PromptCursor.from_state(make_set(tmp_path, 6), state)
+
+
+def mixed(folder: Path, *sizes: int) -> PromptSet:
+    files = [numbered(folder / f"{name}.jsonl", size, name) for name, size in zip("abc", sizes, strict=False)]
+    return PromptSet(files, tokenize=letters)
+
+
+def test_several_files_without_weights_are_one_after_the_other(tmp_path: Path) -> None:
+    texts = [prompt.text for prompt in PromptCursor(mixed(tmp_path, 2, 1, 2)).take(6)]
+    assert texts == ["a0", "a1", "b0", "c0", "c1", "a0"]
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (0.7, 0.2, 0.1), (5, 1e-3)])
+def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(tmp_path: Path, weights) -> None:
+    sizes = (3, 5, 4)[: len(weights)]
+    prompts = PromptCursor(mixed(tmp_path, *sizes), shuffle=True, seed=4, weights=weights).take(60)
+    assert [prompt.prompt_id for prompt in prompts] == list(range(60))
+    texts = [prompt.text for prompt in prompts]
+    for number in range(1, 61):
+        for name, weight in zip("abc", weights, strict=False):
+            count = sum(text[0] == name for text in texts[:number])
+            assert abs(count - number * weight / sum(weights)) < 1.5
+    for name, size in zip("abc", sizes, strict=False):
+        own = [text for text in texts if text[0] == name]
+        for start in range(0, len(own) - size + 1, size):
+            assert len(set(own[start : start + size])) == size
+
+
+@settings(max_examples=30)
+@given(takes=st.lists(st.integers(0, 9), max_size=8), cut=st.integers(0, 8), shuffle=st.booleans())
+def test_a_weighted_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[int], cut: int, shuffle: bool) -> None:
+    prompts = mixed(tmp_path_factory.getbasetemp(), 3, 5)
+    options = {"shuffle": shuffle, "seed": 3, "weights": (0.3, 0.7)}
+    whole = PromptCursor(prompts, **options)
+    expected = [whole.take(n) for n in takes]
+    first = PromptCursor(prompts, **options)
+    got = [first.take(n) for n in takes[:cut]]
+    second = PromptCursor.from_state(prompts, json.loads(json.dumps(first.state())), **options)
+    assert got + [second.take(n) for n in takes[cut:]] == expected
+
+
+def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    prompts = mixed(tmp_path, 2, 2)
+    with pytest.raises(DataError, match="3 weights for 2 files"):
+        PromptCursor(prompts, weights=(1, 1, 1))
+    with pytest.raises(DataError, match="2 weights, but the checkpoint was made with 0"):
+        PromptCursor.from_state(prompts, PromptCursor(prompts).state(), weights=(1, 1))
+    with pytest.raises(DataError, match="0 weights, but the checkpoint was made with 2"):
+        PromptCursor.from_state(prompts, PromptCursor(prompts, weights=(1, 1)).state())
+
+
+def test_a_state_of_before_there_were_weights_is_understood(tmp_path: Path) -> None:
+    """Written by earlier versions; at the very end of an epoch the offset is its size."""
+    prompts = make_set(tmp_path, 5)
+    for state, text in (({"epoch": 1, "offset": 2}, "2"), ({"epoch": 0, "offset": 5}, "0")):
+        cursor = PromptCursor.from_state(prompts, {**state, "num_prompts": 5})
+        assert cursor.state() == {**state, "num_prompts": 5}
+        assert cursor.take(1)[0].text == text
+
+
+def test_what_is_skipped_leaves_a_gap_in_the_ids_and_is_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"})
+    prompts = PromptSet(path, tokenize=letters, max_prompt_len=4, skip_bad=True)
+    cursor = PromptCursor(prompts)
+    first = cursor.take(1)
+    second = PromptCursor.from_state(prompts, cursor.state()).take(3)
+    assert [(prompt.prompt_id, prompt.text) for prompt in first + second] == [
+        (0, "ab"),
+        (3, "cd"),
+        (4, "ab"),
+        (7, "cd"),
+    ]
+    assert prompts.counters() == {"rollout/bad_prompts": 2, "rollout/long_prompts": 2}
+    assert set(prompts.counters().values()) == {0}
+
+
+def test_when_all_would_be_skipped_the_run_ends(tmp_path: Path) -> None:
+    prompts = PromptSet(numbered(tmp_path / "p.jsonl", 3, "long"), tokenize=letters, max_prompt_len=2)
+    with pytest.raises(DataError, match="--rollout-max-prompt-len"):
+        PromptCursor(prompts).take(1)
+    with pytest.raises(DataError, match="all 3 rows"):
+        prompts.all()

@@ -7,22 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.data.prompts import PromptSet, check_prompt_file
-from rlpost.errors import DataError
-
-
-def letters(content: object) -> tuple[str, tuple[int, ...]]:
-    """A tokenizer of one id a character."""
-    text = content if isinstance(content, str) else "".join(message["content"] for message in content)
-    return text, tuple(ord(letter) for letter in text)
-
-
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
+from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
+from rlpost.data.settings import check_prompts
+from rlpost.errors import ConfigError, DataError
+from tests.unit.data.sets import letters, numbered, write, write_parquet
 
 GOOD = {"prompt": "Q", "label": "A"}
+FIELDS = PromptFields("prompt", "label")
 
 
 @pytest.mark.parametrize(
@@ -43,16 +35,16 @@ GOOD = {"prompt": "Q", "label": "A"}
 def test_a_broken_line_is_named_with_file_and_line(tmp_path: Path, line: object, wanted: str) -> None:
     path = write(tmp_path / "p.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(DataError) as error:
-        check_prompt_file(path, "prompt", "label")
+        check_prompt_file(path, FIELDS)
     assert f"{path}, line 3" in str(error.value)
     assert wanted in str(error.value)
 
 
 def test_messages_without_a_chat_template_are_refused_only_then(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": [{"role": "user", "content": "Q"}], "label": "A"})
-    assert check_prompt_file(path, "prompt", "label") == 1
+    assert check_prompt_file(path, FIELDS) == 1
     with pytest.raises(DataError, match=r"line 1.*--apply-chat-template"):
-        check_prompt_file(path, "prompt", "label", apply_chat_template=False)
+        check_prompt_file(path, FIELDS, apply_chat_template=False)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
@@ -60,20 +52,20 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match="no prompts"):
-        check_prompt_file(path, "prompt")
+        check_prompt_file(path, FIELDS)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.jsonl.*No such file"):
-        check_prompt_file(tmp_path / "nowhere.jsonl", "prompt")
+        check_prompt_file(tmp_path / "nowhere.jsonl", FIELDS)
 
 
 def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(tmp_path: Path) -> None:
     texts = ["eins", "zwei größer", "三", "four"]
     path = tmp_path / "p.jsonl"
     path.write_text("\n\n".join(json.dumps({"prompt": t, "label": i}, ensure_ascii=False) for i, t in enumerate(texts)))
-    prompts = PromptSet(path, tokenize=letters, input_key="prompt", label_key="label")
-    assert check_prompt_file(path, "prompt", "label") == len(prompts) == 4
+    prompts = PromptSet(path, tokenize=letters, fields=FIELDS)
+    assert check_prompt_file(path, FIELDS) == len(prompts) == 4
     for position in (3, 0, 2, 1):
         prompt = prompts.prompt(position, prompt_id=position + 40)
         assert (prompt.prompt_id, prompt.text, prompt.label) == (position + 40, texts[position], str(position))
@@ -82,7 +74,7 @@ def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(tm
 
 def test_the_rest_of_a_line_is_metadata(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {**GOOD, "source": "book", "page": 3})
-    prompt = PromptSet(path, tokenize=letters, input_key="prompt", label_key="label").prompt(0, 0)
+    prompt = PromptSet(path, tokenize=letters, fields=FIELDS).prompt(0, 0)
     assert prompt.metadata == {"source": "book", "page": 3}
 
 
@@ -90,8 +82,148 @@ def test_the_check_needs_nothing_heavy(tmp_path: Path) -> None:
     """It runs on a login node."""
     path = write(tmp_path / "p.jsonl", GOOD)
     program = (
-        "import sys; from rlpost.data.prompts import check_prompt_file; import rlpost.data.tokenizer;"
-        f"check_prompt_file({str(path)!r}, 'prompt', 'label');"
-        "heavy = {'torch', 'transformers', 'numpy', 'ray', 'sglang'} & set(sys.modules); assert not heavy, heavy"
+        "import sys; from rlpost.data.prompts import PromptFields, check_prompt_file; import rlpost.data.settings;"
+        f"check_prompt_file({str(path)!r}, PromptFields('prompt', 'label'));"
+        "heavy = {'torch', 'transformers', 'numpy', 'ray', 'pyarrow'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_bad_line_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "p.jsonl", GOOD, "{", GOOD)
+    assert check_prompt_file(path, FIELDS, skip_bad=True) == 2
+    assert f"1 of 3 rows are no prompts and are skipped; the first: {path}, line 2: not JSON" in caplog.text
+    with pytest.raises(DataError, match=r"line 2: .*\(--bad-prompts skip leaves such lines out\)"):
+        check_prompt_file(path, FIELDS)
+    with pytest.raises(DataError, match="none of 1 rows is a prompt"):
+        check_prompt_file(f"{path}@[1:2]", FIELDS, skip_bad=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [("1:3", "12"), (":2", "01"), ("3:", "34"), ("-2:", "34"), (":-3", "01"), (":", "01234"), ("0:99", "01234")],
+)
+def test_a_slice_of_a_file_is_as_in_python(tmp_path: Path, ends: str, wanted: str) -> None:
+    prompts = PromptSet(f"{numbered(tmp_path / 'p.jsonl', 5)}@[{ends}]", tokenize=letters)
+    assert "".join(prompt.text for prompt in prompts.all()) == wanted
+
+
+def test_a_slice_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "p.jsonl", 5)
+    with pytest.raises(DataError, match=r"PATH@\[A:B\]"):
+        PromptSet(f"{path}@[x]", tokenize=letters)
+    with pytest.raises(DataError, match=r"no prompts in .*@\[7:9\], which has 5 rows"):
+        PromptSet(f"{path}@[7:9]", tokenize=letters)
+    write(path, *(path.read_text().splitlines()[:4]), "{")
+    with pytest.raises(DataError, match="line 5"):
+        PromptSet(f"{path}@[3:]", tokenize=letters).all()
+
+
+def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [{**GOOD, "extra": {"rm_type": "f1"}, "tools": tools, "page": 3}, {**GOOD, "extra": "{}", "tools": None}]
+    fields = PromptFields("prompt", "label", "extra", "tools")
+    first, second = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=fields).all()
+    assert (first.text, first.metadata) == ("Q[1 tools]", {"rm_type": "f1", "tools": tools})
+    assert (second.text, second.metadata) == ("Q", {})
+    for wrong, wanted in (
+        ({**GOOD, "extra": []}, "'extra' is list"),
+        ({**GOOD, "extra": {}, "tools": "x"}, "--tool-key"),
+    ):
+        with pytest.raises(DataError, match=f"line 1: .*{wanted}"):
+            check_prompt_file(write(tmp_path / "q.jsonl", wrong), fields)
+
+
+def test_messages_of_openai_are_understood(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}], "name": None},
+        {"role": "tool", "content": "3"},
+    ]
+    seen = []
+
+    def tokenize(content, tools):
+        seen.append(content)
+        return letters(content)
+
+    PromptSet(write(tmp_path / "p.jsonl", {"input": messages}), tokenize=tokenize).all()
+    assert seen == [
+        [
+            {"role": "user", "content": "one two"},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]},
+            {"role": "tool", "content": "3"},
+        ]
+    ]
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+    with pytest.raises(DataError, match="'role' and 'content'"):
+        check_prompt_file(write(tmp_path / "q.jsonl", {"input": picture}), PromptFields())
+
+
+def test_parquet_gives_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"größer {i}"}], "label": i / 2, "extra": {"page": i}} for i in range(7)
+    ]
+    one = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=FIELDS)
+    for group in (1, 3, 100):
+        path = write_parquet(tmp_path / f"{group}.parquet", rows, group)
+        assert PromptSet(path, tokenize=letters, fields=FIELDS).all() == one.all()
+        assert check_prompt_file(path, FIELDS) == 7
+    assert PromptSet([f"{path}@[5:]", tmp_path / "p.jsonl"], tokenize=letters, fields=FIELDS).sizes == (2, 7)
+
+
+def test_a_bad_row_of_parquet_is_named_and_what_is_no_parquet_too(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", [GOOD, {"prompt": "", "label": "A"}])
+    with pytest.raises(DataError, match=r"p\.parquet, row 2: 'prompt' is empty"):
+        check_prompt_file(path, FIELDS)
+    with pytest.raises(DataError, match=r"q\.parquet: not a Parquet file"):
+        check_prompt_file(write(tmp_path / "q.parquet", GOOD), FIELDS)
+
+
+def test_the_check_of_settings_reads_every_file_and_counts_the_weights(tmp_path: Path) -> None:
+    paths = tuple(str(numbered(tmp_path / f"{name}.jsonl", 2)) for name in "ab")
+    check_prompts(paths, RolloutConfig(prompt_data=paths, prompt_data_weights=(1, 2)))
+    with pytest.raises(ConfigError, match="1 weights for 2 files"):
+        check_prompts(paths, RolloutConfig(prompt_data=paths, prompt_data_weights=(1,)))
+    Path(paths[1]).write_text("{")
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1"):
+        check_prompts(paths, RolloutConfig(prompt_data=paths))
+    with pytest.raises(DataError, match="none of 1 rows"):
+        check_prompts(paths, RolloutConfig(prompt_data=paths, bad_prompts="skip"))
+
+
+MEASURE = """
+import json, os, resource, sys
+from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompts import PromptSet
+if sys.argv[1].endswith("parquet"):
+    import pyarrow.parquet
+letters = lambda content, tools: (content, (1,))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+prompts = PromptSet(sys.argv[1], tokenize=letters)
+got = PromptCursor(prompts, shuffle=True, seed=1).take(200)
+assert all(prompt.text == "x" * len(prompt.text) for prompt in got)
+print(len(prompts), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize(("kind", "size"), [("jsonl", 100), ("parquet", 80)])
+def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> None:
+    """Memory grows by the places of the rows and a buffer, not by the file. ``size`` is in MB."""
+    path, row = tmp_path / f"large.{kind}", {"input": "x" * 9980}
+    if kind == "jsonl":
+        with path.open("w") as file:
+            for _ in range(size // 10):
+                file.write((json.dumps(row) + "\n") * 1000)
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        table = pyarrow.Table.from_pylist([row] * 1000)
+        with parquet.ParquetWriter(path, table.schema, compression=None, use_dictionary=False) as writer:
+            for _ in range(size // 10):
+                writer.write_table(table)
+    assert path.stat().st_size > 0.9 * size * 10**6
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    count, grown = map(int, done.stdout.split())
+    assert count == size * 100
+    assert grown < size * 10**6 / 3, f"{grown / 10**6:.0f} MB for a file of {size} MB"

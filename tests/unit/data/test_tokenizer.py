@@ -39,6 +39,24 @@ def test_the_chat_template_takes_a_string_or_messages(folder: Path) -> None:
     assert tokenize([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])[0] == "[system]x[user]y>"
 
 
+def test_the_chat_template_gets_tools_and_further_arguments(folder: Path) -> None:
+    template = "{% for t in tools or [] %}{{ t['name'] }}|{% endfor %}{{ mood }}:{{ messages[0]['content'] }}"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(template)
+    tokenize = PromptTokenizer(folder, apply_chat_template=True, template_kwargs={"mood": "calm"})
+    assert tokenize("abc", [{"name": "add"}, {"name": "sub"}])[0] == "add|sub|calm:abc"
+    assert tokenize("abc")[0] == "calm:abc"
+    with pytest.raises(DataError, match="has tools"):
+        PromptTokenizer(folder)("abc", [{"name": "add"}])
+
+
+def test_what_a_chat_template_refuses_is_a_bad_prompt(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must take turns') }}")
+    with pytest.raises(DataError, match="roles must take turns"):
+        PromptTokenizer(folder, apply_chat_template=True)("abc")
+
+
 def test_messages_without_the_chat_template_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="--apply-chat-template"):
         PromptTokenizer(folder)([{"role": "user", "content": "abc"}])

@@ -1,0 +1,40 @@
+"""From the settings of a run to what the reader of prompts takes, and the check of its files.
+
+Comes in: the table [rollout], of a run or as an evaluation set changes it. Goes out: the keys of a row, or an error for
+the first file that cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.data.prompts import PromptFields, check_prompt_file
+from rlpost.errors import ConfigError
+
+
+def prompt_fields(rollout: RolloutConfig) -> PromptFields:
+    """The keys of prompt, label, metadata and tools."""
+    return PromptFields(rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key)
+
+
+def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
+    """Read the files as a run would, up to the tokenizer.
+
+    Raises:
+        ConfigError: --prompt-data-weights does not go with the files.
+        DataError: a file cannot be read, or a row is bad and those are not skipped.
+    """
+    weights = rollout.prompt_data_weights
+    if weights and tuple(sources) == rollout.prompt_data and len(weights) != len(sources):
+        raise ConfigError(
+            f"--prompt-data-weights: {len(weights)} weights for {len(rollout.prompt_data)} files of --prompt-data; "
+            "give one for each, in their order, or none"
+        )
+    for source in sources:
+        check_prompt_file(
+            source,
+            prompt_fields(rollout),
+            apply_chat_template=rollout.apply_chat_template,
+            skip_bad=rollout.bad_prompts == "skip",
+        )

@@ -1,0 +1,43 @@
+"""Where the final answer stands in a response. Pure text work.
+
+Comes in: a response. Goes out: the part of it that is graded, or None when it has none.
+"""
+
+from __future__ import annotations
+
+END_OF_THOUGHT = "</think>"
+BOXES = ("\\boxed", "\\fbox")
+
+
+def after_thinking(response: str) -> str:
+    """What follows the last ``</think>``; all of it without one."""
+    return response.rpartition(END_OF_THOUGHT)[2]
+
+
+def last_boxed(response: str) -> str | None:
+    r"""The content of the last ``\boxed{...}``, braces within it balanced; of the last ``\fbox{...}`` without one.
+
+    ``\boxed 5`` holds ``5``. None when there is no box or the last one never closes: an answer that was cut off.
+    """
+    for command in BOXES:
+        start = response.rfind(command)
+        if start >= 0:
+            return _group(response[start + len(command) :])
+    return None
+
+
+def _group(text: str) -> str | None:
+    """What stands in the braces at the start of ``text``, or its first word when there are none."""
+    text = text.lstrip()
+    if not text.startswith("{"):
+        word = text.split("$")[0].split()
+        return word[0] if word else None
+    depth = 0
+    for at, letter in enumerate(text):
+        if letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if depth == 0:
+                return text[1:at]
+    return None

@@ -1,0 +1,83 @@
+r"""The reward ``gpqa``: the letter that a response chooses, or the text of the choice.
+
+Comes in: a response; a label that is a letter, a position (0 is A) or the text of a choice; what the metadata tells of
+the choices. Goes out: 1 or 0. The letter is the last one that is named as the answer (``The answer is C``,
+``Answer: (C)``, ``\boxed{C}``), else the last that is called correct, else the last capital that stands alone.
+Metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlpost.reward.answers import after_thinking
+
+LETTERS = string.ascii_uppercase[:10]
+
+_CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"  # a capital, or a small letter with nothing behind it
+_AROUND = r"[\s:=\-*_(\[{\"'$\\]{0,12}"
+_COMMANDS = r"(?:(?:boxed|text|textbf|mathrm|mathbf|option|choice|letter|the)\b" + _AROUND + "){0,4}"
+_NAMED = re.compile(
+    rf"(?:\b(?i:answer|option|choice)\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?|\\boxed\b)"
+    rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
+)
+_CALLED_CORRECT = re.compile(r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE)
+_ALONE = re.compile(r"\b([A-Z])\b")
+
+
+def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+    """1 when the response chooses the right letter or, without a letter to compare, says the right text; else 0."""
+    choices = _choices(metadata)
+    letters = _letters(metadata, choices)
+    text = after_thinking(response)
+    wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
+    if wanted is not None and given is not None:
+        return float(given == wanted)
+    texts = [label, metadata.get("correct_answer"), metadata.get("answer_text")]
+    if wanted is not None and letters.index(wanted) < len(choices):
+        texts.append(choices[letters.index(wanted)])
+    said = f" {_plain(text)} "
+    return float(any(f" {_plain(str(each))} " in said for each in texts if each is not None and _plain(str(each))))
+
+
+def _choices(metadata: Mapping[str, Any]) -> list[str]:
+    given = metadata.get("choices") or []
+    return [str(choice) for choice in (given.values() if isinstance(given, Mapping) else given)]
+
+
+def _letters(metadata: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
+    named = [str(letter).strip().upper() for letter in metadata.get("valid_letters") or ()]
+    return named or list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
+
+
+def _wanted(
+    label: str | None, metadata: Mapping[str, Any], letters: Sequence[str], choices: Sequence[str]
+) -> str | None:
+    """The right letter, if it can be known."""
+    named = metadata.get("correct_letter")
+    if isinstance(named, str) and named.strip().upper() in letters:
+        return named.strip().upper()
+    label = (label or "").strip()
+    if label.strip("()").upper() in letters:
+        return label.strip("()").upper()
+    plain = [_plain(choice) for choice in choices]
+    if _plain(label) in plain:
+        return letters[plain.index(_plain(label))] if plain.index(_plain(label)) < len(letters) else None
+    if label.isdecimal() and int(label) < len(letters):
+        return letters[int(label)]
+    return None
+
+
+def _chosen(text: str, letters: Sequence[str]) -> str | None:
+    for pattern in (_NAMED, _CALLED_CORRECT, _ALONE):
+        found = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
+        if found:
+            return found[-1]
+    return None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()

@@ -1,0 +1,183 @@
+r"""The reward ``deepscaler``: the box after the model's thoughts equals the label, as text or as mathematics.
+
+Comes in: a response with ``</think>`` or ``###Response`` before its answer, and the label. Goes out: 1 or 0. The same
+verdicts as the grader of the DeepScaleR release (github.com/agentica-project/deepscaler, rewards/math_utils), which
+slime's ``rm_hub/deepscaler.py`` carries too: first the two texts in the plain form of the MATH data set, then
+sympy, which must not be asked to simplify a fraction or to turn anything into a whole number.
+
+It runs sympy on what a model wrote: only in a process with a time limit (``rlpost.reward.pool``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rlpost.reward.answers import END_OF_THOUGHT, after_thinking, last_boxed
+
+RESPONSE_MARK = "###Response"
+UNITS = (
+    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),
+    *("foot", "feet", "inch", "yard"),
+)
+MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
+BRACKETS = "()[]"
+SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "\u222a": "U", "·": "*", "\u00d7": "*"}
+MAX_WHOLE_DIGITS = 1000  # of a number that is written out
+
+_UNIT = re.compile(f"(?:{'|'.join(sorted(UNITS, key=len, reverse=True))})(?:es)?s? *(?:\\^[0-9]+)?")
+_TEXT = re.compile(r"^\\text\{(.+?)\}$")
+_THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
+_FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
+_TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
+
+
+def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+    """1 when the last box after the thoughts equals the label. No mark of the answer's start or no box: 0."""
+    if END_OF_THOUGHT in response:
+        answer = last_boxed(after_thinking(response))
+    elif RESPONSE_MARK in response:
+        answer = last_boxed(response.split(RESPONSE_MARK)[1])
+    else:
+        return 0.0
+    return answer_equals(answer, label, metadata)
+
+
+def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
+    r"""1 when an answer that was cut out already equals the label, of which a ``\boxed{...}`` is taken off."""
+    truth = last_boxed(label) if label is not None and "\\boxed" in label else label
+    if answer is None or not truth:
+        return 0.0
+    return float(plain_form(answer) == plain_form(truth) or equal_by_sympy(answer, truth))
+
+
+def plain_form(answer: str) -> str:
+    """One spelling for the many of the same answer, as the MATH data set (arXiv 2103.03874) compares them."""
+    answer = answer.strip()
+    if wrapped := _TEXT.match(answer):
+        answer = wrapped[1].strip()
+    for gone in ("\n", "\\!"):
+        answer = answer.replace(gone, "")
+    answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for gone in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        answer = answer.replace(gone, "")
+    answer = answer.split("\\text{ ")[0]  # units
+    answer = answer.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if answer.startswith("."):
+        answer = "0" + answer
+    left, equals, right = answer.partition("=")
+    if equals and len(left) <= 2 and "=" not in right:
+        answer = right  # x = 5
+    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer).replace(" ", "")
+    answer = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer)
+    answer = re.sub(r"\\frac([^{])(?=\{)", r"\\frac{\1}", answer)
+    if answer == "0.5":
+        return "\\frac{1}{2}"
+    if ratio := re.fullmatch(r"(0|-?[1-9]\d*)/(0|-?[1-9]\d*)", answer, flags=re.ASCII):
+        return f"\\frac{{{ratio[1]}}}{{{ratio[2]}}}"
+    return answer
+
+
+def equal_by_sympy(answer: str, truth: str) -> bool:
+    """Whether both are the same after units and spelling are gone, element by element of a tuple or an interval."""
+    wanted, given = _expression(truth), _expression(answer)
+    if wanted == given:
+        return True
+    if not given or not wanted:
+        return False
+    wanted_parts, given_parts = _parts(wanted), _parts(given)
+    if len(wanted_parts) != len(given_parts):
+        return False
+    if len(wanted_parts) > 1 and (wanted[0], wanted[-1]) != (given[0], given[-1]):
+        return False  # an open interval is not a closed one
+    return all(_same_part(*pair) for pair in zip(wanted_parts, given_parts, strict=True))
+
+
+def _expression(text: str) -> str:
+    """The answer in sympy's notation, as far as it goes."""
+    if wrapped := _TEXT.match(text):
+        text = wrapped[1]
+    text = text.replace("\\%", "").replace("\\$", "").replace("$", "").replace("%", "")
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, factor in MAGNITUDES.items():
+        text = text.replace(word, factor)
+    text = re.sub(r"\^ *\\circ", "", _UNIT.sub("", text))
+    if text.startswith("{") and text.endswith("}"):
+        text = text[1:-1]
+    text = re.sub(r",\\! *", "", text)
+    text = _whole(text) or text
+    if "\\" in text:
+        text = _from_latex(text)
+    text = re.sub(r"- *", "-", text)
+    text = re.sub(r"^-(\d+) +(\d+)/(\d+)$", r"-\1-\2/\3", text.strip())
+    text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text)  # a mixed number
+    text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
+    return _whole(_THOUSANDS.sub(r"\1\2", text)) or text
+
+
+def _from_latex(text: str) -> str:
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    try:
+        text = LatexNodes2Text().latex_to_text(text)
+    except Exception:  # whatever it trips over: then it is no LaTeX that two answers could agree in
+        return text
+    for symbol, word in SYMBOLS.items():
+        text = text.replace(symbol, word)
+    return text.strip()
+
+
+def _whole(text: str) -> str | None:
+    """The whole number that a text stands for, or None. ``2.0`` and ``2e3`` are whole, to within 1e-7."""
+    try:
+        number = Decimal(text.strip())
+        if not number.is_finite() or number.adjusted() > MAX_WHOLE_DIGITS:
+            return None
+        nearest = number.to_integral_value()
+        return str(int(nearest)) if abs(number - nearest) <= Decimal("1e-7") else None
+    except (InvalidOperation, ValueError):
+        return None
+
+
+def _parts(text: str) -> list[str]:
+    """The elements of a tuple or an interval; anything else is its own only element."""
+    while (shorter := _THOUSANDS.sub(r"\1\2", text)) != text:
+        text = shorter
+    inner = text[1:-1]
+    if len(text) > 2 and text[0] in BRACKETS and text[-1] in BRACKETS and not any(b in inner for b in BRACKETS):
+        return [part.strip() for part in inner.split(",")]
+    return [text]
+
+
+def _same_part(wanted: str, given: str) -> bool:
+    if _FRACTION.match(wanted) and _FRACTION.match(given):
+        return wanted == given  # a fraction must be reduced as asked
+    if (_whole(wanted) is None) != (_whole(given) is None):
+        return False  # a whole number must be worked out
+    return _differ_by_nothing(wanted, given)
+
+
+def _differ_by_nothing(wanted: str, given: str) -> bool:
+    text = f"({wanted})-({given})"
+    letters = {letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
+    if len(letters) > 2 or _TOO_LARGE.search(text):
+        return False  # words, not mathematics; or a tower of powers
+    try:
+        return bool(_simplified(text) == 0)
+    except Exception:  # sympy raises whatever its parts raise on what is no expression
+        return False
+
+
+def _simplified(text: str) -> Any:
+    import sympy
+    from sympy.parsing import sympy_parser as parser
+
+    names = {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
+    steps = (*parser.standard_transformations, parser.implicit_multiplication_application)
+    found = parser.parse_expr(
+        text.replace("^", "**"), local_dict={}, global_dict={**names, "__builtins__": {}}, transformations=steps
+    )
+    return sympy.simplify(found)

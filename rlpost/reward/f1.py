@@ -1,0 +1,33 @@
+"""The reward ``f1``: how many words response and label share, as SQuAD measures short answers.
+
+Comes in: a response and a label. Goes out: the harmonic mean of precision and recall over words, 0 to 1, case,
+punctuation and articles aside (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` are right or wrong as a whole, as in
+HotpotQA (arXiv 1809.09600).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+WHOLE_ANSWERS = {"yes", "no", "noanswer"}
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def f1(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+    """The F1 of the words. Nothing in common, or no label: 0."""
+    if label is None:
+        return 0.0
+    given, wanted = words(response), words(label)
+    if given != wanted and WHOLE_ANSWERS & {" ".join(given), " ".join(wanted)}:
+        return 0.0
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    return re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

@@ -1,0 +1,154 @@
+"""Processes that grade, each for one grading at a time, ended and replaced when they exceed their time or crash.
+
+Comes in: which function, a prompt, its samples. Goes out: rewards, or ``GradingTimeout`` or ``GradingFailed``; a
+function that cannot even be loaded is a ``RolloutError``. The event loop never runs a grading itself, so nothing that
+an answer does can stall it: a thread waits for each process. Processes start when they are first needed, one for each
+grading that nobody is free for, up to the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rlpost.config.keys import without_keys
+from rlpost.errors import RolloutError
+from rlpost.reward.worker import LENGTH
+from rlpost.types import Prompt, Sample
+
+LOADING_TIMEOUT_S = 300.0  # imports of a reward's libraries, on a busy machine
+GRACE_S = 5.0  # by which the worker's own alarm comes first
+
+What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
+
+
+class GradingTimeout(Exception):
+    """A grading took longer than its limit; its process is gone."""
+
+
+class GradingFailed(Exception):
+    """A grading raised an error or crashed its process; the message says which."""
+
+
+class Pool:
+    """Up to ``num_workers`` processes, with ``timeout_s`` for each grading."""
+
+    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._lock = threading.Lock()  # of what follows
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._closed = False
+
+    async def grade(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        """The rewards of ``samples`` in order, all within one time limit.
+
+        A caller that is cancelled leaves its grading to the time limit.
+
+        Raises:
+            GradingTimeout, GradingFailed: see there.
+            RolloutError: the function cannot be loaded.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._grade, what, prompt, samples)
+
+    async def close(self) -> None:
+        """End all processes; what they were grading fails."""
+        with self._lock:
+            self._closed = True
+            workers, self._all, self._idle = self._all, set(), []
+        for worker in workers:
+            worker.end()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    def _grade(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        worker = self._take()
+        try:
+            worker.load(what)
+            answer = worker.ask(what, self._timeout_s, prompt, samples)
+        except BaseException:
+            with self._lock:
+                self._all.discard(worker)
+            worker.end()
+            raise
+        with self._lock:
+            self._idle.append(worker)
+        if "error" in answer:
+            raise GradingFailed(answer["error"])
+        return answer["rewards"]
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RolloutError("the reward's processes are ended already")
+            if self._idle:
+                return self._idle.pop()
+            worker = _Worker()
+            self._all.add(worker)
+            return worker
+
+
+class _Worker:
+    """One process and what it has loaded."""
+
+    def __init__(self) -> None:
+        self._loaded: set[What] = set()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlpost.reward.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=without_keys(os.environ) | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+        )
+
+    def load(self, what: What) -> None:
+        """Make a function ready, with all it imports: that is no part of a grading's time."""
+        if what in self._loaded:
+            return
+        try:
+            answer = self.ask(what, LOADING_TIMEOUT_S, None, ())
+        except (GradingTimeout, GradingFailed) as failure:
+            answer = {"error": str(failure)}
+        if "error" in answer:
+            raise RolloutError(f"the reward {what[1]} cannot be loaded: {answer['error']}")
+        self._loaded.add(what)
+
+    def ask(self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]) -> dict[str, Any]:
+        """The answer to one request; without samples the function is only loaded."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = pickle.dumps((what, timeout_s, prompt, tuple(samples)))
+        too_late = threading.Event()
+        alarm = threading.Timer(timeout_s + GRACE_S, lambda: (too_late.set(), self._process.kill()))
+        alarm.start()
+        try:
+            self._process.stdin.write(LENGTH.pack(len(request)) + request)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):  # the process is gone, or the pipe was closed here
+            line = b""
+        finally:
+            alarm.cancel()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = self._process.wait()
+        if too_late.is_set() or code == -signal.SIGALRM:
+            raise GradingTimeout(f"{what[1]}: longer than {timeout_s:g} s")
+        raise GradingFailed(f"{what[1]}: the process that graded ended with {code}")
+
+    def end(self) -> None:
+        """Kill the process and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what was not yet written
+            self._process.stdin.close()

@@ -1,0 +1,101 @@
+"""The reward ``remote_rm``: a reward model that answers over HTTP.
+
+Comes in: an address, a prompt and a sample. Goes out: the number in its answer. It is sent
+``{"prompt", "response", "label", "metadata"}`` as JSON and answers a number, or an object with one under ``reward`` or
+``score``. It is asked again when it does not answer, is busy (429) or fails (5xx), until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from rlpost.errors import RolloutError
+from rlpost.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 64
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; doubles
+KEYS = ("reward", "score")
+
+
+class RemoteReward:
+    """A reward model at ``url``. ``deadline_s`` bounds one score, all tries together."""
+
+    def __init__(self, url: str, *, deadline_s: float) -> None:
+        self._url = url
+        self._deadline_s = deadline_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def score(self, prompt: Prompt, sample: Sample) -> float:
+        """The reward of a sample.
+
+        Raises:
+            RolloutError: the server refused, answered no number, or did not answer in time; naming the address.
+        """
+        body = {
+            "prompt": prompt.text,
+            "response": sample.text,
+            "label": prompt.label,
+            "metadata": dict(prompt.metadata),
+        }
+        ends, pause_s, failure = time.monotonic() + self._deadline_s, FIRST_PAUSE_S, "did not answer"
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    found, failure = await self._ask(body)
+                    if found is not None:
+                        return found
+                    logger.debug("--rm-url %s %s; %.0f s left", self._url, failure, ends - time.monotonic())
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except TimeoutError:
+            raise RolloutError(
+                f"--rm-url {self._url} {failure}, for {self._deadline_s:g} s (--rm-url-timeout-s); is it up?"
+            ) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, body: dict[str, Any]) -> tuple[float | None, str]:
+        """(the reward, "") or (None, what went wrong this time). Raises RolloutError for what will not change."""
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        try:
+            async with self._session.post(self._url, json=body) as response:
+                if response.status == 429 or response.status >= 500:
+                    return None, f"answered {response.status}"
+                text = await response.text()
+                if response.status != 200:
+                    raise RolloutError(f"--rm-url {self._url} answered {response.status}: {text[:500]}")
+                return self._number(text), ""
+        except aiohttp.InvalidURL as error:
+            raise RolloutError(f"--rm-url {self._url}: not an address") from error
+        except aiohttp.ClientError as error:
+            return None, f"does not answer ({error or type(error).__name__})"
+
+    def _number(self, text: str) -> float:
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            answer = next((answer[key] for key in KEYS if key in answer), None)
+        if isinstance(answer, bool | int | float) and math.isfinite(answer):
+            return float(answer)
+        wanted = "a number, or an object with one under 'reward' or 'score'"
+        raise RolloutError(f"--rm-url {self._url} answered {text[:500]!r}; needed is {wanted}")

@@ -1,0 +1,110 @@
+"""A process that grades: what may hang or crash does so here.
+
+Comes in, on standard input: pickled requests, each after its length. Goes out, on what was standard output: one line
+of JSON for each. First a request names the function and the worker answers when it is loaded; then each grading has a
+time limit, kept by the kernel: SIGALRM ends the process, whatever it is doing and whether or not anybody waits for it.
+The end of the input ends the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import logging
+import math
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from rlpost.algorithm.plugin import load_function
+from rlpost.reward.registry import reward_function
+from rlpost.types import Prompt, Sample
+
+LENGTH = struct.Struct(">Q")
+MAX_MEMORY = 4 << 30  # bytes of address space for one of our own rewards; a user's function may need more
+LIBRARIES = {"deepscaler": ("sympy", "pylatexenc.latex2text"), "math": ("math_verify",), "ifeval": ("langdetect",)}
+
+Score = Callable[[Prompt, Sequence[Sample]], list[float]]
+
+
+def scorer(kind: str, name: str) -> Score:
+    """The function of a kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or ``group``.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot be imported.
+        ImportError: a library that a reward needs is not installed.
+    """
+    if kind == "rm":
+        for library in LIBRARIES.get(name.removeprefix("boxed_"), ()):
+            importlib.import_module(library)
+        score = reward_function(name)
+        return lambda prompt, samples: [_number(score(s.text, prompt.label, prompt.metadata)) for s in samples]
+    function = load_function(name, key="--custom-rm-path")
+    if kind == "custom":
+        return lambda prompt, samples: [_number(_result(function(prompt, sample))) for sample in samples]
+
+    def group(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        rewards = list(_result(function(prompt, samples)))
+        if len(rewards) != len(samples):
+            raise ValueError(f"{len(rewards)} rewards for a group of {len(samples)} samples")
+        return [_number(reward) for reward in rewards]
+
+    return group
+
+
+def _result(given: Any) -> Any:
+    async def wait() -> Any:
+        return await given
+
+    return asyncio.run(wait()) if inspect.isawaitable(given) else given
+
+
+def _number(reward: Any) -> float:
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"a reward of {number}")
+    return number
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a reward function prints belongs to the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
+    loaded: dict[tuple[str, str], Score] = {}
+    while (request := _read(sys.stdin.buffer)) is not None:
+        what, timeout_s, prompt, samples = request
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        try:
+            if what not in loaded:
+                loaded[what] = scorer(*what)
+            answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
+        except Exception as error:  # a user's function, or sympy on hostile text: anything
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if what[0] == "rm" and not samples:
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _read(stream: BinaryIO) -> Any:
+    """The next request, or None at the end of the input."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return pickle.loads(stream.read(LENGTH.unpack(head)[0]))
+
+
+if __name__ == "__main__":
+    main()

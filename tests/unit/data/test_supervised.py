@@ -1,0 +1,64 @@
+"""Supervised examples: what is trained is what an assistant wrote, and nothing else."""
+
+import pytest
+
+from rlpost.data.supervised import SupervisedTokenizer
+from rlpost.errors import DataError
+from rlpost.types import Prompt
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %};{% endif %}|"
+    "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+REWRITING = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+
+
+def tokenizer(folder, template=TEMPLATE):
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz[]|;")}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token=";", chat_template=template)
+    made.save_pretrained(folder)
+    return SupervisedTokenizer(folder, apply_chat_template=True)
+
+
+def sample_of(tokenize, content, label=None):
+    text, ids = tokenize(content)
+    (scored,) = tokenize.group(Prompt(7, text, ids, label)).samples
+    return scored.sample
+
+
+def trained(tokenize, sample):
+    """What is learned, with a gap where it is interrupted."""
+    pairs = zip(sample.response_ids, sample.mask, strict=True)
+    return "".join((tokenize.decode([token]) or ";") if mask else "_" for token, mask in pairs)
+
+
+def test_a_label_is_the_response_and_ends(tmp_path):
+    tokenize = tokenizer(tmp_path)
+    sample = sample_of(tokenize, "abc", label="xyz")
+    assert tokenize.decode(sample.prompt_ids) == "[u]abc|[a]"
+    assert trained(tokenize, sample) == "xyz;" and sample.prompt_id == 7
+
+
+def test_every_turn_of_an_assistant_is_learned_up_to_its_end(tmp_path):
+    tokenize = tokenizer(tmp_path)
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
+    sample = sample_of(tokenize, [{"role": role, "content": content} for role, content in turns])
+    assert tokenize.decode(sample.prompt_ids) == "[u]ab|[a]"
+    assert trained(tokenize, sample) == "cd;" + "_" * len("|[u]ef|[a]") + "gh;_"
+
+
+def test_a_prompt_without_a_response_and_a_template_that_rewrites_turns_are_refused(tmp_path):
+    tokenize = tokenizer(tmp_path)
+    with pytest.raises(DataError, match="prompt 7 has no response to learn: set --label-key"):
+        sample_of(tokenize, [{"role": "user", "content": "ab"}])
+    with pytest.raises(DataError, match="needs a message before"):
+        tokenize([{"role": "assistant", "content": ""}])
+    rewriting = tokenizer(tmp_path, REWRITING)
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
+    with pytest.raises(DataError, match=r"message 1 .* template rewrites earlier turns"):
+        rewriting([{"role": role, "content": content} for role, content in turns])

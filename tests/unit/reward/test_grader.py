@@ -1,0 +1,231 @@
+"""Graders: whatever an answer does to its grading, the event loop goes on and the other answers get their reward."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlpost.config.load import load
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, DataError, RolloutError
+from rlpost.reward import grader as module
+from rlpost.reward import pool, remote
+from rlpost.reward.grader import ERRORS, TIMEOUTS, Grader, make_grader
+from rlpost.types import Prompt, Sample
+
+USER = Path(__file__).with_name("user_rewards.py")
+GROUP = "tests.unit.reward.user_rewards.ranks"
+
+
+def settings(**given: Any) -> Config:
+    return Config.model_validate({"rollout": {"reward_workers": 2, **given}})
+
+
+def prompt(label: str | None = None, **metadata: Any) -> Prompt:
+    return Prompt(7, "question", (1,), label=label, metadata=metadata)
+
+
+def samples(*texts: str) -> list[Sample]:
+    return [Sample(7, i, (1,), (2,), (0.0,), text, "stop", 0) for i, text in enumerate(texts)]
+
+
+def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) -> Any:
+    """Run ``work`` with a grader, and close it."""
+
+    async def run() -> Any:
+        made = make_grader(config)
+        try:
+            return await work(made)
+        finally:
+            await made.close()
+
+    return asyncio.run(run())
+
+
+def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
+    """A tower of powers runs into the limit; meanwhile the event loop turns and the others are graded."""
+    given = [
+        rf"</think>\boxed{{{text}}}"
+        for text in ("9**9**9", r"\frac{1}{2}", "(" * 60 + "2" + ")" * 60, "0.5", "9" * 9999)
+    ]
+
+    async def work(made: Grader) -> tuple[list[float], float]:
+        longest, last, scoring = (
+            0.0,
+            time.monotonic(),
+            asyncio.ensure_future(made.grade(prompt("1/2"), samples(*given))),
+        )
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert made.counters() == {TIMEOUTS: 1, ERRORS: 0}
+        assert made.counters() == {TIMEOUTS: 0, ERRORS: 0}
+        return await scoring, longest
+
+    rewards, longest = using(settings(rm_type="deepscaler", reward_timeout_s=1), work)
+    assert rewards == [0, 1, 0, 1, 0]
+    assert longest < 1  # the tower alone would have taken minutes
+
+
+def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE_S", 0.2)
+    texts = ("fine", "crash", "raise", "nan", "nothing", "spin", "hang", "fine")
+
+    async def work(made: Grader) -> tuple[list[float], Any]:
+        return await made.grade(prompt(), samples(*texts)), made.counters()
+
+    config = settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=0.5)
+    assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4})
+
+
+def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 5)
+    config = settings(custom_rm_path=f"{USER}:always_wrong", reward_workers=1)
+    with pytest.raises(RolloutError, match=r"last 5 gradings failed.*ZeroDivisionError: a bug"):
+        using(config, lambda made: made.grade(prompt(), samples(*"abcdefgh")))
+
+
+def test_closing_ends_what_still_hangs() -> None:
+    """As when the run is preempted: nobody waits for the answer any more."""
+
+    async def work(made: Any) -> list[int]:
+        scoring = asyncio.ensure_future(made.grade(prompt(), samples("fine", "spin")))
+        while len(made._pool._all) < 2:
+            await asyncio.sleep(0.01)
+        workers = list(made._pool._all)
+        scoring.cancel()
+        await asyncio.gather(scoring, return_exceptions=True)
+        await made.close()
+        return [worker._process.returncode for worker in workers]
+
+    started = time.monotonic()
+    codes = using(settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=300), work)
+    assert len(codes) == 2
+    assert None not in codes
+    assert time.monotonic() - started < 100
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"custom_rm_path": f"{USER}:length"}, [2, 4]),
+        ({"custom_rm_path": f"{USER}:slow_length"}, [1, 3]),
+        ({"custom_rm_path": GROUP, "group_rm": True}, [0, 1]),
+    ],
+)
+def test_a_users_function_scores_one_answer_or_a_group(given: dict[str, Any], wanted: list[float]) -> None:
+    assert using(settings(**given), lambda made: made.grade(prompt("bonus"), samples("a", "abc"))) == wanted
+
+
+def test_a_users_function_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
+        make_grader(settings(custom_rm_path="/nowhere.py:f"))
+    with pytest.raises(RolloutError, match=r"cannot be loaded.*has no function missing; it has .*slow_length"):
+        using(settings(custom_rm_path=f"{USER}:missing"), lambda made: made.grade(prompt(), samples("a")))
+
+
+def test_a_prompt_may_name_its_own_reward() -> None:
+    async def work(made: Grader) -> list[list[float]]:
+        given = [prompt("42"), prompt("42", rm_type="gsm8k"), prompt("42", rm_type="boxed_math")]
+        return [await made.grade(each, samples("42", r"so \boxed{42}")) for each in given]
+
+    assert using(settings(rm_type="exact_match"), work) == [[1, 0], [1, 1], [0, 1]]
+    with pytest.raises(DataError, match=r"prompt 7: 'rm_type' .*no such reward; did you mean 'gsm8k'"):
+        using(settings(), lambda made: made.grade(prompt(rm_type="gsm8"), samples("")))
+    with pytest.raises(DataError, match="needs --rm-url"):
+        using(settings(), lambda made: made.grade(prompt(rm_type="remote_rm"), samples("")))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"rm_type": "exactmatch"}, "did you mean 'exact_match'"),
+        ({"rm_type": "remote_rm"}, "needs --rm-url"),
+        ({"rm_url": "localhost:1"}, "http://"),
+        ({"group_rm": True}, "needs --custom-rm-path"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        make_grader(settings(**given))
+
+
+def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(USER.parent)
+    config = load([], {"rollout": {"custom_rm_path": "user_rewards.py:length"}}).config
+    assert config.rollout.custom_rm_path == f"{USER}:length"
+
+
+class Server:
+    """A reward model: ``answers`` one after the other, the last for ever."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.answers, self.bodies = list(answers), []
+
+    async def __aenter__(self) -> str:
+        application = web.Application()
+        application.router.add_post("/score", self._score)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/score"
+
+    async def __aexit__(self, *details: object) -> None:
+        await self._runner.cleanup()
+
+    async def _score(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        status, text = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return web.Response(status=status, text=text)
+
+
+def ask(server: Server, *, timeout_s: float = 20) -> list[float]:
+    async def run() -> list[float]:
+        async with server as url:
+            made = make_grader(settings(rm_type="remote_rm", rm_url=url, rm_url_timeout_s=timeout_s))
+            try:
+                return await made.grade(prompt("L", page=3), samples("answer"))
+            finally:
+                await made.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", ["0.25", '{"reward": 0.25}', '{"score": 0.25, "why": "so"}'])
+def test_a_reward_model_is_asked_over_http(text: str) -> None:
+    server = Server((200, text))
+    assert ask(server) == [0.25]
+    assert server.bodies == [{"prompt": "question", "response": "answer", "label": "L", "metadata": {"page": 3}}]
+
+
+def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    server = Server((503, ""), (429, ""), (200, "1"))
+    assert ask(server) == [1]
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [((404, "no such page"), "answered 404: no such page"), ((200, "good"), "'good'; needed is a number")],
+)
+def test_an_answer_that_will_not_change_is_an_error_at_once(answer: tuple[int, str], wanted: str) -> None:
+    server = Server(answer)
+    with pytest.raises(RolloutError, match=wanted):
+        ask(server)
+    assert len(server.bodies) == 1
+
+
+def test_a_reward_model_that_is_away_is_named_when_the_deadline_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    with pytest.raises(RolloutError, match=r"/score answered 500, for 0\.3 s \(--rm-url-timeout-s\)"):
+        ask(Server((500, "")), timeout_s=0.3)
+    config = settings(rm_type="remote_rm", rm_url="http://127.0.0.1:9", rm_url_timeout_s=0.3)
+    with pytest.raises(RolloutError, match="does not answer"):
+        using(config, lambda made: made.grade(prompt(), samples("a")))

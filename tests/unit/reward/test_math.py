@@ -1,0 +1,217 @@
+r"""Answers in mathematics: which are the same as the label and which are not.
+
+The verdicts of ``deepscaler`` and ``dapo`` are those of the graders that the recipes were published with; where one of
+theirs is plainly wrong, ours differs and the case says so.
+"""
+
+import pytest
+
+from rlpost.reward.answers import last_boxed
+from rlpost.reward.dapo import dapo, even_spelling
+from rlpost.reward.deepscaler import answer_equals, deepscaler, plain_form
+from rlpost.reward.mathverify import math
+
+
+@pytest.mark.parametrize(
+    ("response", "content"),
+    [
+        (r"first \boxed{1}, then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed {7}", "7"),
+        (r"so $\boxed 7$", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\fbox{6} \boxed{7}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{never closes", None),
+        (r"\boxed{1} and \boxed{never closes", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box_with_its_inner_braces(response: str, content: str | None) -> None:
+    assert last_boxed(response) == content
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"Hm \boxed{99}</think>Final: \boxed{42}", "42", 1),
+        (r"<think></think> a </think> \boxed{42}", "42", 1),
+        (r"\boxed{7}###Response\boxed{42}", "42", 1),
+        (r"\boxed{42}", "42", 0),  # nothing says where the answer begins
+        ("42</think>42", "42", 0),
+        (r"</think>\boxed{42}", "", 0),
+        (r"</think>\boxed{42}", None, 0),
+        (r"</think>\boxed{42}", r"\boxed{42}", 1),
+        (r"</think>\boxed{43}", "42", 0),
+        (r"</think>\boxed{1} or \boxed{42}", "42", 1),
+        (r"</think>\boxed{42", "42", 0),
+    ],
+)
+def test_deepscaler_grades_the_box_behind_the_thoughts(response: str, label: str | None, reward: int) -> None:
+    assert deepscaler(response, label, {}) == reward
+
+
+SAME = [
+    ("0.5", r"\frac{1}{2}"),
+    (".5", r"\frac12"),
+    (r"\dfrac12", r"\tfrac{1}{2}"),
+    ("1/2", r"\frac{1}{2}"),
+    ("0.25", r"\frac{1}{4}"),
+    (r"\frac{\sqrt3}3", r"\frac{1}{\sqrt{3}}"),
+    (r"\sqrt3", r"\sqrt{3}"),
+    (r"11\sqrt2", r"11 \sqrt{2}"),
+    (r"3\frac{1}{2}", "7/2"),
+    (r"-3\frac12", "-7/2"),  # the published grader reads -3 + 1/2
+    ("3 1/2", "3.5"),
+    ("x=5", "5"),
+    ("y = 5", "5"),
+    ("5.0", "5"),
+    ("05", "5"),
+    ("1e3", "1000"),
+    ("1,000,000", "1000000"),
+    (r"1,\!000", "1000"),
+    (r"50\%", "50"),
+    (r"\$5", "5"),
+    (r"5\text{ cm}", "5"),
+    ("5 cm", "5"),
+    (r"45^\circ", "45"),
+    ("6 inches", "6"),
+    (r"\text{Evelyn}", "evelyn"),
+    (r"\text{(C)}", "(C)"),
+    (r"\left(1, 2\right)", "(1,2)"),
+    (r"(\frac12, 3)", "(0.5,3)"),
+    (r"(-\infty,3)", r"(-\infty, 3)"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"),
+    ("1+x", "x+1"),
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"2\cdot x", "2x"),
+    (r"\pi/2", r"\dfrac{\pi}{2}"),
+    ("-0", "0"),
+    ("12:30", "12:30"),
+    ("January 1", r"\text{January 1}"),
+    ("1 or 2", "1,2"),
+]
+OTHER = [
+    ("42", "43"),
+    (r"\frac{2}{4}", r"\frac{1}{2}"),  # a fraction is to be reduced
+    ("(2,1)", "(1,2)"),
+    ("[1,2]", "(1,2]"),
+    ("(1,2,3)", "(1,2)"),
+    ("2,1", "1,2"),
+    ("0.1", r"10\%"),
+    ("3.14159", r"\pi"),
+    ("2^{10}", "1024"),  # a whole number is to be worked out
+    ("5!", "120"),
+    ("1.5 million", "1500000"),
+    ("-5", "5"),
+    (r"\text{B}", "C"),
+    ("2x", "x"),
+    (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    ("12345678901234567891", "12345678901234567890"),  # the published grader compares them as floats
+    ("", "5"),
+    ("{}", "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_deepscaler_takes_these_for_the_same(answer: str, truth: str) -> None:
+    assert answer_equals(answer, truth) == 1
+    assert answer_equals(truth, answer) == 1
+
+
+@pytest.mark.parametrize(("answer", "truth"), OTHER)
+def test_deepscaler_takes_these_for_different(answer: str, truth: str) -> None:
+    assert answer_equals(answer, truth) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (".7", "0.7"),
+        ("1 + 1", "1+1"),
+        (r"\text{42}", "42"),
+        (r"\left(1\right)", "(1)"),
+    ],
+)
+def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
+    assert plain_form(answer) == form
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("Long. Answer: 42", "42", 1),
+        ("Answer: 41 was wrong.\nAnswer: 42", "42", 1),
+        ("Answer: 42\nAnswer: 41", "42", -1),
+        ("answer : $42$.", "42", 1),
+        (r"Answer: \boxed{42}", "42", 1),
+        ("Answer: $x = 42$", "42", 1),
+        ("Answer: 42 dollars", "42", 1),
+        ("Answer: 1,234", "1234", 1),
+        ("Answer: 42", "42.0", 1),
+        ("Answer: 042", "42", -1),
+        (r"\boxed{42}", "42", -1),
+        ("42", "42", -1),
+        ("Answer: 42" + " filler" * 60, "42", -1),  # only the end is looked at
+        (r"Answer: \frac34", r"\frac{3}{4}", 1),  # a label that is no number: the published grader crashes
+        ("Answer: 42", None, -1),
+    ],
+)
+def test_dapo_is_1_or_minus_1_by_the_last_answer_line(response: str, label: str | None, reward: int) -> None:
+    assert dapo(response, label, {}) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "spelling"),
+    [
+        ("x = 42", "42"),
+        ("an answer", "answer"),
+        ("42 square", "42"),
+        (r"\text{hello}", "hello"),
+        (r"\boxed{42}", "42"),
+        ("1,234,567", "1234567"),
+        ("a b c", "bc"),
+        ("42<|im_end|>", "42"),
+        (r"it is $\sqrt2$ then", r"\sqrt{2}"),
+    ],
+)
+def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
+    assert even_spelling(answer) == spelling
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("The answer is 42", "42", 1),
+        (r"<think>\boxed{1}</think> \boxed{2}", "2", 1),
+        (r"first \boxed{1}, then \boxed{2}", "2", 1),
+        (r"first \boxed{1}, then \boxed{2}", "1", 0),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+        (r"\boxed{2,1}", "1,2", 1),
+        (r"\boxed{(2,1)}", "(1,2)", 0),
+        (r"\boxed{[1,2]}", "(1,2)", 0),
+        (r"\boxed{x=5}", "5", 1),
+        (r"\boxed{50\%}", "50", 1),
+        (r"\boxed{50\%}", "0.5", 1),
+        (r"\boxed{\text{C}}", "C", 1),
+        (r"\boxed{3\frac12}", "7/2", 1),
+        (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", 1),
+        (r"\boxed{1.5\times10^3}", "1500", 1),
+        (r"\boxed{2^{10}}", "1024", 1),
+        (r"\boxed{90^\circ}", "90", 1),
+        (r"\boxed{5\text{ cm}}", "5", 1),
+        (r"\boxed{-0}", "0", 1),
+        (r"\boxed{12:30}", "12:30", 1),
+        (r"\boxed{3.14}", r"\pi", 0),
+        (r"So $x^2+2x+1$.", "(x+1)^2", 1),
+        ("nothing", "42", 0),
+        ("", "42", 0),
+        (r"\boxed{42}", "", 0),
+        (r"\boxed{42}", None, 0),
+    ],
+)
+def test_math_compares_what_math_verify_finds(response: str, label: str | None, reward: int) -> None:
+    assert math(response, label, {}) == reward

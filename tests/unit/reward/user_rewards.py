@@ -1,0 +1,44 @@
+"""Rewards as a user may write them, for ``--custom-rm-path``."""
+
+import asyncio
+import os
+import signal
+import time
+
+
+def length(prompt, sample):
+    print("a user's print must not break anything")
+    return len(sample.text) + (prompt.label == "bonus")
+
+
+async def slow_length(prompt, sample):
+    await asyncio.sleep(0.01)
+    return len(sample.text)
+
+
+def ranks(prompt, samples):
+    order = sorted(samples, key=lambda sample: len(sample.text))
+    return [float(order.index(sample)) for sample in samples]
+
+
+def hostile(prompt, sample):
+    """Does to the process what the text says."""
+    if sample.text == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # so that only the driver can end it
+        while True:
+            time.sleep(1)
+    if sample.text == "spin":
+        return 9**9**9
+    if sample.text == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if sample.text == "raise":
+        raise KeyError("no such thing")
+    if sample.text == "nan":
+        return float("nan")
+    if sample.text == "nothing":
+        return None
+    return 1
+
+
+def always_wrong(prompt, sample):
+    raise ZeroDivisionError("a bug")
