@@ -1,16 +1,28 @@
-"""Advantages: from the rewards of groups to one number a sample. Pure Python.
+"""Advantages: from the rewards of groups to a number a sample, or a token. Pure Python.
 
-In: rewards by group. Out: as many advantages, in the same order. Groups are formed by prompt id upstream, never by
-reshaping a flat list.
+In: rewards by group, and the KL penalty of each token where the reward has one. Out: as many advantages, in the same
+order. Groups are formed by prompt id upstream, never by reshaping a flat list.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from rlpost.algorithm.plugin import load_function
+from rlpost.errors import ConfigError
+from rlpost.types import SampleGroup
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
+
+Advantage = float | tuple[float, ...]
+"""Of a sample: one for the whole response, or one for each of its tokens."""
+Masks = Sequence[Sequence[Sequence[int]]]
+"""By group and sample the loss mask of the response."""
+Penalties = Sequence[Sequence[Sequence[float]]]
+"""By group and sample what is taken off the reward of each response token: kl_coef x KL; 0 where the mask is 0."""
 
 
 def grpo_advantages(rewards: Sequence[float], *, normalize_std: bool = True) -> tuple[float, ...]:
@@ -42,33 +54,99 @@ def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
     return tuple(reward - (total - reward) / (count - 1) for reward in rewards)
 
 
-def whiten(advantages: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
-    """(a - mean) / sqrt(var + 1e-8), with mean and variance over the tokens of the batch: each sample counts as often
-    as it has tokens. Source: REINFORCE++, arXiv 2501.03262, section 3."""
-    num_tokens = sum(lengths)
-    mean = math.fsum(a * n for a, n in zip(advantages, lengths, strict=True)) / num_tokens
-    variance = math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, lengths, strict=True)) / num_tokens
-    return tuple((a - mean) / math.sqrt(variance + WHITEN_EPSILON) for a in advantages)
+def returns_to_go(reward: float, penalties: Sequence[float]) -> tuple[float, ...]:
+    """The return from each token on when every token is charged its penalty and the last one earns the reward:
+    R - sum of the penalties from t on. Source: REINFORCE++, arXiv 2501.03262, section 3 (no discount)."""
+    from_end = itertools.accumulate(reversed(penalties))
+    return tuple(reward - charged for charged in reversed(list(from_end)))
+
+
+def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, ...]:
+    """(a - mean) / sqrt(var + 1e-8), with mean and variance over the tokens of the batch: each advantage counts as
+    often as it has tokens. Source: REINFORCE++, arXiv 2501.03262, section 3."""
+    num_tokens = max(sum(weights), 1)
+    mean = math.fsum(a * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
+    variance = math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
+    scale = math.sqrt(variance + WHITEN_EPSILON)
+    return tuple((a - mean) / scale for a in advantages)
 
 
 def estimate(
-    estimator: str, groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], *, normalize_std: bool
-) -> list[tuple[float, ...]]:
+    estimator: str,
+    groups: Sequence[Sequence[float]],
+    masks: Masks,
+    *,
+    normalize_std: bool,
+    penalties: Penalties | None = None,
+) -> list[tuple[Advantage, ...]]:
     """Advantages of all samples of a rollout by the name of the estimator.
 
-    Args: rewards and response lengths (tokens) by group. ``normalize_std`` is for those that compare within a group as
-    GRPO does. Returns tuples by group. Raises KeyError for an unknown name.
+    Args: rewards and loss masks by group. ``normalize_std`` is for those that compare within a group as GRPO does.
+    ``penalties`` are taken off the rewards: their sum off a sample's where samples are compared, and token by token in
+    reinforce_plus_plus, whose advantages are then one a token. Returns tuples by group. Raises KeyError for an unknown
+    name.
     """
-    within_group = {
-        "grpo": lambda rewards: grpo_advantages(rewards, normalize_std=normalize_std),
-        "gspo": lambda rewards: grpo_advantages(rewards, normalize_std=normalize_std),
-        "cispo": lambda rewards: grpo_advantages(rewards, normalize_std=normalize_std),
+    if estimator == "reinforce_plus_plus" and penalties is not None:
+        return _whitened_returns(groups, masks, penalties)
+    if penalties is not None:
+        groups = [
+            [reward - math.fsum(penalty) for reward, penalty in zip(rewards, own, strict=True)]
+            for rewards, own in zip(groups, penalties, strict=True)
+        ]
+    grpo = lambda rewards: grpo_advantages(rewards, normalize_std=normalize_std)  # noqa: E731
+    known: dict[str, Callable[[Sequence[float]], tuple[float, ...]]] = {
+        "grpo": grpo,
+        "gspo": grpo,
+        "cispo": grpo,
         "rloo": rloo_advantages,
         "reinforce_plus_plus": tuple,
         "reinforce_plus_plus_baseline": centred_advantages,
-    }[estimator]
-    found = [within_group(rewards) for rewards in groups]
+    }
+    found = [known[estimator](rewards) for rewards in groups]
     if not estimator.startswith("reinforce_plus_plus"):
-        return found
-    flat = iter(whiten([a for group in found for a in group], [n for group in lengths for n in group]))
+        return list(found)
+    flat = iter(whiten([a for group in found for a in group], [sum(mask) for group in masks for mask in group]))
     return [tuple(next(flat) for _ in group) for group in found]
+
+
+def _whitened_returns(
+    groups: Sequence[Sequence[float]], masks: Masks, penalties: Penalties
+) -> list[tuple[Advantage, ...]]:
+    returns = [
+        [returns_to_go(reward, penalty) for reward, penalty in zip(rewards, own, strict=True)]
+        for rewards, own in zip(groups, penalties, strict=True)
+    ]
+    chain = itertools.chain.from_iterable
+    flat = iter(whiten(list(chain(chain(returns))), list(chain(chain(masks)))))
+    return [tuple(tuple(itertools.islice(flat, len(tokens))) for tokens in group) for group in returns]
+
+
+def custom_advantages(
+    path: str, groups: Sequence[SampleGroup], penalties: Penalties | None
+) -> list[tuple[Advantage, ...]]:
+    """Those of the user's own function, ``function(groups, penalties)``, by group and sample.
+
+    It returns for each group, in order, an advantage for each sample: a number, or one for each token of its response.
+    Raises ConfigError when the function cannot be imported or returns something else.
+    """
+    found = load_function(path, key="custom_advantage_function_path")(groups, penalties)
+    by_group = [tuple(_advantage(value) for value in group) for group in found]
+    wanted = [[len(scored.sample.response_ids) for scored in group.samples] for group in groups]
+    got = [[len(a) if isinstance(a, tuple) else None for a in group] for group in by_group]
+    if [len(group) for group in got] != [len(group) for group in wanted]:
+        raise ConfigError(
+            f"custom_advantage_function_path = {path}: got {[len(group) for group in got]} advantages by group for "
+            f"{[len(group) for group in wanted]} samples; return one for each sample"
+        )
+    chain = itertools.chain.from_iterable
+    for length, response in zip(chain(got), chain(wanted), strict=True):
+        if length not in (None, response):
+            raise ConfigError(
+                f"custom_advantage_function_path = {path}: got {length} advantages for a response of {response} "
+                "tokens; return one number, or one for each token"
+            )
+    return by_group
+
+
+def _advantage(value: float | Sequence[float]) -> Advantage:
+    return tuple(float(token) for token in value) if isinstance(value, Sequence) else float(value)

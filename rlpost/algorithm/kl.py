@@ -6,9 +6,11 @@ divergence" (2020), which names them k1, k2 and k3.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+from typing import TYPE_CHECKING, Literal, get_args
 
-from torch import Tensor
+if TYPE_CHECKING:  # the driver needs numbers only
+    from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
@@ -29,3 +31,12 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
         k3 = (-difference).exp() + difference - 1
         return k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else k3
     raise ValueError(f"kl_loss_type={kind!r} is not known; choose {', '.join(get_args(Estimator))}")
+
+
+def kl_value(difference: float, kind: str) -> float:
+    """``estimate_kl`` of one token, a number from a number: d = policy - reference, cut at +-20 so that exp is finite.
+
+    Raises KeyError for another kind."""
+    d = min(max(difference, -20.0), 20.0)
+    k3 = math.exp(-d) + d - 1
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(k3, LOW_VAR_BOUND)}[kind]

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""A bound on log-ratios, so that exp stays finite."""
+
 
 def policy_loss(
     logprobs_T: Tensor,
@@ -23,23 +26,24 @@ def policy_loss(
     """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new - old).
 
     Args: float tensors of shape [T]. Gradients flow through ``logprobs_T`` only. With ``eps_clip_c`` > 1 the loss of a
-    token with A < 0 is at most -eps_clip_c A (dual clip). Returns the loss [T] and, detached, ``ppo_kl`` = old - new
-    [T] and ``clip_frac`` [T], which is 1 where clipping took over.
+    token with A < 0 is at most -eps_clip_c A (dual clip). Returns the loss [T] and, detached, [T] each: ``ppo_kl`` =
+    old - new, ``ratio`` and ``ratio_max``; ``clip_frac``, 1 where clipping took over, ``clip_frac_low`` and
+    ``clip_frac_high``, 1 where it was the bound below or above, and ``dual_clip_frac``.
     Source: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10; dual clip:
     arXiv 1912.09729, equation 5.
     """
-    log_ratio = logprobs_T - old_logprobs_T.detach()
+    log_ratio = (logprobs_T - old_logprobs_T.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = -ratio * advantages_T
     clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantages_T
     loss_T = torch.maximum(plain, clipped)
     is_clipped = clipped > plain
+    is_bounded = torch.zeros_like(is_clipped)
     if eps_clip_c is not None:
         bound = torch.where(advantages_T < 0, -eps_clip_c * advantages_T, torch.inf)
-        is_clipped = is_clipped | (loss_T > bound)
+        is_bounded = loss_T > bound
         loss_T = torch.minimum(loss_T, bound)
-    stats = {"ppo_kl": -log_ratio.detach(), "clip_frac": is_clipped.detach().float()}
-    return loss_T, stats
+    return loss_T, _stats(log_ratio, is_clipped, is_bounded)
 
 
 def cispo_loss(
@@ -47,11 +51,30 @@ def cispo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE whose importance weight is clipped and carries no gradient: -sg(clip(r)) A log p. No token loses its
     gradient. Arguments and statistics as for ``policy_loss``. Source: CISPO, arXiv 2506.13585, equation 4."""
-    log_ratio = (logprobs_T - old_logprobs_T).detach()
+    log_ratio = (logprobs_T - old_logprobs_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
-    stats = {"ppo_kl": -log_ratio, "clip_frac": (weight != ratio).float()}
-    return -weight * advantages_T * logprobs_T, stats
+    return -weight * advantages_T * logprobs_T, _stats(log_ratio, weight != ratio, torch.zeros_like(ratio).bool())
+
+
+def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
+    """A bound below is met where the ratio fell, one above where it rose."""
+    log_ratio = log_ratio_T.detach()
+    ratio = log_ratio.exp()
+    return {
+        "ppo_kl": -log_ratio,
+        "ratio": ratio,
+        "ratio_max": ratio,
+        "clip_frac": (is_clipped | is_bounded).float(),
+        "clip_frac_low": (is_clipped & (log_ratio < 0)).float(),
+        "clip_frac_high": (is_clipped & (log_ratio > 0)).float(),
+        "dual_clip_frac": is_bounded.float(),
+    }
+
+
+def sft_loss(logprobs_T: Tensor) -> Tensor:
+    """Negative log-likelihood, [T] -> [T]."""
+    return -logprobs_T
 
 
 def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:

@@ -6,13 +6,21 @@ of samples. Out: for each rank a list of micro-batches, each a list of sample in
     1. every sample stands in exactly one micro-batch of one rank;
     2. every rank has the same number of micro-batches and none is empty;
     3. no micro-batch holds more than ``max_tokens``, except one sample that alone is longer.
+
+Memory is counted in tokens and time in work: ``sequence_work`` adds to a sequence's tokens what its attention costs.
+Given the work of each sample, samples are dealt so that the ranks' sums are even, and then packed rank by rank. A step
+lasts as long as its busiest rank, while a micro-batch more costs little, for nothing is padded: so balance comes first.
+Without it samples keep their order: they fill micro-batches as they come, and those go to the ranks in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterable, Sequence
 
-Schedule = list[list[list[int]]]
+Bins = list[list[int]]
+Schedule = list[Bins]
 
 
 def schedule(
@@ -22,13 +30,14 @@ def schedule(
     max_tokens: int | None,
     micro_batch_size: int,
     multiple_of: int = 1,
+    work: Sequence[float] | None = None,
 ) -> Schedule:
     """Schedule samples of the given ``lengths`` (tokens) on ``data_parallel_size`` ranks.
 
-    With ``max_tokens`` samples are packed up to that many tokens, first fit in order of falling length; without it each
-    micro-batch has ``micro_batch_size`` samples. A rank's number of micro-batches is a multiple of ``multiple_of``
-    (interleaved pipelines need one of their depth). Raises ValueError when the number of samples is not a multiple of
-    both together: then the invariants could not hold when every sample fills a micro-batch of its own.
+    With ``max_tokens`` samples are packed up to that many tokens; without it each micro-batch has ``micro_batch_size``
+    samples. A rank's number of micro-batches is a multiple of ``multiple_of`` (interleaved pipelines need one of their
+    depth). ``work`` of each sample, in any unit, is what is balanced. Raises ValueError when the number of samples is
+    not a multiple of both together: then the invariants could not hold when each sample fills a micro-batch of its own.
     """
     unit = data_parallel_size * multiple_of
     if not lengths or len(lengths) % unit:
@@ -36,54 +45,149 @@ def schedule(
             f"{len(lengths)} samples cannot be spread evenly over {data_parallel_size} data-parallel ranks "
             f"with a multiple of {multiple_of} micro-batches each"
         )
-    if max_tokens is None:
-        bins = [
-            list(range(i, min(i + micro_batch_size, len(lengths)))) for i in range(0, len(lengths), micro_batch_size)
-        ]
-    else:
-        bins = _first_fit(lengths, max_tokens)
-    while len(bins) % unit:
-        _split_largest(bins, lengths)
-    return _deal(bins, lengths, data_parallel_size)
+    share = len(lengths) // data_parallel_size
+    if work is not None and max_tokens is None:
+        count = _up(-(-share // micro_batch_size), multiple_of)
+        ranks = _spread(work, data_parallel_size, quota=share)
+        packed = [_spread([work[i] for i in own], count, quota=micro_batch_size) for own in ranks]
+        return _named(ranks, packed, work)
+    if work is not None and max_tokens is not None:
+        # A rank of few long samples may lack enough for as many micro-batches as others need; equal numbers never do.
+        for quota in (None, share):
+            ranks = _spread(work, data_parallel_size, quota=quota)
+            packed = regroup(
+                [[lengths[i] for i in own] for own in ranks], max_tokens=max_tokens, multiple_of=multiple_of
+            )
+            if packed is not None:
+                return _named(ranks, packed, work)
+    bins = (
+        [list(range(i, min(i + micro_batch_size, len(lengths)))) for i in range(0, len(lengths), micro_batch_size)]
+        if max_tokens is None
+        else first_fit(lengths, range(len(lengths)), max_tokens)
+    )
+    _split(bins, lengths, _up(len(bins), unit))
+    return [bins[rank::data_parallel_size] for rank in range(data_parallel_size)]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        target = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
-        if target is None:
+def sequence_work(length: int, break_even: float = math.inf) -> float:
+    """What a sequence costs, in tokens of a very short one: its tokens, and causal attention, whose cost grows with the
+    square. ``break_even`` is the length at which both are equal: see ``break_even_length``."""
+    return length * (1 + length / break_even)
+
+
+def break_even_length(*, num_parameters: int, num_layers: int, attention_width: int) -> float:
+    """The length of sequence whose causal attention costs as much as all matrices.
+
+    A token multiplies with each of the active ``num_parameters``; in each layer its query meets half the sequence's
+    keys and values, ``attention_width`` (heads x head size) wide: 2 P = 2 x 2 x layers x width x length / 2.
+    """
+    return num_parameters / (num_layers * attention_width)
+
+
+def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> int:
+    """Micro-batches that no packing can do without: enough tokens for the limit (each longer sample alone), and one for
+    each sample of more than half of it; a multiple of ``unit`` (ranks x rounds)."""
+    alone = sum(length > max_tokens for length in lengths)
+    tokens = sum(length for length in lengths if length <= max_tokens)
+    large = sum(2 * length > max_tokens for length in lengths)
+    return _up(max(alone + -(-tokens // max_tokens), large), unit)
+
+
+def regroup(lengths: Sequence[Sequence[int]], *, max_tokens: int, multiple_of: int = 1) -> list[Bins] | None:
+    """Micro-batches of the samples that each rank has already: at most ``max_tokens`` each, on all ranks as many.
+
+    Returns for each rank lists of positions among its ``lengths``, of even length where the limit leaves room for that;
+    None when a rank has too few samples for as many micro-batches as another needs.
+    """
+    count = _up(max(lower_bound(own, max_tokens=max_tokens) for own in lengths), multiple_of)
+    while count <= min(map(len, lengths)):
+        packed = [_pack(own, max_tokens, count) for own in lengths]
+        needed = max(map(len, packed))
+        if needed <= count:
+            return packed
+        count = _up(needed, multiple_of)
+    return None
+
+
+def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> Bins:
+    """Put samples, in ``order``, each into the first micro-batch with room. O(n log n): a tree holds for each range of
+    micro-batches the most room in it (Johnson, "Near-optimal bin packing algorithms", 1973)."""
+    # Any two neighbours hold more than the limit together, or the second's first sample would be in the first.
+    most = 2 * -(-sum(min(length, max_tokens) for length in lengths) // max_tokens) + 1
+    leaves = 1 << (min(most, len(lengths)) - 1).bit_length()
+    room = [max_tokens] * (2 * leaves)
+    bins: Bins = []
+    for index in order:
+        size = min(lengths[index], max_tokens)
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        if node - leaves == len(bins):
             bins.append([])
-            room.append(max_tokens)
-            target = len(bins) - 1
-        bins[target].append(index)
-        room[target] -= lengths[index]
+        bins[node - leaves].append(index)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            left, right = room[2 * node], room[2 * node + 1]
+            room[node] = left if left > right else right
     return bins
 
 
-def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
-    """Split the largest micro-batch of two samples or more into halves of near equal work."""
-    number = max(
-        (b for b in range(len(bins)) if len(bins[b]) > 1),
-        key=lambda b: (sum(lengths[i] for i in bins[b]), -b),
-    )
-    halves: tuple[list[int], list[int]] = ([], [])
-    work = [0, 0]
-    for index in sorted(bins[number], key=lambda i: (-lengths[i], i)):
-        side = 0 if work[0] <= work[1] else 1
-        halves[side].append(index)
-        work[side] += lengths[index]
-    bins[number] = halves[0]
-    bins.append(halves[1])
+def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
+    """``count`` micro-batches of even length if these fit, else the tightest packing, of ``count`` or more."""
+    bins = _spread(lengths, count, limit=max_tokens)
+    if not bins:
+        bins = first_fit(lengths, _falling(lengths), max_tokens)
+        _split(bins, lengths, count)
+    return bins
 
 
-def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> Schedule:
-    """Give each rank as many micro-batches, heaviest first to the rank with the least work that still has room."""
-    quota = len(bins) // ranks
-    dealt: Schedule = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for micro_batch in sorted(bins, key=lambda b: (-sum(lengths[i] for i in b), b)):
-        rank = min((r for r in range(ranks) if len(dealt[r]) < quota), key=lambda r: (work[r], r))
-        dealt[rank].append(sorted(micro_batch))
-        work[rank] += sum(lengths[i] for i in micro_batch)
-    return dealt
+def _spread(sizes: Sequence[float], num_bins: int, *, quota: int | None = None, limit: float = math.inf) -> Bins:
+    """Put each item, largest first, into the bin with the least so far (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969). A bin takes at most ``quota`` items, and a sum up to ``limit`` except for one larger item that is
+    alone; no bins when an item fits into none."""
+    bins: Bins = [[] for _ in range(num_bins)]
+    heap: list[tuple[float, int]] = [(0, number) for number in range(num_bins)]
+    for index in _falling(sizes):
+        load, number = heap[0]
+        if load and load + sizes[index] > limit:
+            return []
+        bins[number].append(index)
+        if len(bins[number]) == quota:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (load + sizes[index], number))
+    return bins
+
+
+def _falling(sizes: Sequence[float]) -> list[int]:
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # stable: equal ones stay in order
+
+
+def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:
+    """Until there are ``count``, split the longest micro-batch of two samples or more into halves of near equal
+    length."""
+    sums = [(-sum(lengths[i] for i in one), number) for number, one in enumerate(bins) if len(one) > 1]
+    heapq.heapify(sums)
+    while len(bins) < count:
+        _, number = heapq.heappop(sums)
+        whole = bins[number]
+        halves = [[whole[i] for i in sorted(half)] for half in _spread([lengths[i] for i in whole], 2)]
+        bins[number] = halves[0]
+        bins.append(halves[1])
+        for half, where in zip(halves, (number, len(bins) - 1), strict=True):
+            if len(half) > 1:
+                heapq.heappush(sums, (-sum(lengths[i] for i in half), where))
+
+
+def _named(ranks: Bins, packed: Sequence[Bins], work: Sequence[float]) -> Schedule:
+    """From positions among a rank's samples to their indices. Micro-batches fall in work: ranks that share experts run
+    theirs at the same time, and so run like with like."""
+    named = [[sorted(own[i] for i in one) for one in bins] for own, bins in zip(ranks, packed, strict=True)]
+    return [sorted(bins, key=lambda one: -sum(work[i] for i in one)) for bins in named]
+
+
+def _up(number: int, multiple: int) -> int:
+    return number + -number % multiple

@@ -96,12 +96,13 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
 
 
 def test_a_baseline_takes_the_group_off_and_reinforce_plus_plus_does_not():
-    groups, lengths = [[1.0, 1.0], [0.0, 0.0]], [[3, 5], [4, 4]]
-    assert estimate("reinforce_plus_plus_baseline", groups, lengths, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
-    plain = estimate("reinforce_plus_plus", groups, lengths, normalize_std=True)
+    groups = [[1.0, 1.0], [0.0, 0.0]]
+    masks = [[(1,) * 3, (1,) * 5], [(1,) * 4, (1,) * 4]]
+    assert estimate("reinforce_plus_plus_baseline", groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+    plain = estimate("reinforce_plus_plus", groups, masks, normalize_std=True)
     assert [a for group in plain for a in group] == pytest.approx([1.0, 1.0, -1.0, -1.0])
     for name in ("grpo", "gspo", "cispo"):
-        assert estimate(name, groups, lengths, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+        assert estimate(name, groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_answers_only():

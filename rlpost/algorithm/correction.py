@@ -1,0 +1,62 @@
+"""Importance correction for the mismatch between the engines, which sampled, and the trainer: pure functions.
+
+In: log-probs of the sampled tokens under the trainer's weights of the rollout (old) and as the engines reported them
+(rollout). Out: a weight a token without gradient, and statistics. The denominators of the loss stay those of all
+tokens: a token that is dropped lowers the sum and nothing else. The sums over a sample come from outside, because its
+tokens may stand on several context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rlpost.algorithm.kl import estimate_kl
+from rlpost.algorithm.loss import MAX_LOG_RATIO
+
+SampleSums = Callable[[Tensor], Tensor]
+"""From one number a token [T] to their sum over the loss-masked tokens of each token's sample [T]."""
+
+
+def log_ratio_at(level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sample_lengths: Tensor) -> Tensor:
+    """The log of p_trainer / p_rollout at the level of each ``token``, of its whole ``sequence`` (the product over the
+    sample's tokens), or of its ``geometric`` mean. Raises KeyError for another level."""
+    return {
+        "token": lambda: log_ratio_T,
+        "sequence": lambda: sample_sums(log_ratio_T),
+        "geometric": lambda: sample_sums(log_ratio_T) / sample_lengths.clamp(min=1),
+    }[level]()
+
+
+def correction_weights(log_ratio_T: Tensor, *, mode: str, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights w(r) of the tokens' losses, from r = exp(log-ratio), and ``tis_weight``, ``tis_clip_frac`` [T].
+
+    ``truncate``: r cut to [low, high] (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
+    brings you off-policy RL training", 2025). ``mask``: r within the bounds, 0 outside (at token level IcePop,
+    arXiv 2510.18855; at sequence level masked importance sampling). ``reject``: 1 within, 0 outside, so that the ratio
+    chooses and does not weigh. Raises KeyError for another mode.
+    """
+    ratio = log_ratio_T.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = (ratio < low) | (ratio > high)
+    weight = {
+        "truncate": lambda: ratio.clamp(low, high),
+        "mask": lambda: ratio.masked_fill(outside, 0.0),
+        "reject": lambda: (~outside).float(),
+    }[mode]()
+    return weight, {"tis_weight": weight, "tis_clip_frac": outside.float()}
+
+
+def mismatch(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> dict[str, Tensor]:
+    """How far the trainer is from the engines, a number a token [T]: ``rollout_logprob_abs_diff``; ``rollout_ratio`` =
+    p_trainer / p_rollout, of mean 1 in expectation, and ``rollout_ratio_max``; ``rollout_kl`` and ``rollout_k3``, two
+    estimates of KL(rollout || trainer) at tokens that the engines sampled (``estimate_kl``, k1 and k3)."""
+    old = old_logprobs_T.detach()
+    ratio = (old - rollout_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "rollout_logprob_abs_diff": (old - rollout_logprobs_T).abs(),
+        "rollout_ratio": ratio,
+        "rollout_ratio_max": ratio,
+        "rollout_kl": estimate_kl(rollout_logprobs_T, old, "k1"),
+        "rollout_k3": estimate_kl(rollout_logprobs_T, old, "k3"),
+    }

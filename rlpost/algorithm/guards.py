@@ -1,0 +1,126 @@
+"""Guards: what a step's metrics say when something is wrong. Pure.
+
+In: the metrics of optimizer steps and thresholds. Out: warnings, or a TrainingError. Each message has the numbers, what
+they should be, what usually makes them so and the setting that moves the bound.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpost.errors import TrainingError
+from rlpost.types import TrainBatch
+
+MIN_NORMS = 5
+"""Gradient norms to have seen before one is called a spike."""
+MAX_NORMS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Those of [grpo]; 0 is off."""
+
+    guard_initial_kl: float = 1e-3
+    guard_rollout_logprob_diff: float = 0.1
+    guard_grad_norm_factor: float = 10.0
+
+
+def check_finite(metrics: Mapping[str, float]) -> None:
+    """Raise TrainingError when a metric is NaN or infinite."""
+    broken = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if broken:
+        raise TrainingError(
+            f"{', '.join(broken)}: not a number of a healthy step. The weights of this step are not saved; the last "
+            "checkpoint holds good ones. Lower --lr or --clip-grad, or look for broken rewards and log-probs in "
+            "--save-debug-rollout-data"
+        )
+
+
+def check_initial_kl(metrics: Mapping[str, float], bound: float, *, is_fresh: bool) -> None:
+    """Raise TrainingError when the policy differs from that of the rollout before the rollout's first update, or, in a
+    run's first step from the reference's own weights (``is_fresh``), from the reference."""
+    suspects = {"train/ppo_kl": "the log-probs of the rollout's policy come from other weights or another forward pass"}
+    if is_fresh:
+        suspects["train/ref_kl"] = "the reference does not hold the weights that training starts from"
+    for name, reason in suspects.items():
+        value = metrics.get(name, 0.0)
+        if bound and abs(value) > bound:
+            raise TrainingError(
+                f"{name} = {value:.3g} before any update, where it must be near 0 (bound {bound:g}, "
+                f"--guard-initial-kl): {reason}"
+            )
+
+
+def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str | None:
+    """A warning when engines and trainer disagree about the log-probs of the same tokens."""
+    name = "train/rollout_logprob_abs_diff"
+    value = metrics.get(name, 0.0)
+    if not bound or value <= bound:
+        return None
+    ratio = metrics.get("train/rollout_ratio", math.nan)
+    return (
+        f"{name} = {value:.3g} is above {bound:g} (--guard-rollout-logprob-diff), mean ratio {ratio:.3g}: engines and "
+        "trainer disagree about the same tokens. Check precision, temperature and the weight sync; --use-tis corrects "
+        "a difference that has to stay"
+    )
+
+
+def spike_warning(norm: float, before: Sequence[float], factor: float) -> str | None:
+    """A warning when a gradient norm is ``factor`` times the median of those before it."""
+    if not factor or len(before) < MIN_NORMS:
+        return None
+    median = statistics.median(before)
+    if norm <= factor * median:
+        return None
+    times = f"{norm / median:.3g} times" if median > 0 else "not"
+    return (
+        f"train/grad_norm = {norm:.3g} is {times} the median of the last {len(before)} steps, {median:.3g} (bound "
+        f"{factor:g} times, --guard-grad-norm-factor). --clip-grad bounds its effect; look at the rewards and lengths "
+        "of the step"
+    )
+
+
+def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
+    """A warning when micro-batches of an optimizer step hold no token to learn from. Raises TrainingError when none
+    does: the loss would be divided by zero."""
+    if batches[0].num_tokens == 0:
+        raise TrainingError(
+            f"an optimizer step of {batches[0].num_samples} samples has no token to learn from: every loss mask is 0; "
+            "look at what sets the masks, with --save-debug-rollout-data"
+        )
+    micro_batches = [micro for batch in batches for micro in batch.micro_batches]
+    empty = sum(not any(any(sample.loss_mask) for sample in micro) for micro in micro_batches)
+    if not empty:
+        return None
+    return (
+        f"{empty} of {len(micro_batches)} micro-batches of an optimizer step have no token to learn from (loss masks "
+        "are 0): they cost a pass and add nothing"
+    )
+
+
+class Guards:
+    """Holds the norms seen so far and whether the run is in its first step."""
+
+    def __init__(self, bounds: Bounds, *, is_fresh: bool) -> None:
+        """``is_fresh``: no update has been made since the reference's weights were read."""
+        self._bounds = bounds
+        self._is_fresh = is_fresh
+        self._norms: list[float] = []
+
+    def after_step(self, metrics: Mapping[str, float], *, is_first: bool) -> list[str]:
+        """Warnings about an optimizer step; ``is_first`` of its rollout. Raises TrainingError."""
+        bounds = self._bounds
+        check_finite(metrics)
+        if is_first:
+            check_initial_kl(metrics, bounds.guard_initial_kl, is_fresh=self._is_fresh)
+        self._is_fresh = False
+        norm = metrics.get("train/grad_norm", 0.0)
+        found = [
+            mismatch_warning(metrics, bounds.guard_rollout_logprob_diff) if is_first else None,
+            spike_warning(norm, self._norms, bounds.guard_grad_norm_factor),
+        ]
+        self._norms = [*self._norms, norm][-MAX_NORMS:]
+        return [warning for warning in found if warning is not None]

@@ -1,0 +1,85 @@
+"""The objective: the loss of each token, put together from its parts. Aggregation is not done here.
+
+In: ``Tokens``, all that is known of the response tokens of a micro-batch, and settings. Out: the loss of each token and
+per-token statistics. The caller weighs both with denominators of the global batch, so that neither depends on the
+layout. A statistic whose name ends in ``_max`` is reported as its maximum, every other as its mean over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlpost.algorithm.correction import SampleSums, correction_weights, log_ratio_at, mismatch
+from rlpost.algorithm.kl import estimate_kl
+from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
+from rlpost.algorithm.plugin import load_function
+from rlpost.algorithm.settings import LossSettings
+
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Response tokens of a micro-batch that this rank holds: float tensors [T]. With context parallelism these are not
+    all tokens of a sample; ``sample_sums`` reaches the others."""
+
+    logprobs: Tensor  # under the current weights, with gradient
+    entropy: Tensor  # of the distribution each token was drawn from, in nats, with gradient
+    old_logprobs: Tensor  # under the weights of the rollout
+    rollout_logprobs: Tensor  # as the engines reported them
+    ref_logprobs: Tensor | None  # under the reference weights
+    advantages: Tensor
+    loss_mask: Tensor  # 0 or 1
+    sample_lengths: Tensor  # loss-masked tokens of the token's sample
+    sample_sums: SampleSums  # one number a token -> their sum over the loss-masked tokens of each token's sample
+
+
+LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
+
+
+def loss_function(settings: LossSettings) -> LossFunction:
+    """What ``--loss-type`` names. Raises ConfigError when a custom loss cannot be imported or is not named."""
+    if settings.loss_type == "custom_loss":
+        path = settings.custom_loss_function_path or ""
+        return load_function(path, key="custom_loss_function_path")
+    return {"policy_loss": policy_objective, "sft_loss": sft_objective}[settings.loss_type]
+
+
+def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    """Policy loss x correction + kl_loss_coef KL - entropy_coef entropy, each [T]."""
+    loss_T, stats = _surrogate(tokens, settings)
+    stats = stats | mismatch(tokens.old_logprobs, tokens.rollout_logprobs) | {"entropy": tokens.entropy}
+    if settings.use_tis:
+        log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+        log_ratio = log_ratio_at(settings.tis_level, log_ratio, tokens.sample_sums, tokens.sample_lengths)
+        weight, tis = correction_weights(
+            log_ratio, mode=settings.tis_mode, low=settings.tis_clip_low, high=settings.tis_clip
+        )
+        loss_T, stats = loss_T * weight, stats | tis
+    stats["pg_loss"] = loss_T
+    if tokens.ref_logprobs is not None:
+        kl_T = estimate_kl(tokens.logprobs, tokens.ref_logprobs, settings.kl_loss_type)
+        loss_T, stats = loss_T + settings.kl_loss_coef * kl_T, stats | {"ref_kl": kl_T}
+    if settings.entropy_coef:
+        loss_T = loss_T - settings.entropy_coef * tokens.entropy
+    return loss_T, {name: value.detach() for name, value in stats.items()}
+
+
+def sft_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    """Negative log-likelihood of the responses."""
+    del settings
+    return sft_loss(tokens.logprobs), {"entropy": tokens.entropy.detach()}
+
+
+def _surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    logprobs, old = tokens.logprobs, tokens.old_logprobs.detach()
+    clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
+    if settings.advantage_estimator == "cispo":
+        return cispo_loss(logprobs, old, tokens.advantages, **clip)
+    if settings.advantage_estimator == "gspo":
+        means = tokens.sample_sums(logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
+        logprobs, old = sequence_level(logprobs, means), old.new_zeros(old.shape)
+    return policy_loss(logprobs, old, tokens.advantages, **clip, eps_clip_c=settings.eps_clip_c)

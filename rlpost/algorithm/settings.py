@@ -1,0 +1,34 @@
+"""The settings of the loss: the leaves of [grpo] that an actor needs. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """Names and units are those of [grpo]; the clip above is resolved."""
+
+    loss_type: str = "policy_loss"
+    custom_loss_function_path: str | None = None
+    advantage_estimator: str = "grpo"
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.2
+    eps_clip_c: float | None = None
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    calculate_per_token_loss: bool = False
+    use_tis: bool = False
+    tis_level: str = "token"
+    tis_mode: str = "truncate"
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    log_probs_chunk_size: int = 1024
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs under the reference weights are asked for."""
+        return self.use_kl_loss or self.kl_coef > 0

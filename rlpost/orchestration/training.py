@@ -1,0 +1,105 @@
+"""The training stage: from the groups of a rollout to its optimizer steps on the actors.
+
+In: scored groups. Out: the metrics of the last optimizer step, after the guards looked at each. With several steps, or
+a KL penalty in the reward, the log-probs under the rollout's weights are computed before the first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rlpost.algorithm.guards import Bounds, Guards, check_tokens
+from rlpost.algorithm.kl import kl_value
+from rlpost.config.tree import Config
+from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
+from rlpost.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+RankLogprobs = list[list[tuple[float, ...]]]
+"""Of one rank's batch: per micro-batch, per sample; empty on all pipeline stages but the last."""
+
+
+class Actors(Protocol):
+    """The group of actor workers."""
+
+    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call ``method`` on every rank with its own arguments; results in order of rank."""
+
+
+class Training:
+    """Trains on the groups of one rollout after the other."""
+
+    def __init__(
+        self, config: Config, actors: Actors, data_ranks: Sequence[int], *, is_fresh: bool, break_even: float
+    ) -> None:
+        """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights are those of
+        --hf-checkpoint; ``break_even``: see ``batches.model_break_even``."""
+        self._config = config
+        self._actors = actors
+        self._data_ranks = data_ranks
+        self._break_even = break_even
+        bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
+        self._guards = Guards(bounds, is_fresh=is_fresh)
+
+    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+        """All optimizer steps of a rollout. Raises TrainingError when a step's numbers are wrong."""
+        config = self._config
+        samples = rollout_samples(groups, config.grpo)
+        steps = batch_samples(samples, config, break_even=self._break_even)
+        self._warn(check_tokens(batches) for batches in steps)
+        old: list[list[Any]] = [[None] * len(self._data_ranks) for _ in steps]
+        metrics: dict[str, float] = {}
+        if len(steps) > 1 or config.grpo.kl_coef:
+            old = [await self._each("compute_logprobs", batches) for batches in steps]
+        if config.grpo.kl_coef:
+            ref = [await self._each("compute_ref_logprobs", batches) for batches in steps]
+            of_sample = self._penalties(steps, old, ref)
+            of_rollout = iter([of_sample[id(sample)] for sample in samples])
+            penalties = [[next(of_rollout) for _ in group.samples] for group in groups]
+            metrics["train/reward_kl"] = sum(map(sum, of_sample.values())) / config.grpo.kl_coef / num_tokens(steps)
+            samples = rollout_samples(groups, config.grpo, penalties)
+            steps = batch_samples(samples, config, break_even=self._break_even)
+        for number, (batches, old_logprobs) in enumerate(zip(steps, old, strict=True)):
+            results = await self._each("train_step", batches, old_logprobs)
+            metrics |= results[0].metrics
+            self._warn(self._guards.after_step(metrics, is_first=number == 0))
+        return metrics
+
+    async def _each(self, method: str, batches: StepBatches, *more: Sequence[Any]) -> list[Any]:
+        own = [batches[rank] for rank in self._data_ranks]
+        return await self._actors.call_each(method, list(zip(own, *more, strict=True)))
+
+    def _warn(self, warnings: Any) -> None:
+        for warning in warnings:
+            if warning is not None:
+                logger.warning("%s", warning)
+
+    def _penalties(
+        self,
+        steps: Sequence[StepBatches],
+        old: Sequence[Sequence[RankLogprobs]],
+        ref: Sequence[Sequence[RankLogprobs]],
+    ) -> dict[int, tuple[float, ...]]:
+        """By the identity of a sample kl_coef x KL of each of its response tokens; 0 where the loss mask is 0."""
+        grpo = self._config.grpo
+        found = {}
+        for batches, old_ranks, ref_ranks in zip(steps, old, ref, strict=True):
+            for rank, ours, theirs in zip(self._data_ranks, old_ranks, ref_ranks, strict=True):
+                samples = [sample for micro in batches[rank].micro_batches for sample in micro]
+                for sample, own, reference in zip(samples if ours else (), _flat(ours), _flat(theirs), strict=True):
+                    tokens = zip(own, reference, sample.loss_mask, strict=True)
+                    kl = [kl_value(a - b, grpo.kl_loss_type) * mask for a, b, mask in tokens]
+                    found[id(sample)] = tuple(grpo.kl_coef * value for value in kl)
+        return found
+
+
+def num_tokens(steps: Sequence[StepBatches]) -> int:
+    """Loss-masked tokens of all steps."""
+    return sum(batches[0].num_tokens for batches in steps)
+
+
+def _flat(logprobs: RankLogprobs) -> list[tuple[float, ...]]:
+    return [sample for micro_batch in logprobs for sample in micro_batch]

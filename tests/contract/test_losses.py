@@ -1,0 +1,102 @@
+"""Losses in the real actor: supervised against Hugging Face, the user's own, and one that breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.errors import TrainingError
+from tests.contract.actor_ranks import my_batch, run_ranks
+from tests.contract.samples import STEPS
+from tests.contract.test_actor import make_model
+
+pytestmark = pytest.mark.timeout(300)
+
+PLUGIN = """
+import math
+
+def reinforce(tokens, settings):
+    logprobs = tokens.logprobs.detach()
+    return -tokens.advantages * tokens.logprobs, {"mine": logprobs, "mine_max": -logprobs}
+
+def broken(tokens, settings):
+    return tokens.logprobs * math.nan, {}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("losses")
+    make_model(folder / "model", tied=False)
+    (folder / "mine.py").write_text(PLUGIN)
+    return folder
+
+
+def settings(model: Path, **changes: Any) -> ActorSettings:
+    return ActorSettings(str(model / "model"), lr=1e-3, distributed_timeout_minutes=2, **changes)
+
+
+def one_step(actor: Any) -> dict[str, Any]:
+    """Metrics of a step, or what was wrong; log-probs from before; whether the weights changed."""
+    actor.import_weights()
+    batch = my_batch(actor, STEPS[0], max_tokens=64)
+    before, logprobs = actor.weights_hash(), actor.compute_logprobs(batch)
+    reference = actor.compute_ref_logprobs(batch) if actor.settings.needs_reference else None
+    try:
+        metrics, error = dict(actor.train_step(batch).metrics), ""
+    except TrainingError as raised:
+        metrics, error = {}, str(raised)
+    trained = actor.weights_hash() != before
+    return {"metrics": metrics, "error": error, "trained": trained, "logprobs": logprobs, "reference": reference,
+            "batch": batch}  # fmt: skip
+
+
+def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
+    """The mean over samples of the mean over the trained tokens of a sample, as transformers' own loss gives it."""
+    from transformers import AutoModelForCausalLM
+
+    (found,) = run_ranks(one_step, 1, settings(model, loss_type="sft_loss", kl_coef=0.1))
+    theirs = AutoModelForCausalLM.from_pretrained(model / "model", dtype=torch.float32)
+    losses = []
+    for sample in STEPS[0]:
+        ids = torch.tensor([sample.token_ids])
+        mask = torch.tensor([(0,) * sample.prompt_length + sample.loss_mask])
+        losses.append(theirs(ids, labels=ids.masked_fill(mask == 0, -100)).loss)
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in theirs.parameters()])
+    assert found["metrics"]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["metrics"]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert found["metrics"]["train/entropy"] > 0
+    assert found["reference"] == found["logprobs"], "before any update the policy is the reference"
+
+
+def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(model):
+    own = settings(
+        model,
+        loss_type="custom_loss",
+        custom_loss_function_path=f"{model}/mine.py:reinforce",
+        pipeline_model_parallel_size=2,
+    )
+    first, last = run_ranks(one_step, 2, own)
+    assert first["trained"] and first["metrics"] == last["metrics"]
+    pairs = [
+        (value, mask)
+        for micro, found in zip(last["batch"].micro_batches, last["logprobs"], strict=True)
+        for sample, values in zip(micro, found, strict=True)
+        for value, mask in zip(values, sample.loss_mask, strict=True)
+    ]
+    mean = sum(value * mask for value, mask in pairs) / sum(mask for _, mask in pairs)
+    assert first["metrics"]["train/mine"] == pytest.approx(mean, rel=1e-5)
+    assert first["metrics"]["train/mine_max"] == pytest.approx(max(-value * mask for value, mask in pairs), rel=1e-5)
+
+
+def test_a_loss_that_is_no_number_is_an_error_before_it_reaches_the_weights(model):
+    own = settings(model, loss_type="custom_loss", custom_loss_function_path=f"{model}/mine.py:broken")
+    (found,) = run_ranks(one_step, 1, own)
+    assert found["error"].startswith("train/loss = nan: not a number of a healthy step")
+    assert not found["trained"]
