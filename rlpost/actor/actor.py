@@ -14,34 +14,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from rlpost.actor import device, megatron_checkpoint, parallel, step
+from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, step
 from rlpost.actor.description import read_description
-from rlpost.actor.model import build_model
-from rlpost.actor.packing import Cut, PackedMicroBatch, pack, unpack
+from rlpost.actor.memory import DeviceMemory
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.packing import Cut, PackedMicroBatch, as_trained, log_prob_micro_batches, pack, unpack
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.reference import ReferenceWeights
+from rlpost.actor.report import global_metrics
 from rlpost.actor.settings import ActorSettings
-from rlpost.types import Bucket, StepResult, TrainBatch
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.algorithm.guards import check_finite
+from rlpost.types import MicroBatch, StepResult, TrainBatch
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import import_weights
-from rlpost.weights.inventory import Inventory
-from rlpost.weights.sync import SyncSender
+from rlpost.weights.quantise import read_quantisation
+from rlpost.weights.sync import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
 
 Logprobs = list[list[tuple[float, ...]]]
 """Of the response tokens: per micro-batch, per sample."""
-
-METRIC_NAMES = {
-    "loss": "train/loss",
-    "clip_frac": "train/clip_frac",
-    "ppo_kl": "train/ppo_kl",
-    "logprob_abs_diff": "train/rollout_logprob_abs_diff",
-    "ref_kl": "train/ref_kl",
-}
 
 
 class Actor:
@@ -51,7 +45,10 @@ class Actor:
         """Read the architecture. Raises WeightError when it is not supported, ConfigError when it cannot be cut so."""
         self.settings = settings
         self._reference: ReferenceWeights | None = None
-        self.description = read_description(settings.hf_checkpoint)
+        self.num_optimizer_steps = 0  # made so far, on which the learning rate depends
+        self._background: dist.ProcessGroup | None = None
+        self._writing: megatron_checkpoint.Writing | None = None
+        self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
@@ -66,7 +63,9 @@ class Actor:
             settings,
             num_virtual_stages=self.description.num_virtual_stages(settings),
         )
-        self._build_optimizer(build_model(self.description, settings))
+        self.chunks = build_model(self.description, settings)
+        self.model = optimizer.wrap(self.chunks, settings)
+        self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
         self.num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
         self.cut = Cut(
@@ -75,23 +74,24 @@ class Actor:
             context_rank=parallel.context_parallel_group().rank(),
             context_size=settings.context_parallel_size,
         )
-        self.inventory = Inventory(
-            [chunk.module for chunk in self.model],
-            family=self.description.family,
-            dims=self.description.dims,
-            groups=parallel.weight_groups(),
-            tied=self.description.tied,
-        )
-        if settings.use_kl_loss:
-            self._reference = ReferenceWeights(self.inventory, settings.hf_checkpoint)
+        self.inventory = inventory_of(self.chunks, self.description)
+        if settings.needs_reference:
+            self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
         self.exporter = Exporter(self.inventory)
-        self.sender = SyncSender(
+        self.buckets = Buckets(
             self.exporter,
             bucket_bytes=settings.update_weight_buffer_size,
+            quantisation=read_quantisation(settings.hf_checkpoint),
+        )
+        self.sharing = Sharing(self.buckets)
+        self.broadcast = Broadcast(
+            self.buckets,
             gathers=parallel.holds_first_copy(),
+            is_source=parallel.is_source_of_stage(),
             backend=device.backend(),
             timeout_s=60.0 * settings.distributed_timeout_minutes,
         )
+        self.memory = DeviceMemory(self.model, self.optimizer)
         num_parameters = sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
         logger.info("rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current())
 
@@ -101,39 +101,47 @@ class Actor:
         return parallel.data_parallel_rank()
 
     @property
-    def sync_backend(self) -> str:
-        """What the group with the engines runs on: nccl or gloo."""
-        return self.sender.backend
+    def visible_gpu(self) -> str:
+        """The GPU of this rank, for an engine that shares it."""
+        return device.visible()
+
+    @property
+    def sync_stage(self) -> int | None:
+        """The pipeline stage whose weights this rank sends; None when it sends none."""
+        return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Fill the model from ``hf_checkpoint``; raises WeightError when it does not fit."""
-        import_weights(self.inventory, self.settings.hf_checkpoint)
+        """Fill the model with the weights that training begins from, those of ``ref_load`` or else ``hf_checkpoint``.
+
+        Raises WeightError or CheckpointError when they do not fit.
+        """
+        self._read_initial_weights()
         self.optimizer.reload_model_params()
 
     def compute_logprobs(self, batch: TrainBatch) -> Logprobs:
         """Log-probs of all response tokens under the current weights, forward only; empty on all pipeline stages but
         the last."""
-        packed = self._pack(batch)
+        packed = self._pack(log_prob_micro_batches(batch))
         loss = self._micro_batch_loss(batch)
 
         def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list]:
-            logprobs_R = loss.logprobs(logits, micro_batch)
+            logprobs_R, _ = loss.logprobs(logits, micro_batch)
             return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
 
         self._set_mode(training=False)
         with torch.no_grad():
-            return step.run(self.model, packed, loss_of=collect, forward_only=True)
+            return as_trained(step.run(self.model, packed, loss_of=collect, forward_only=True), batch)
 
     def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
         """One optimizer step on this rank's part of the batch.
 
         Args: ``old_logprobs`` as ``compute_logprobs`` returns them; without them the ratio is 1 and only its gradient
-        counts (one step a rollout). Returns the metrics of METRIC_NAMES and train/grad_norm (before clipping) and
-        train/lr, equal on every rank.
+        counts (one step a rollout). Returns the metrics of the objective, train/grad_norm (before clipping) and
+        train/lr, equal on every rank. Raises TrainingError, and leaves the weights, when a metric is not finite.
         """
-        packed = self._pack(batch)
+        packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
-        ref = _held(self._reference_logprobs(batch), packed)
+        ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
         loss = self._micro_batch_loss(batch)
         self._set_mode(training=True)
         for chunk in self.model:
@@ -145,20 +153,23 @@ class Actor:
             loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
             forward_only=False,
         )
-        self._apply_schedule()
+        metrics = global_metrics(stats)
+        check_finite(metrics)
+        lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         _, grad_norm, _ = self.optimizer.step()
-        metrics = self._global_sums(stats)
-        return StepResult(metrics | {"train/grad_norm": float(grad_norm), "train/lr": self.settings.lr})
+        self.num_optimizer_steps += 1
+        return StepResult(metrics | {"train/grad_norm": float(grad_norm), "train/lr": lr})
 
-    def _reference_logprobs(self, batch: TrainBatch) -> Logprobs | None:
-        if self._reference is None:
-            return None
+    def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
+        """As ``compute_logprobs``, under the reference weights, which are swapped in for the pass."""
+        assert self._reference is not None, "no reference is kept without use_kl_loss or kl_coef"
         self._finish_param_sync()
         with self._reference.swapped_in():
             return self.compute_logprobs(batch)
 
-    def save(self, folder: str | Path, step: int) -> None:
-        """Write model, optimizer and ``step`` into ``folder``, which is made if missing; one part of a commit.
+    def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
+        """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``, which is made if missing:
+        one part of a commit. In the background it returns when all is copied, and ``finish_save`` waits for the rest.
 
         Raises CheckpointError when any rank cannot write.
         """
@@ -166,17 +177,42 @@ class Actor:
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         dist.barrier()
         self._finish_param_sync()
-        megatron_checkpoint.save(folder, model=self.model, optimizer=self.optimizer, step=step)
+        if in_background and self._background is None:
+            self._background = dist.new_group(backend="gloo")
+        self._writing = megatron_checkpoint.save(
+            folder,
+            chunks=self.chunks,
+            optimizer=None if self.settings.no_save_optim else self.optimizer,
+            progress=megatron_checkpoint.Progress(step, self.num_optimizer_steps),
+            background=self._background if in_background else None,
+        )
+
+    def finish_save(self) -> None:
+        """Wait for what ``save`` left to the background. May run beside any other method: it touches nothing else.
+
+        Raises CheckpointError when any rank could not write.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
 
     def load(self, folder: str | Path) -> int:
         """Restore what ``save`` wrote, at any layout, and return its step. Learning rate and weight decay are those of
         the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
-        return megatron_checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
+        progress = megatron_checkpoint.load(folder, chunks=self.chunks, optimizer=self.optimizer)
+        self.num_optimizer_steps = progress.num_optimizer_steps
+        return progress.step
 
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder with configuration and tokenizer."""
         self._finish_param_sync()
-        export_folder(self.exporter, folder, template=self.settings.hf_checkpoint, writes=dist.get_rank() == 0)
+        export_folder(
+            self.exporter,
+            folder,
+            template=self.settings.hf_checkpoint,
+            config=self.description.hf_config,
+            writes=dist.get_rank() == 0,
+        )
         dist.barrier()
 
     def weights_hash(self) -> str:
@@ -184,59 +220,28 @@ class Actor:
         self._finish_param_sync()
         return weights_hash(self.exporter, max_bytes=self.settings.update_weight_buffer_size)
 
-    def plan_sync(self) -> tuple[Bucket, ...]:
-        """What ``send_bucket`` sends, by index."""
-        return self.sender.plan()
-
-    def connect_engines(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
-        """Form a group with the engines, which join at the address meanwhile; raises SyncError at the deadline."""
-        self.sender.connect(master_addr, master_port, num_engine_ranks=num_engine_ranks, group_name=group_name)
-
-    def send_bucket(self, bucket_index: int) -> None:
+    def send_bucket(self, index: int) -> None:
         """Broadcast one bucket to the engines, which receive meanwhile; raises SyncError at the deadline."""
         self._finish_param_sync()
-        self.sender.send(bucket_index)
+        self.broadcast.send(index)
 
-    def disconnect_engines(self) -> None:
-        """Leave the group with the engines."""
-        self.sender.disconnect()
+    def share_bucket(self, index: int) -> str:
+        """Lay one bucket open to the engine on this rank's GPU; returns the handle to it."""
+        self._finish_param_sync()
+        return self.sharing.share(index)
 
     def close(self) -> None:
         """Leave all groups."""
-        if hasattr(self, "sender"):
-            self.sender.disconnect()
+        if hasattr(self, "broadcast"):
+            self.broadcast.disconnect()
         parallel.destroy()
 
-    def _build_optimizer(self, chunks: Sequence[torch.nn.Module]) -> None:
-        settings, config = self.settings, chunks[0].config
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=settings.use_distributed_optimizer,
-            overlap_grad_reduce=settings.overlap_grad_reduce,
-            overlap_param_gather=settings.overlap_param_gather,
-        )
-        self.model = [
-            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            clip_grad=settings.clip_grad,
-            params_dtype=torch.float32,
-            use_distributed_optimizer=settings.use_distributed_optimizer,
-            overlap_param_gather=settings.overlap_param_gather,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, self.model)
-        config.finalize_model_grads_func = step.finalize_summed_grads
-        config.grad_scale_func = self.optimizer.scale_loss
-        if settings.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.model]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    def _read_initial_weights(self) -> None:
+        folder = self.settings.ref_load or self.settings.hf_checkpoint
+        if find_checkpoint(folder) is None:
+            import_weights(self.inventory, folder)
+        else:
+            megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
     def _set_mode(self, *, training: bool) -> None:
         for chunk in self.model:
@@ -248,31 +253,13 @@ class Actor:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
-    def _apply_schedule(self) -> None:
-        """Constant learning rate; no weight decay on norms, which Megatron marks with ``wd_mult`` but still decays."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
-
-    def _pack(self, batch: TrainBatch) -> list[PackedMicroBatch]:
-        return [pack(micro, self.cut).to(device.current()) for micro in batch.micro_batches]
+    def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
+        return [pack(micro, self.cut).to(device.current()) for micro in micro_batches]
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(
             self.settings, num_valid=self.num_valid, num_samples=batch.num_samples, num_tokens=batch.num_tokens
         )
-
-    def _global_sums(self, stats: Sequence[step.Stats]) -> dict[str, float]:
-        """Sums over micro-batches and ranks; the terms carry their global denominators already. Only the last pipeline
-        stage has terms."""
-        names = [name for name in METRIC_NAMES if name != "ref_kl" or self.settings.use_kl_loss]
-        sums = torch.zeros(len(names), device=device.current())
-        if stats:
-            sums = torch.stack([torch.stack([one[name] for one in stats]).sum() for name in names])
-        dist.all_reduce(sums, group=parallel.data_parallel_group(with_context_parallel=True))
-        if self.settings.pipeline_model_parallel_size > 1:
-            dist.all_reduce(sums, group=parallel.pipeline_group())
-        return {METRIC_NAMES[name]: value for name, value in zip(names, sums.tolist(), strict=True)}
 
 
 def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.actor import architecture
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
 from rlpost.weights import families
@@ -40,8 +41,8 @@ class ModelDescription:
 
     @property
     def head_dim(self) -> int:
-        hf = self.hf_config
-        return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        """Width of a head."""
+        return architecture.head_dim(self.hf_config)
 
     @property
     def dims(self) -> Dimensions:
@@ -55,25 +56,20 @@ class ModelDescription:
         return self.hf_config.get("tie_word_embeddings", False)
 
     @property
-    def rope(self) -> Mapping[str, Any]:
-        """The rotary embedding's options; transformers 5 keeps them together, 4 spread them."""
-        hf = self.hf_config
-        return hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
-
-    @property
     def rope_theta(self) -> float:
         """The base of the rotary embedding."""
-        return self.rope["rope_theta"]
+        return architecture.rope(self.hf_config)["rope_theta"]
 
     @property
     def rotary_percent(self) -> float:
         """The part of each head that is rotated."""
-        return self.rope.get("partial_rotary_factor") or self.hf_config.get("partial_rotary_factor") or 1.0
+        return architecture.rotary_percent(self.hf_config)
 
     @property
     def rope_factor(self) -> float | None:
         """Llama 3's scaling of long wave lengths, if there is one."""
-        return self.rope["factor"] if self.rope.get("rope_type") == "llama3" else None
+        rope = architecture.rope(self.hf_config)
+        return rope["factor"] if rope.get("rope_type") == "llama3" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Chunks of layers on each pipeline rank; None without interleaving."""
@@ -117,31 +113,35 @@ class ModelDescription:
 TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def read_description(hf_checkpoint: str | Path) -> ModelDescription:
-    """Read config.json of a Hugging Face folder.
+def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None = None) -> ModelDescription:
+    """Read config.json of a Hugging Face folder, with what the table [model] says of it.
 
     Raises WeightError when there is none, for an architecture that is not known, and for options the model here does
-    not have: a model that computes something else than its checkpoint must not be trained.
+    not have: a model that computes something else than its checkpoint must not be trained. Raises ConfigError when
+    the table contradicts it, a line for each value.
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder")
     hf = json.loads(path.read_text())
-    architecture = (hf.get("architectures") or ["none given"])[0]
+    known = (hf.get("architectures") or ["none given"])[0]
     try:
-        description = ModelDescription(path, architecture, hf)
+        description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     for key, value in (refused | _refused_of_all(description)).items():
         if value:
             raise WeightError(f"{path}: {key}={value!r} is not supported; use a checkpoint without it")
+    if problems := architecture.problems(given or {}, description.family, hf):
+        raise ConfigError("\n".join(problems))
     return description
 
 
 def _refused_of_all(description: ModelDescription) -> dict[str, Any]:
     """What no family here has: other activations, dropout, other rotary embeddings."""
-    hf, rope = description.hf_config, description.rope
+    hf = description.hf_config
+    rope = architecture.rope(hf)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     known = rope_type == "default" or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())

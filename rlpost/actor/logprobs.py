@@ -1,26 +1,117 @@
-"""Log-probabilities of given tokens from logits that are sharded over the vocabulary.
+"""Log-probabilities of given tokens, and entropies, from logits that are sharded over the vocabulary.
 
-In: logits [T, vocabulary / tensor-parallel size], positions and tokens. Out: log-probs, differentiable. The full
-logits are never gathered: Megatron's vocab-parallel cross entropy exchanges one maximum, one sum and one logit a token.
+In: logits [T, vocabulary / tensor-parallel size], positions and tokens. Out: log-probs and entropies, differentiable.
+Invariants: the full logits are never gathered (the ranks exchange one maximum and three sums a token); float32 copies
+of the logits exist for ``chunk_size`` rows at a time, in the forward and in the backward pass, which computes the
+softmax again instead of keeping it; the size of the chunks does not change a number.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+import torch.distributed as dist
+
+from rlpost.actor import parallel
 
 
-def response_logprobs(
-    logits_TV: torch.Tensor, index_R: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, num_valid: int
-) -> torch.Tensor:
-    """log softmax(logits / temperature)[target] at the rows ``index_R``; [R] float32.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of the logits are looked at, and how."""
 
-    Args: ``logits_TV`` is this rank's slice of the vocabulary, of which the first ``num_valid`` columns are tokens and
-    the others padding. Only the R rows are cast and normalised. The engines report the same: the log-softmax of
-    temperature-scaled logits over the full vocabulary.
+    index_R: torch.Tensor  # rows of the logits, each at most once
+    targets_R: torch.Tensor  # their tokens
+    temperature: float
+    num_valid: int  # columns of this rank that are tokens; the others are padding
+    chunk_size: int  # rows computed at once
+
+
+def response_logprobs(logits_TV: torch.Tensor, rows: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(logits / temperature)[target] and the entropy of that distribution in nats, at ``rows``; [R] float32.
+
+    Without ``with_entropy`` the second is zeros. The engines report the same log-probs: of temperature-scaled logits
+    over the full vocabulary.
     """
-    logits_RV = logits_TV[index_R].float() / temperature
-    if num_valid < logits_RV.size(-1):
-        padding = torch.arange(logits_RV.size(-1), device=logits_RV.device) >= num_valid
-        logits_RV = logits_RV.masked_fill(padding, -torch.inf)
-    return -vocab_parallel_cross_entropy(logits_RV, targets_R)
+    return _VocabParallel.apply(logits_TV, rows, with_entropy)
+
+
+class _VocabParallel(torch.autograd.Function):
+    """With z = logit / temperature, p = softmax(z), l = log sum exp z and H = l - sum p z:
+    d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H). Each rank computes its own columns; what comes
+    from above is the same on all ranks of the tensor-parallel group."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
+        log_sum, logprobs, entropy = torch.cat([torch.stack(one) for one in found], dim=1).unbind()
+        ctx.rows = rows
+        ctx.save_for_backward(logits_TV, log_sum, entropy)
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None]:
+        logits_TV, log_sum, entropy = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        grad_TV = torch.zeros_like(logits_TV)
+        for part in _parts(rows):
+            z = _scaled(logits_TV, rows, part)
+            log_p = z.sub_(log_sum[part, None])
+            p = log_p.exp()
+            grad = torch.zeros_like(p)
+            if grad_logprobs is not None:
+                upstream = grad_logprobs[part, None]
+                column, is_mine = _columns(rows, part, logits_TV.size(1))
+                grad -= upstream * p
+                if rows.num_valid:
+                    grad.scatter_add_(1, column[:, None], upstream * is_mine[:, None])
+            if grad_entropy is not None:
+                grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
+            grad_TV[rows.index_R[part], : rows.num_valid] = (grad / rows.temperature).to(grad_TV.dtype)
+        return grad_TV, None, None
+
+
+def _parts(rows: Rows) -> list[slice]:
+    """At least one, so that a rank without rows has tensors to join."""
+    count = len(rows.index_R)
+    return [slice(start, start + rows.chunk_size) for start in range(0, max(count, 1), rows.chunk_size)]
+
+
+def _scaled(logits_TV: torch.Tensor, rows: Rows, part: slice) -> torch.Tensor:
+    return logits_TV[rows.index_R[part], : rows.num_valid].float() / rows.temperature
+
+
+def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each target, 0 where another rank has it; whether it is here. All ranks have ``width`` columns."""
+    column = rows.targets_R[part] - parallel.tensor_parallel_group().rank() * width
+    is_mine = (column >= 0) & (column < rows.num_valid)
+    return column * is_mine, is_mine
+
+
+def _chunk_forward(
+    logits_TV: torch.Tensor, rows: Rows, part: slice, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log sum exp, log-prob and entropy of the rows of a part."""
+    group = parallel.tensor_parallel_group()
+    z = _scaled(logits_TV, rows, part)
+    highest = z.amax(1) if rows.num_valid else z.new_full((z.size(0),), -torch.inf)
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    z.sub_(highest[:, None])
+    column, is_mine = _columns(rows, part, logits_TV.size(1))
+    target = z.gather(1, column[:, None])[:, 0] * is_mine if rows.num_valid else torch.zeros_like(highest)
+    exp = z.exp()
+    weighted = torch.linalg.vecdot(exp, z) if with_entropy else torch.zeros_like(highest)
+    sums = torch.stack([exp.sum(1), target, weighted])
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    total, target, weighted = sums
+    log_total = total.log()
+    entropy = log_total - weighted / total if with_entropy else weighted
+    return highest + log_total, target - log_total, entropy

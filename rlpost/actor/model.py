@@ -1,4 +1,4 @@
-"""The Megatron model of a Hugging Face checkpoint: a GPTModel with the attention and norms of this package.
+"""The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of ``layer_specs``.
 
 In: the description of the checkpoint and the layout. Out: this rank's part of the model, a chunk for each virtual
 pipeline stage, its weights not yet set.
@@ -6,42 +6,63 @@ pipeline stage, its weights not yet set.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from rlpost.actor.attention import PackedAttention
+from rlpost.actor import device, parallel
 from rlpost.actor.description import ModelDescription
-from rlpost.actor.norm import RMSNorm, RowParallelLinearWithNorm
+from rlpost.actor.layer_specs import block_spec, chosen_implementation
+from rlpost.actor.megatron_fields import configured
 from rlpost.actor.settings import ActorSettings
+from rlpost.errors import ConfigError
+from rlpost.weights.inventory import Inventory
 
 if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 reads the name even without TransformerEngine
     moe_utils.te_general_gemm = None
 
 
 def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
-    """This rank's chunks of the model in float32, on the current device. Needs parallel state.
+    """This rank's chunks of the model, on the current device. Needs parallel state.
 
-    The memory of the weights is not set: importing or loading a checkpoint fills all of it.
+    The memory of the weights is not set: importing or loading a checkpoint fills all of it. All parameters have the
+    dtype of the settings, the router's too, as the checkpoints of all families have it; its bias stays float32.
     """
     num_stages = description.num_virtual_stages(settings)
-    config = _transformer_config(description, settings, num_virtual_stages=num_stages)
-    stages = [None] if num_stages is None else range(num_stages)
-    return [_chunk(config, description, stage) for stage in stages]
+    implementation = chosen_implementation(settings.transformer_impl)
+    config = _transformer_config(description, settings, implementation=implementation)
+    chunks = []
+    for stage in [None] if num_stages is None else range(num_stages):
+        spec = block_spec(config, description.family, implementation=implementation, stage=stage)
+        chunks.append(_chunk(config, description, spec, stage))
+        for parameter in chunks[-1].parameters():
+            parameter.data = parameter.data.to(config.params_dtype)
+    return chunks
 
 
-def _chunk(config: TransformerConfig, description: ModelDescription, stage: int | None) -> GPTModel:
+def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
+    """Which weights there are, and which of them these chunks hold. A collective of the pipeline group."""
+    return Inventory(
+        chunks,
+        family=description.family,
+        dims=description.dims,
+        groups=parallel.weight_groups(),
+        tied=description.tied,
+    )
+
+
+def _chunk(config: TransformerConfig, description: ModelDescription, spec: Any, stage: int | None) -> GPTModel:
     hf = description.hf_config
     return GPTModel(
         config,
-        _block_spec(config, description, stage),
+        spec,
         vocab_size=hf["vocab_size"] + -hf["vocab_size"] % config.tensor_model_parallel_size,
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -62,10 +83,10 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _transformer_config(
-    description: ModelDescription, settings: ActorSettings, *, num_virtual_stages: int | None
+    description: ModelDescription, settings: ActorSettings, *, implementation: str
 ) -> TransformerConfig:
-    hf = description.hf_config
-    return TransformerConfig(
+    hf, dtype = description.hf_config, device.weight_dtype(settings.bf16)
+    return configured(TransformerConfig, settings.megatron)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
@@ -79,7 +100,8 @@ def _transformer_config(
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         # Fused kernels of Apex and TransformerEngine, which may be absent.
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -91,9 +113,39 @@ def _transformer_config(
         embedding_init_method=_leave_as_is,
         # The loss is a weighted sum with global denominators: Megatron must add up and never average.
         calculate_per_token_loss=True,
-        **_layout_fields(settings, num_virtual_stages),
-        **description.fields,
+        **_layout_fields(settings, description.num_virtual_stages(settings)),
+        pipeline_dtype=dtype,
+        **(description.fields | _implementation_fields(description, settings.model_args, implementation)),
     )
+
+
+def _implementation_fields(
+    description: ModelDescription, given: Mapping[str, Any], implementation: str
+) -> dict[str, Any]:
+    """How to compute, where there is a choice. Kernels that need TransformerEngine are not asked for without it.
+
+    Raises ConfigError when tokens are to travel by DeepEP and it is not installed.
+    """
+    if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            "model.moe_token_dispatcher_type (--moe-token-dispatcher-type) = flex: DeepEP (the package deep_ep) is not "
+            "installed on this node; install it or choose alltoall"
+        )
+    with_engine, interleaved = implementation == "transformer_engine", description.fields.get("rotary_interleaved")
+    fields = {
+        "apply_rope_fusion": with_engine and not interleaved and not given.get("no_rope_fusion", False),
+        "moe_token_dispatcher_type": given.get(
+            "moe_token_dispatcher_type", "alltoall"
+        ),  # Megatron's own: equal lengths
+    }
+    if "num_moe_experts" not in description.fields:
+        return fields
+    return fields | {
+        "moe_router_dtype": given.get("moe_router_dtype", "fp32"),
+        "moe_enable_deepep": given.get("moe_enable_deepep", False),
+        "moe_grouped_gemm": with_engine and given.get("moe_grouped_gemm", True),
+        "moe_permute_fusion": with_engine and given.get("moe_permute_fusion", False),
+    }
 
 
 def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> dict[str, Any]:
@@ -106,9 +158,7 @@ def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> d
         "virtual_pipeline_model_parallel_size": num_virtual_stages,
         "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
-        "pipeline_dtype": torch.float32,
         "variable_seq_lengths": pipeline > 1,  # packed rows differ in length
-        "moe_token_dispatcher_type": "alltoall",  # the other one needs equal lengths
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "context_parallel_size": settings.context_parallel_size,
@@ -118,23 +168,3 @@ def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> d
         "recompute_method": settings.recompute_method,
         "recompute_num_layers": settings.recompute_num_layers,
     }
-
-
-def _block_spec(
-    config: TransformerConfig, description: ModelDescription, stage: int | None
-) -> TransformerBlockSubmodules:
-    """Megatron's local layers with the attention and norms of this package, the final norm included."""
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
-    )
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if description.family.sandwich_norms:
-            attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithNorm
-    block.layer_norm = RMSNorm
-    return block

@@ -1,4 +1,4 @@
-"""RMSNorm that works with sequence parallelism, alone or at the end of a linear layer.
+"""RMSNorm that works with sequence parallelism.
 
 Megatron's own wrapper around torch's norm refuses sequence parallelism. With it every rank sees a part of the sequence
 only, so the gradient of the weight must be summed over the tensor-parallel ranks: the mark on the parameter asks for
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from rlpost.actor import device
@@ -29,15 +28,3 @@ class RMSNorm(torch.nn.Module):
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(hidden.dtype)
-
-
-class RowParallelLinearWithNorm(RowParallelLinear):
-    """The last linear layer of attention or MLP, followed by the norm that some families put before the residual."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.end_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(hidden)
-        return self.end_norm(output), bias

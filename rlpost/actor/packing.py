@@ -15,11 +15,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 
 from rlpost.errors import DataError
-from rlpost.types import MicroBatch
+from rlpost.types import MicroBatch, TrainBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def pack(micro_batch: MicroBatch, cut: Cut = Cut()) -> PackedMicroBatch:
         sample_index=of_sample(range(len(micro_batch)), torch.int64),
         sample_lengths=of_sample((sum(s.loss_mask) for s in micro_batch), torch.int64),
         loss_mask=of_response(chain(s.loss_mask for s in micro_batch), torch.float32),
-        advantages=of_sample((s.advantage for s in micro_batch), torch.float32),
+        advantages=of_response(chain(s.advantages for s in micro_batch), torch.float32),
         rollout_logprobs=of_response(chain(s.rollout_logprobs for s in micro_batch), torch.float32),
         max_length=max(sequences),
         response_lengths=tuple(responses),
@@ -125,6 +128,23 @@ def _zigzag(length: int, cut: Cut) -> torch.Tensor:
         return torch.arange(length)
     chunks = torch.arange(length).chunk(2 * cut.context_size)
     return torch.cat([chunks[cut.context_rank], chunks[-1 - cut.context_rank]])
+
+
+def log_prob_micro_batches(batch: TrainBatch) -> tuple[MicroBatch, ...]:
+    """What a pass that only computes log-probs takes: the batch's samples, in groups of its own if it has these."""
+    samples = tuple(itertools.chain.from_iterable(batch.micro_batches))
+    return tuple(tuple(samples[i] for i in group) for group in batch.log_prob_groups) or batch.micro_batches
+
+
+def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
+    """From values per micro-batch of ``log_prob_micro_batches``, per sample, to the same per ``micro_batches``; nothing
+    remains nothing (stages of a pipeline but the last)."""
+    if not batch.log_prob_groups or not found:
+        return found
+    positions = itertools.chain.from_iterable(batch.log_prob_groups)
+    in_order = dict(zip(positions, itertools.chain.from_iterable(found), strict=True))
+    values = (in_order[position] for position in range(len(in_order)))
+    return [list(itertools.islice(values, len(micro_batch))) for micro_batch in batch.micro_batches]
 
 
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[tuple[float, ...]]:

@@ -124,5 +124,10 @@ def holds_first_copy() -> bool:
     return weight_groups().expert.size() > 1 or data_parallel_group(with_context_parallel=True).rank() == 0
 
 
+def is_source_of_stage() -> bool:
+    """Whether this rank is the one of its pipeline stage that sends the stage's weights to the engines."""
+    return tensor_parallel_group().rank() == 0 and data_parallel_group(with_context_parallel=True).rank() == 0
+
+
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address

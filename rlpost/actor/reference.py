@@ -1,29 +1,28 @@
 """The reference model: the weights that training began from, kept in host memory and swapped in when needed.
 
-In: the inventory of this rank, a Hugging Face folder. Out: a context in which the model has the reference's weights.
+In: the inventory of this rank, and how the reference is read into it. Out: a context in which the model has its
+weights.
 Invariant: afterwards every weight is what it was, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from rlpost.weights.importer import import_weights
 from rlpost.weights.inventory import Inventory
 
 
 class ReferenceWeights:
     """This rank's part of the reference model."""
 
-    def __init__(self, inventory: Inventory, folder: str | Path) -> None:
-        """Read the weights; raises WeightError when they do not fit."""
+    def __init__(self, inventory: Inventory, read: Callable[[], None]) -> None:
+        """``read`` fills the model with the reference's weights, once; the model's own are put back."""
         self._live = [held.tensor.data for held in inventory.held.values()]
         mine = self._on_host()
-        import_weights(inventory, folder)
+        read()
         self._reference = self._on_host()
         self._fill(mine)
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.algorithm.settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)
-class ActorSettings:
-    """Names and units are those of the configuration's leaves."""
+class ActorSettings(LossSettings):
+    """Names and units are those of the configuration's leaves, from which they are filled by name."""
 
     hf_checkpoint: str
+    ref_load: str | None = None
+    no_save_optim: bool = False
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the table [model] gives, by name; the rest comes from config.json."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's own dataclasses, by name; they win over what the trainer sets."""
+    bf16: bool | None = False
+    """None: on a GPU."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    transformer_impl: str | None = None
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
@@ -26,21 +40,32 @@ class ActorSettings:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_decay_iters: int = 1
+    lr_warmup_iters: int = 0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_iters: int | None = None
     weight_decay: float = 0.01
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
     seed: int = 1234
     temperature: float = 1.0
-    advantage_estimator: str = "grpo"
-    eps_clip: float = 0.2
-    eps_clip_high: float = 0.2
-    eps_clip_c: float | None = None
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
-    calculate_per_token_loss: bool = False
     distributed_timeout_minutes: int = 10
     update_weight_buffer_size: int = 512 * 1024**2
     num_threads: int = 1

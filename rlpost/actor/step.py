@@ -20,14 +20,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
-from rlpost.actor.logprobs import response_logprobs
+from rlpost.actor.logprobs import Rows, response_logprobs
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.settings import ActorSettings
-from rlpost.algorithm.kl import estimate_kl
-from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, token_weights
-
-Stats = dict[str, torch.Tensor]
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Stats]]
+from rlpost.algorithm.loss import token_weights
+from rlpost.algorithm.objective import Stats, Tokens, loss_function
 
 
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -39,21 +36,26 @@ class MicroBatchLoss:
     """From this rank's logits to log-probs, and from those to a weighted loss."""
 
     def __init__(self, settings: ActorSettings, *, num_valid: int, num_samples: int, num_tokens: int) -> None:
-        """Args: ``num_valid`` columns of the logits are tokens; the others count the global batch."""
+        """Args: ``num_valid`` columns of the logits are tokens; the others count the global batch. Raises ConfigError
+        when a custom loss cannot be imported."""
         self.settings = settings
         self.num_valid = num_valid
         self.num_samples = num_samples
         self.num_tokens = num_tokens
+        self.objective = loss_function(settings)
 
-    def logprobs(self, logits: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-        """[1, T, V / tp] -> [R]."""
-        return response_logprobs(
-            logits[0],
+    def logprobs(
+        self, logits: torch.Tensor, packed: PackedMicroBatch, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, V / tp] -> log-probs and entropies [R], the latter 0 unless asked for."""
+        rows = Rows(
             packed.response_index,
             packed.targets,
             temperature=self.settings.temperature,
             num_valid=self.num_valid,
+            chunk_size=self.settings.log_probs_chunk_size,
         )
+        return response_logprobs(logits[0], rows, with_entropy=with_entropy)
 
     def loss(
         self,
@@ -62,14 +64,21 @@ class MicroBatchLoss:
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-        """The weighted sum of the tokens' losses, a token count Megatron wants and no one uses, and sums of metrics."""
-        logprobs_R = self.logprobs(logits, packed)
-        old_R = logprobs_R.detach() if old_logprobs is None else old_logprobs
-        loss_R, per_token = self._policy_loss(logprobs_R, old_R, packed)
-        if ref_logprobs is not None:
-            kl_R = estimate_kl(logprobs_R, ref_logprobs, self.settings.kl_loss_type)
-            loss_R = loss_R + self.settings.kl_loss_coef * kl_R
-            per_token = per_token | {"ref_kl": kl_R.detach()}
+        """The weighted sum of the tokens' losses, a token count Megatron wants and no one uses, and this micro-batch's
+        terms of the metrics: sums, and maxima under names that end in ``_max``."""
+        logprobs_R, entropy_R = self.logprobs(logits, packed, with_entropy=True)
+        tokens = Tokens(
+            logprobs=logprobs_R,
+            entropy=entropy_R,
+            old_logprobs=logprobs_R.detach() if old_logprobs is None else old_logprobs,
+            rollout_logprobs=packed.rollout_logprobs,
+            ref_logprobs=ref_logprobs,
+            advantages=packed.advantages,
+            loss_mask=packed.loss_mask,
+            sample_lengths=packed.sample_lengths,
+            sample_sums=partial(_sample_sums, packed=packed),
+        )
+        loss_R, per_token = self.objective(tokens, self.settings)
         weight_R = packed.loss_mask * token_weights(
             packed.sample_lengths,
             num_samples=self.num_samples,
@@ -77,31 +86,23 @@ class MicroBatchLoss:
             per_token=self.settings.calculate_per_token_loss,
         )
         loss = (loss_R * weight_R).sum()
-        per_token = per_token | {"logprob_abs_diff": (logprobs_R.detach() - packed.rollout_logprobs).abs()}
-        mean_weight_R = packed.loss_mask / self.num_tokens
-        stats = {name: (value_R * mean_weight_R).sum() for name, value_R in per_token.items()}
+        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
 
-    def _policy_loss(
-        self, logprobs_R: torch.Tensor, old_R: torch.Tensor, packed: PackedMicroBatch
-    ) -> tuple[torch.Tensor, Stats]:
-        settings = self.settings
-        clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
-        if settings.advantage_estimator == "cispo":
-            return cispo_loss(logprobs_R, old_R, packed.advantages, **clip)
-        if settings.advantage_estimator == "gspo":
-            logprobs_R = sequence_level(logprobs_R, _sample_means(logprobs_R.detach() - old_R, packed))
-            old_R = torch.zeros_like(old_R)
-        return policy_loss(logprobs_R, old_R, packed.advantages, **clip, eps_clip_c=settings.eps_clip_c)
+    def _term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch adds to a metric; a maximum is at least 0."""
+        if name.endswith("_max"):
+            return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
+        return (value_R * mask_R).sum() / self.num_tokens
 
 
-def _sample_means(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-    """For each response token the mean over the loss-masked tokens of its sample, wherever these are."""
+def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
+    """For each response token the sum over the loss-masked tokens of its sample, wherever these are."""
     sums = values_R.new_zeros(len(packed.response_lengths))
     sums.index_add_(0, packed.sample_index, values_R * packed.loss_mask)
     if parallel.context_parallel_group().size() > 1:
         dist.all_reduce(sums, group=parallel.context_parallel_group())
-    return sums[packed.sample_index] / packed.sample_lengths.clamp(min=1)
+    return sums[packed.sample_index]
 
 
 def run(

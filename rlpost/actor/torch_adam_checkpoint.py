@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def uses_torch_adam(optimizer: MegatronOptimizer) -> bool:
@@ -45,7 +46,7 @@ def step_of(optimizer: MegatronOptimizer) -> float:
 
 
 def load(optimizer: MegatronOptimizer, loaded: dict[Any, Any], *, step: float) -> None:
-    """Take the moments from what was loaded for a primed optimizer in the format "fully_reshardable"."""
+    """Take moments and main weights from what was loaded for a primed optimizer in the format "fully_reshardable"."""
     parts = _each(optimizer)
     for number, one in enumerate(parts):
         part = loaded if len(parts) == 1 else loaded[number]
@@ -54,13 +55,22 @@ def load(optimizer: MegatronOptimizer, loaded: dict[Any, Any], *, step: float) -
                 state.pop("step")
             with torch.no_grad():
                 one.load_parameter_state_from_fully_reshardable(part["param_state"])
+        elif isinstance(one, Float16OptimizerWithFloat16Params):
+            _load_moments(one, part["optimizer"]["state"], step)
+            for mine, saved in zip(one.fp32_from_float16_groups, part["fp32_from_fp16_params"], strict=True):
+                for main, value in zip(mine, saved, strict=True):
+                    main.data.copy_(value.data)
         else:
-            groups = one.optimizer.state_dict()["param_groups"]
-            moments = {key: value for key, value in part["state"].items() if key != "common_step"}
-            states = {key: value | {"step": torch.tensor(step)} for key, value in moments.items()}
-            one.optimizer.load_state_dict({"state": states, "param_groups": groups})
+            _load_moments(one, part["state"], step)
     for state in _states(optimizer):
         state["step"] = torch.tensor(step)
+
+
+def _load_moments(one: MegatronOptimizer, loaded: dict[Any, Any], step: float) -> None:
+    groups = one.optimizer.state_dict()["param_groups"]
+    moments = {key: value for key, value in loaded.items() if key != "common_step"}
+    states = {key: value | {"step": torch.tensor(step)} for key, value in moments.items()}
+    one.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _each(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

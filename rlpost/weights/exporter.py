@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from rlpost.types import Bucket
 from rlpost.weights import layouts
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers
 from rlpost.weights.inventory import Entry, Inventory
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts its files
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
@@ -36,11 +40,12 @@ class Exporter:
         self.inventory = inventory
 
     def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        """The weights in order, in buckets of at most ``max_bytes``; a larger one is alone in its bucket."""
+        """All weights, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A
+        bucket's weights are all of one pipeline stage."""
         buckets: list[list[Entry]] = []
         room = 0
-        for entry in self.inventory.entries:
-            if not buckets or entry.num_bytes > room:
+        for entry in sorted(self.inventory.entries, key=lambda entry: entry.owner):
+            if not buckets or entry.num_bytes > room or entry.owner != buckets[-1][0].owner:
                 buckets.append([])
                 room = max_bytes
             buckets[-1].append(entry)
@@ -48,16 +53,17 @@ class Exporter:
         return tuple(tuple(bucket) for bucket in buckets)
 
     @torch.no_grad()
-    def gather(self, bucket: tuple[Entry, ...]) -> dict[str, torch.Tensor]:
-        """Full Hugging Face tensors of a bucket, on the device. A collective."""
+    def gather(self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
+        """Full Hugging Face tensors of a bucket, on the device; without ``on_all_stages`` only its own pipeline stage
+        has them, and no other need call. A collective."""
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            for rule, full in zip(entry.rules, self._full(entry), strict=True):
+            for rule, full in zip(entry.rules, self._full(entry, on_all_stages), strict=True):
                 parts = layouts.split(full, rule.layout, self.inventory.dims)
                 tensors.update(zip(rule.hugging_face, parts, strict=True))
         return tensors
 
-    def _full(self, entry: Entry) -> Sequence[torch.Tensor]:
+    def _full(self, entry: Entry, on_all_stages: bool) -> Sequence[torch.Tensor]:
         """The full Megatron tensors of an entry: from the tensor-parallel ranks of its stage, then from all experts,
         then to the other stages."""
         groups, held = self.inventory.groups, self.inventory.part(entry)
@@ -66,7 +72,7 @@ class Exporter:
             shards = [local] if held.dim is None else _all_gather(local, held.group)
             full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
             fulls = [full] if len(entry.rules) == 1 else _all_gather(full, groups.expert)
-        if groups.pipeline.size() == 1:
+        if groups.pipeline.size() == 1 or not on_all_stages:
             return fulls
         if held is None:
             device = next(iter(self.inventory.held.values())).tensor.device
@@ -90,6 +96,7 @@ def describe(bucket: tuple[Entry, ...]) -> Bucket:
         names=tuple(name for entry in bucket for name in entry.hugging_face),
         shapes=tuple(shape for entry in bucket for shape in entry.shapes),
         dtypes=tuple(dtypes),
+        stage=bucket[0].owner,
     )
 
 
@@ -99,26 +106,33 @@ def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
     for bucket in exporter.plan(max_bytes):
         for name, tensor in exporter.gather(bucket).items():
             digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
+            on_host = tensor.to("cpu", copy=True)  # NumPy would pin the memory of a weight for good
+            digest.update(on_host.contiguous().flatten().view(torch.uint8).numpy())
             digests[name] = digest.hexdigest()
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 def export_folder(
-    exporter: Exporter, folder: str | Path, *, template: str | Path, writes: bool, shard_bytes: int = SHARD_BYTES
+    exporter: Exporter,
+    folder: str | Path,
+    *,
+    template: str | Path,
+    writes: bool,
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and tokenizer.
 
     Args: ``template`` is the folder the model came from; its configuration and tokenizer files are copied, with the
-    dtype of the weights, and so are weights that are not trained. All ranks that hold one copy of the model call this;
-    the one with ``writes`` writes.
+    dtype of the weights and with ``config`` in place of its config.json, and so are weights that are not trained. All
+    ranks that hold one copy of the model call this; the one with ``writes`` writes.
     """
     folder, template = Path(folder), Path(template)
     plan = exporter.plan(shard_bytes)
     kept = extra_layers(HuggingFaceFolder(template), exporter.inventory) if writes else []
     if writes:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _copy_configuration(template, folder, dtype=plan[0][0].dtype)
+        _copy_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
     num_files = len(plan) + bool(kept)
     file_of: dict[str, str] = {}
     total = 0
@@ -143,15 +157,17 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_file
     on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
     save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
     os.replace(folder / f".{name}", folder / name)
+    logger.info("%s: file %d of %d is written", folder, number, num_files)
     return name
 
 
-def _copy_configuration(template: Path, folder: Path, *, dtype: torch.dtype) -> None:
+def _copy_configuration(template: Path, folder: Path, *, config: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
     for pattern in COPIED_FILES:
         for file in template.glob(pattern):
             if file.name not in NOT_COPIED and file.parent != folder:
                 shutil.copyfile(file, folder / file.name)
-    config = json.loads((template / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    written = dict(json.loads((template / "config.json").read_text()) if config is None else config)
+    written.pop("quantization_config", None)  # of the weights that were quantised; these are not
+    key = "torch_dtype" if "torch_dtype" in written else "dtype"
+    written[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")

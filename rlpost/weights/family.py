@@ -42,8 +42,6 @@ def expert_fields(hf: HfConfig, *, num_experts: int, layer_is_sparse: list[bool]
         "moe_layer_freq": [int(sparse) for sparse in layer_is_sparse],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
     }

@@ -8,7 +8,9 @@ WeightError says which is not; a wrong model is never trained silently.
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ from rlpost.errors import WeightError
 from rlpost.weights import layouts
 from rlpost.weights.inventory import Inventory
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_S = 5.0
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values that old exporters wrote
 
 
@@ -66,8 +71,8 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
     Values are cast to the dtype of the parameters. Raises WeightError for tensors that are missing, left over, or of
     another shape.
     """
-    source = HuggingFaceFolder(folder)
-    for name, held in inventory.held.items():
+    source, total, told = HuggingFaceFolder(folder), len(inventory.held), time.monotonic()
+    for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
         part = layouts.merge([source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims)
         if held.dim is not None:
@@ -78,6 +83,9 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
                 f"needs {tuple(tensor.shape)}; is config.json that of these weights?"
             )
         tensor.copy_(part)
+        if number == total or time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            logger.info("%s: %d of this rank's %d parameters are filled", folder, number, total)
     unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
     if inventory.tied:  # some folders carry the copy
         unused.discard("lm_head.weight")

@@ -59,7 +59,6 @@ class Held:
     rule: Rule
     group: dist.ProcessGroup  # whose ranks hold the other parts
     dim: int | None  # along which it is cut; None when it is whole
-    is_copy: bool  # of the tied embedding, on the last pipeline stage
 
 
 class Inventory:
@@ -77,7 +76,7 @@ class Inventory:
         self.held: dict[str, Held] = {}
         mine: list[Entry] = []
         for name, tensor in _tensors(chunks):
-            is_copy = tied and name == OUTPUT_LAYER
+            is_copy = tied and name == OUTPUT_LAYER  # of the embedding, on the last pipeline stage
             held = self._held(name, tensor, family, is_copy=is_copy)
             self.held[held.rule.megatron] = held
             if not is_copy:
@@ -106,7 +105,7 @@ class Inventory:
         group = self.groups.tensor if expert is None else self.groups.expert_tensor
         dim = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) and group.size() > 1 else None
         rule = names.to_hugging_face(EMBEDDING if is_copy else name, family.rules)
-        return Held(tensor, replace(rule, megatron=name), group, dim, is_copy)
+        return Held(tensor, replace(rule, megatron=name), group, dim)
 
     def _entry(self, name: str, held: Held, family: Family) -> Entry:
         expert, rules = names.expert_number(name), (held.rule,)
@@ -141,7 +140,8 @@ class Inventory:
 
 
 def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and expert biases, with layers counted over the whole model (a layer knows its number from 1)."""
+    """Parameters and expert biases under their canonical names, with layers counted over the whole model (a layer knows
+    its number from 1)."""
     for chunk in chunks:
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
         for name, tensor in (*chunk.named_parameters(), *buffers):
@@ -149,4 +149,4 @@ def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Ten
             if local is not None:
                 layer = chunk.get_submodule(f"decoder.layers.{local}")
                 name = names.renumber(name, layer=layer.layer_number - 1)
-            yield name, tensor
+            yield names.canonical(name), tensor

@@ -83,6 +83,25 @@ EXPERTS: tuple[Rule, ...] = (
     *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
 )
 
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+
+
+def canonical(name: str) -> str:
+    """The name that a parameter has in a model without TransformerEngine.
+
+    With it the norms before attention and a dense MLP are part of the linear layer that follows, and the experts of a
+    rank are one module with a numbered weight for each.
+    """
+    for fused, alone in _FUSED_NORMS.items():
+        if name.endswith("." + fused):
+            return name.removesuffix(fused) + alone
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
 _NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.)?")
 
 

@@ -1,47 +1,99 @@
-"""Sync, the trainer's half: full weights in flat buckets, broadcast to the engines.
+"""Sync, the trainer's half: full weights in flat buckets, on their way to the engines.
 
-In: the exporter of this rank. Out: for each bucket one broadcast of bytes in a group of its own. Its members are the
-trainer's global rank 0 (as rank 0) and every engine rank (from 1 on). The engines are told what comes over HTTP by
-somebody else, who calls ``connect`` and ``send`` while that request is under way: both sides block on each other.
+In: the exporter of this rank. Out: the buckets, one after another, by one of two ways; the engines are told what comes
+over HTTP by somebody else (``rlpost.rollout.weight_update``).
 
-The bytes of a bucket are its tensors, each flattened, one after another without gaps: SGLang's load format
-"flattened_bucket". The group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with
-torch's private helper because torch has no public way to form a group with processes outside the world.
+- ``Broadcast``: engines on other GPUs. Each pipeline stage has a process group of its own with all engine ranks: its
+  source (rank 0) and every engine rank (from 1 on). Both sides block on each other.
+- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into one piece of memory and hands out a
+  handle to it (CUDA IPC; shared memory on a CPU): nothing travels.
+
+The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". The
+group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
+because torch has no public way to form a group with processes outside the world.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Iterable
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from rlpost.errors import SyncError
 from rlpost.types import Bucket
 from rlpost.weights.exporter import Exporter, describe
+from rlpost.weights.inventory import Entry
+from rlpost.weights.quantise import BlockFp8
+
+ALIGNMENT = 16  # bytes; a tensor of any dtype may begin there
 
 
-class SyncSender:
-    """Sends the weights of the trainer; one on every rank, all called alike."""
+class Buckets:
+    """The weights of the trainer in buckets, as the engines want them: the same plan on every rank."""
 
-    def __init__(self, exporter: Exporter, *, bucket_bytes: int, gathers: bool, backend: str, timeout_s: float) -> None:
-        """Args: ``bucket_bytes`` bounds a bucket; ``gathers``: whether this rank and global rank 0 hold parts of the
-        same copy of the model; ``timeout_s`` is the deadline of connecting and of each broadcast."""
+    def __init__(self, exporter: Exporter, *, bucket_bytes: int, quantisation: BlockFp8 | None = None) -> None:
+        """Args: ``bucket_bytes`` bounds a bucket, unless one weight alone is larger; without ``quantisation`` weights
+        travel in the trainer's precision."""
         self.exporter = exporter
-        self.buckets = exporter.plan(bucket_bytes)
+        self.quantisation = quantisation
+        self.entries = exporter.plan(bucket_bytes)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def plan(self) -> tuple[Bucket, ...]:
+        """Names, shapes and dtypes of each bucket."""
+        return tuple(self._described(bucket) for bucket in self.entries)
+
+    def stage_of(self, index: int) -> int:
+        """The pipeline stage that holds a bucket's weights."""
+        return self.entries[index][0].owner
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        """Full tensors of a bucket, in the order of the plan. A collective of all stages, or of the bucket's own."""
+        tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages)
+        if self.quantisation is None:
+            return tensors
+        return {key: value for name in tensors for key, value in self.quantisation.tensors(name, tensors[name]).items()}
+
+    def largest_bytes(self) -> int:
+        """Bytes of the largest bucket, its tensors aligned."""
+        return max(place(_bytes(bucket))[1] for bucket in self.plan())
+
+    def _described(self, entries: tuple[Entry, ...]) -> Bucket:
+        bucket = describe(entries)
+        if self.quantisation is None:
+            return bucket
+        whole: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+            whole.update(self.quantisation.shapes(name, shape, dtype))
+        shapes, dtypes = zip(*whole.values(), strict=True)
+        return Bucket(tuple(whole), shapes, dtypes, bucket.stage)
+
+
+class Broadcast:
+    """Sends buckets to engines elsewhere; one on every rank, all called alike."""
+
+    def __init__(self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float) -> None:
+        """Args: ``gathers``: whether this rank and the source of its stage hold parts of the same copy of the model;
+        ``is_source``: whether it is that source; ``timeout_s``: the deadline of connecting and of each broadcast."""
+        self.buckets = buckets
+        self.stage = buckets.exporter.inventory.groups.pipeline.rank()
         self.gathers = gathers
-        self.is_source = dist.get_rank() == 0
+        self.is_source = is_source
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)
         self.group: dist.ProcessGroup | None = None
 
-    def plan(self) -> tuple[Bucket, ...]:
-        """What ``send`` sends, by index: names, shapes and dtypes. The same on every rank."""
-        return tuple(describe(bucket) for bucket in self.buckets)
-
-    def connect(self, master_addr: str, master_port: int, *, num_engine_ranks: int, group_name: str) -> None:
-        """Form the group with the engines; rank 0 listens on the address, all other trainer ranks do nothing.
+    def connect(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
+        """Form the group of this rank's stage with the engines; its source listens on the address, others do nothing.
 
         Raises SyncError when the engines have not come within the timeout.
         """
@@ -71,24 +123,24 @@ class SyncSender:
             ) from error
         _world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
 
-    def send(self, bucket_index: int) -> None:
-        """Gather bucket ``bucket_index`` and broadcast it. Every trainer rank calls this.
+    def send(self, index: int) -> None:
+        """Gather bucket ``index`` and broadcast it. Every trainer rank calls this.
 
         Raises SyncError when an engine does not take part in time.
         """
-        if not self.gathers:
+        if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
-        tensors = self.exporter.gather(self.buckets[bucket_index])
+        tensors = self.buckets.gather(index, on_all_stages=False)
         if not self.is_source:
             return
         if self.group is None:
             raise SyncError("no engine is connected; call connect before send")
-        flat = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors.values()])
+        flat = torch.cat([as_bytes(tensor) for tensor in tensors.values()])
         try:
             dist.broadcast(flat, group=self.group, group_src=0)
         except (dist.DistError, RuntimeError) as error:
             raise SyncError(
-                f"bucket {bucket_index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines "
+                f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines "
                 f"within {self.timeout.total_seconds():.0f} s: {error}"
             ) from error
 
@@ -97,3 +149,70 @@ class SyncSender:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
+
+
+class Sharing:
+    """Lays buckets open to engines on the same device; one on every rank, all called alike.
+
+    The memory is one piece, as large as the largest bucket, used again for each: an engine has copied a bucket into its
+    model before it answers, so nothing that it still reads is ever overwritten.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets = buckets
+        self.memory: torch.Tensor | None = None
+
+    def share(self, index: int) -> str:
+        """Gather bucket ``index`` and return a handle: base64 of a pickled list of (name, tensor), the form of
+        SGLang's update_weights_from_tensor. Every trainer rank calls this. A handle is good for one reader (torch
+        counts references) and until the next call."""
+        tensors = self.buckets.gather(index, on_all_stages=True)
+        offsets, size = place(tensor.nbytes for tensor in tensors.values())
+        device = next(iter(tensors.values())).device
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = _shareable(self.buckets.largest_bytes(), device)
+        handles = []
+        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
+            view = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+            handles.append((name, view))
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the engine's stream does not know ours
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(handles)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    def release(self) -> None:
+        """Give the memory back once all engines have answered; harmless without."""
+        self.memory = None
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[...] -> [nbytes], uint8."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def place(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where pieces of these sizes begin in one piece of memory, each aligned, and how large that is; in bytes."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _bytes(bucket: Bucket) -> list[int]:
+    pairs = zip(bucket.shapes, bucket.dtypes, strict=True)
+    return [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in pairs]
+
+
+def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that another process can map. On a CPU by a file's name: a descriptor could be passed only to a process
+    that knows our secret, and SGLang ends at the attempt."""
+    if device.type == "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()

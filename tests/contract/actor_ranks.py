@@ -109,17 +109,17 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from rlpost.actor import step
+    from rlpost.actor import device, step
     from rlpost.actor.packing import pack
 
-    packed = [pack(tuple(samples), actor.cut)]
+    packed = [pack(tuple(samples), actor.cut).to(device.current())]
     collect = lambda index, micro_batch, sharded: (  # noqa: E731
         sharded.sum(),
         gather_from_tensor_model_parallel_region(sharded)[0],
     )
     with torch.no_grad():
         found = step.run(actor.model, packed, loss_of=collect, forward_only=True)
-    return found[0].numpy() if found else None
+    return found[0].float().cpu().numpy() if found else None
 
 
 def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, Any]:
@@ -128,6 +128,14 @@ def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, A
     actor.export(export)
     batch = my_batch(actor, samples, max_tokens=None)
     return {"logits": logits(actor, samples), "logprobs": actor.compute_logprobs(batch), "batch": batch}
+
+
+def logprobs_in_groups(actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]) -> list[Any]:
+    """Log-probs in the micro-batches of the training, and in groups of their own."""
+    actor.import_weights()
+    batch = my_batch(actor, samples, max_tokens=64)
+    grouped = dataclasses.replace(batch, log_prob_groups=tuple(map(tuple, groups)))
+    return [actor.compute_logprobs(batch), actor.compute_logprobs(grouped)]
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,8 @@ def _whole(actor: Any, *, gradients: bool) -> dict[str, Any]:
         inventory.entries = [
             entry for entry in inventory.entries if not entry.rules[0].megatron.endswith("expert_bias")
         ]
-    (bucket,) = Exporter(inventory).plan(2**40)
-    tensors = Exporter(inventory).gather(bucket)
+    exporter = Exporter(inventory)
+    tensors = {name: tensor for bucket in exporter.plan(2**40) for name, tensor in exporter.gather(bucket).items()}
     first = torch.distributed.get_rank() == 0
     return {name: tensor.clone().numpy() for name, tensor in tensors.items()} if first else {"": None}
 
@@ -248,26 +256,71 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
     return counts
 
 
+def save_beside_training(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]) -> list[str]:
+    """After the first step save into the first folder, waiting, and into the second in the background, of which nothing
+    is waited for until two more steps are trained; then save into the third. Returns the weights' hash at each save."""
+    actor.import_weights()
+    train = lambda samples: actor.train_step(my_batch(actor, samples, max_tokens=None))  # noqa: E731
+    train(steps[0])
+    hashes = [actor.weights_hash()] * 2
+    actor.save(folders[0], 1)
+    actor.save(folders[1], 1, in_background=True)
+    for samples in steps[1:]:
+        train(samples)
+    actor.finish_save()
+    actor.save(folders[2], len(steps), in_background=True)
+    actor.finish_save()
+    return [*hashes, actor.weights_hash()]
+
+
+def hash_of_saved(actor: Any, *, folder: str) -> tuple[str, dict[str, Any]]:
+    """Hash of the weights of a checkpoint, and the sums of the optimizer's moments."""
+    actor.load(folder)
+    inner = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
+    states = [state for one in inner for state in one.state.values()]
+    sums = {key: [state[key].double().sum().item() for state in states] for key in ("exp_avg", "exp_avg_sq")}
+    return actor.weights_hash(), sums
+
+
+def train_with_absences(actor: Any, steps: Sequence[Sequence[TrainSample]], *, leaves: bool) -> dict[str, Any]:
+    """Train; between steps everything leaves the device and comes back, the weights alone for a while, if it
+    ``leaves``. Returns a hash of the weights, the loss of each step, and what left at the first absence."""
+    actor.import_weights()
+    losses, freed = [], {}
+    for samples in steps:
+        losses.append(actor.train_step(my_batch(actor, samples, max_tokens=None)).metrics["train/loss"])
+        if not leaves:
+            continue
+        left = actor.memory.offload("weights", "grads", "optimizer")
+        freed = freed or left
+        assert actor.memory.offload("weights") == {}, "what is away cannot leave"
+        actor.memory.restore("weights")
+        actor.weights_hash()
+        actor.memory.restore("weights", "grads", "optimizer")
+    return {"hash": actor.weights_hash(), "losses": losses, "freed": freed}
+
+
 def plan_sync(actor: Any) -> Any:
     """What would be sent."""
-    return actor.plan_sync()
+    return actor.buckets.plan()
 
 
-def send_weights(actor: Any, *, ports: Sequence[int], group_name: str) -> None:
-    """Bring all buckets to one peer, which joins at each of the ports in turn."""
+def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name: str) -> None:
+    """Bring all buckets to one peer, which joins several times, each time at one port a pipeline stage."""
     actor.import_weights()
-    for port in ports:
-        actor.connect_engines("127.0.0.1", port, 1, group_name)
-        for index in range(len(actor.plan_sync())):
+    for ports in connections:
+        stage = actor.broadcast.stage
+        actor.broadcast.connect("127.0.0.1", ports[stage], 1, f"{group_name}-{stage}")
+        for index in range(len(actor.buckets.plan())):
             actor.send_bucket(index)
-        actor.disconnect_engines()
+        actor.broadcast.disconnect()
 
 
 def connect_to_nobody(actor: Any, *, port: int) -> str:
     """What the actor says when no engine comes within a second."""
-    actor.sender.timeout = timedelta(seconds=1)
+    actor.broadcast.timeout = timedelta(seconds=1)
     try:
-        actor.connect_engines("127.0.0.1", port, 1, "rlpost")
+        actor.broadcast.connect("127.0.0.1", port, 1, "rlpost")
     except SyncError as error:
         return str(error)
     return "connected"

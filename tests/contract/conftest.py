@@ -56,12 +56,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
     """Two engines and a router on 127.0.0.1, started together, ended whatever happens."""
     logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
-    *ports, router_port = free_ports(3)
+    *ports, router_port, metrics_port = free_ports(4)
     engines = tuple(
         Engine(model_path=str(tiny_model), api_key=key, server_args={}, log_path=logs / f"engine-{port}.log")
         for port in ports
     )
-    router = Router(policy="round_robin", api_key=key, log_path=logs / "router.log")
+    router = Router(policy="round_robin", api_key=key, log_path=logs / "router.log", metrics_port=metrics_port)
     try:
         with ThreadPoolExecutor() as pool:
             starting = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 VOCAB_SIZE = 96
 COMMON = dict(
@@ -60,3 +61,8 @@ def make_family(folder: Path, name: str) -> None:
             if "inv_freq" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
     model.save_pretrained(folder)
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, in however many files they are."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

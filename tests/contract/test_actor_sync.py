@@ -19,9 +19,17 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
-from tests.contract.actor_ranks import connect_to_nobody, free_port, plan_sync, run_ranks, send_weights
+from tests.contract.actor_ranks import (
+    connect_to_nobody,
+    free_port,
+    plan_sync,
+    run_ranks,
+    send_weights,
+    train_with_absences,
+)
 from tests.contract.families import make_family
 from tests.contract.layouts import LAYOUTS
+from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,26 +48,32 @@ def sglang_tensor_bucket() -> ModuleType:
     return module
 
 
-def receive(ports: list[int], group_name: str, plan: tuple, results: Any) -> None:
-    """Join at each port, take all buckets and put {name: array}."""
+def join(port: int, group_name: str) -> Any:
+    """A group with the trainer's rank 0, formed as SGLang does it."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
-    bucket_module = sglang_tensor_bucket()
     timeout = timedelta(seconds=90)
-    for port in ports:
-        store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
-        store.set_timeout(timeout)
-        group, _ = _new_process_group_helper(
-            2,
-            1,
-            [],
-            Backend("gloo"),
-            PrefixStore(group_name, store),
-            group_name=group_name,
-            backend_options=None,
-            timeout=timeout,
-        )
-        _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        2,
+        1,
+        [],
+        Backend("gloo"),
+        PrefixStore(group_name, store),
+        group_name=group_name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def receive(connections: list[list[int]], group_name: str, plan: tuple, results: Any) -> None:
+    """For each connection join every stage's group, take all buckets and put {name: array}."""
+    bucket_module = sglang_tensor_bucket()
+    for ports in connections:
+        groups = [join(port, f"{group_name}-{stage}") for stage, port in enumerate(ports)]
         tensors: dict[str, Any] = {}
         for bucket in plan:
             metadata, start = [], 0
@@ -69,10 +83,11 @@ def receive(ports: list[int], group_name: str, plan: tuple, results: Any) -> Non
                 metadata.append(bucket_module.FlattenedTensorMetadata(name, size, dtype, start, end, end - start))
                 start = end
             flat = torch.empty(start, dtype=torch.uint8)
-            torch.distributed.broadcast(flat, group=group, group_src=0)
+            torch.distributed.broadcast(flat, group=groups[bucket.stage], group_src=0)
             reader = bucket_module.FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata)
             tensors |= {name: tensor.numpy().copy() for name, tensor in reader.reconstruct_tensors()}
-        torch.distributed.destroy_process_group(group)
+        for group in groups:
+            torch.distributed.destroy_process_group(group)
         results.put(tensors)
 
 
@@ -81,13 +96,14 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     plans = run_ranks(plan_sync, world_size, actor)
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
+    stages = actor.pipeline_model_parallel_size
     context = multiprocessing.get_context("spawn")
-    results, ports = context.Queue(), [free_port(), free_port()]
-    peer = context.Process(target=receive, args=(ports, "rlpost-sync", plans[0], results), daemon=True)
+    results, connections = context.Queue(), [[free_port() for _ in range(stages)] for _ in range(2)]
+    peer = context.Process(target=receive, args=(connections, "rlpost-sync", plans[0], results), daemon=True)
     peer.start()
     try:
-        run_ranks(send_weights, world_size, actor, ports=ports, group_name="rlpost-sync")
-        return [results.get(timeout=60) for _ in ports]
+        run_ranks(send_weights, world_size, actor, connections=connections, group_name="rlpost-sync")
+        return [results.get(timeout=60) for _ in connections]
     finally:
         peer.kill()
         peer.join()
@@ -118,3 +134,14 @@ def test_engines_that_do_not_come_are_reported_at_the_deadline(models):  # noqa:
     port = free_port()
     (said,) = run_ranks(connect_to_nobody, 1, settings(models, "untied", "tp1"), port=port)
     assert said.startswith(f"group 'rlpost' with 1 engine ranks could not be formed at 127.0.0.1:{port} within 1 s")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_memory_that_left_the_device_comes_back_bit_for_bit(models, distributed):  # noqa: F811
+    """A trainer whose weights, gradients and optimizer were away between steps ends where one ends that never left."""
+    actor = settings(models, "untied", "tp2_sp", use_distributed_optimizer=distributed)
+    stayed = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=False)
+    left = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=True)
+    for mine, theirs in zip(left, stayed, strict=True):
+        assert (mine["hash"], mine["losses"]) == (theirs["hash"], theirs["losses"])
+        assert all(mine["freed"][part] > 0 for part in ("weights", "grads", "optimizer"))

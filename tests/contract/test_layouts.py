@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import Files, count_forwards, run_ranks, train
-from tests.contract.families import make_family
+from tests.contract.families import load_folder, make_family
 from tests.contract.layouts import BLOCK, FULL, LAYOUTS, LIMIT, MOE, SELECTIVE, Comparison, Layout
 from tests.contract.samples import STEPS
 
@@ -24,6 +23,7 @@ KINDS = (
     "cp2-pp2-vpp2",
     "moe-tp2-sp-ep2-pp2",
     "cp2-pp2-gspo-kl",
+    "tp2-sp-entropy-tis",
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reade
     files = Files(load=saved, export=str(tmp_path / "continued"))
     continued = run_ranks(train, reader.num_ranks, settings(tmp_path, reader), steps=STEPS, files=files)
     assert continued[0]["metrics"] == [pytest.approx(whole[0]["metrics"][2], rel=1e-5, abs=1e-6)]
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("continued", "whole"))
+    ours, theirs = (load_folder(tmp_path / name) for name in ("continued", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ours)
     if reader.name == writer.name:

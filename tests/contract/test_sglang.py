@@ -19,26 +19,37 @@ import pytest
 import torch
 
 from rlpost.data.cursor import PromptCursor
-from rlpost.data.prompts import PromptSet
+from rlpost.data.prompts import PromptFields, PromptSet
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
+from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
 from rlpost.rollout.client import EngineClient
+from rlpost.rollout.connection import Connection
 from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.generate import RouterAddress, generate_groups
+from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_args import server_arg_names
-from rlpost.rollout.weight_update import WeightUpdate
+from rlpost.rollout.weight_update import (
+    BroadcastMover,
+    DiskMover,
+    SharingMover,
+    WeightUpdate,
+    num_engine_ranks,
+    stage_group,
+)
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup
+from rlpost.weights.sync import Sharing, place
 from tests.contract.conftest import Sglang, free_ports
 
 logger = logging.getLogger(__name__)
 MAX_NEW = 6
+GROUP = "contract"
 GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0, stop_token_ids=(1,))
 
 
 def held_out(model: Path, count: int) -> list[Prompt]:
-    prompts = PromptSet(model / "heldout.jsonl", tokenize=PromptTokenizer(model), input_key="prompt", label_key="label")
+    prompts = PromptSet(model / "heldout.jsonl", tokenize=PromptTokenizer(model), fields=PromptFields("prompt", "label"))
     return PromptCursor(prompts).take(count)
 
 
@@ -51,7 +62,9 @@ def load(model: Path) -> Any:
 
 def groups_of(sglang: Sglang, prompts: list[Prompt], sampling: SamplingParams, n: int) -> list[SampleGroup]:
     return asyncio.run(
-        generate_groups(prompts, sampling, n=n, router=sglang.router, score=exact_match, stop_requested=lambda: False)
+        generate_groups(
+            prompts, sampling, n=n, router=sglang.router, grader=InlineGrader(exact_match), stop_requested=lambda: False
+        )
     )
 
 
@@ -75,7 +88,9 @@ def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[in
     """Greedy answers of one engine, asked directly."""
     address = RouterAddress(url, key, (url,), concurrency=64)
     groups = asyncio.run(
-        generate_groups(prompts, GREEDY, n=1, router=address, score=exact_match, stop_requested=lambda: False)
+        generate_groups(
+            prompts, GREEDY, n=1, router=address, grader=InlineGrader(exact_match), stop_requested=lambda: False
+        )
     )
     return [group.samples[0].sample.response_ids for group in groups]
 
@@ -120,9 +135,13 @@ def test_greedy_evaluation_is_that_of_transformers(sglang: Sglang) -> None:
     tokenize = PromptTokenizer(sglang.model)
     wanted = hf_greedy(load(sglang.model), prompts)
     right = sum(answer == (*tokenize(prompt.label)[1], 1) for answer, prompt in zip(wanted, prompts, strict=True))
-    said = asyncio.run(
-        evaluate(prompts, GREEDY, n=1, router=sglang.router, score=exact_match, stop_requested=lambda: False)
-    )
+
+    async def evaluated() -> dict[str, float]:
+        async with Connection(sglang.router) as connection:
+            writer = GroupWriter(connection, GREEDY, n=1, grader=InlineGrader(exact_match))
+            return await evaluate(writer, prompts, lambda: False)
+
+    said = asyncio.run(evaluated())
     assert said["reward_mean"] == pytest.approx(right / 100)
     assert said["response_length_mean"] == pytest.approx(sum(map(len, wanted)) / 100)
 
@@ -138,7 +157,7 @@ def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) ->
                 endless,
                 n=8,
                 router=sglang.router,
-                score=exact_match,
+                grader=InlineGrader(exact_match),
                 stop_requested=lambda: time.monotonic() > started + 0.5,
             )
         )
@@ -165,7 +184,7 @@ def test_strangers_are_refused_by_engines_and_router(sglang: Sglang) -> None:
                     GREEDY,
                     n=1,
                     router=stranger,
-                    score=exact_match,
+                    grader=InlineGrader(exact_match),
                     stop_requested=lambda: False,
                 )
             )
@@ -200,10 +219,10 @@ class Sender:
         from torch.distributed import PrefixStore, TCPStore
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
-        wait = timedelta(seconds=60)
-        store = PrefixStore("rlpost", TCPStore(*self.address, self.world_size, is_master=True, timeout=wait))
+        wait, name = timedelta(seconds=60), stage_group(GROUP, 0)
+        store = PrefixStore(name, TCPStore(*self.address, self.world_size, is_master=True, timeout=wait))
         self.group, _ = _new_process_group_helper(
-            self.world_size, 0, [], Backend("gloo"), store, group_name="rlpost", backend_options=None, timeout=wait
+            self.world_size, 0, [], Backend("gloo"), store, group_name=name, backend_options=None, timeout=wait
         )
         _world.pg_group_ranks[self.group] = {rank: rank for rank in range(self.world_size)}
 
@@ -239,16 +258,19 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
     assert wanted != hf_greedy(old, prompts)
 
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
-    sender = Sender(free_ports(1)[0], whole.num_engine_ranks)
+    sender = Sender(free_ports(1)[0], num_engine_ranks(whole.receivers))
     buckets = in_buckets(weights, 3)
 
     async def send(index: int) -> None:
         await asyncio.to_thread(sender.broadcast, [weights[name] for name in buckets[index].names])
 
+    mover = BroadcastMover(buckets, send, group_name=GROUP)
+
     async def move() -> None:
-        await asyncio.gather(whole.connect(*sender.address), asyncio.to_thread(sender.join))
+        joining = mover.connect(whole.receivers, [sender.address], backend="gloo")
+        await asyncio.gather(joining, asyncio.to_thread(sender.join))
         started = time.monotonic()
-        await whole.update(buckets, 7, send)
+        await whole.update(7, mover)
         logger.info("update of %d buckets: %.3f s", len(buckets), time.monotonic() - started)
 
     asyncio.run(move())
@@ -262,12 +284,82 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
 
     async def again() -> None:
         """The group serves any number of updates, and then is left."""
-        await whole.update(buckets, 8, send)
+        await whole.update(8, mover)
         clients = [EngineClient(address.url, sglang.api_key) for address in sglang.addresses]
         assert [await client.weight_version() for client in clients] == ["8", "8"]
-        await whole.disconnect()
+        await whole.leave_groups(GROUP, 1)
 
     asyncio.run(again())
+
+
+class InOneProcess:
+    """Buckets of a model that is not cut: what ``Sharing`` asks of the trainer's."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
+        self.weights, self.buckets = weights, buckets
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        return {name: self.weights[name] for name in self.buckets[index].names}
+
+    def largest_bytes(self) -> int:
+        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_path: Path, way: str) -> None:
+    """Through memory of this machine and through files: greedy answers are those of transformers afterwards."""
+    old = load(sglang.model)
+    torch.manual_seed(29 if way == "disk" else 31)
+    new = type(old)(old.config).eval()
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.mul_(3.0 if weight.dim() > 1 else 1.0)
+    weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
+    prompts, version = held_out(sglang.model, 12), 20 if way == "disk" else 21
+    whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
+    buckets = in_buckets(weights, 3)
+    ranks = [Sharing(InOneProcess(weights, buckets)) for _ in sglang.addresses]
+
+    async def share(index: int) -> list[str]:
+        return [rank.share(index) for rank in ranks]
+
+    async def write(version: int) -> list[str]:
+        new.save_pretrained(tmp_path)
+        return [str(tmp_path)] * len(sglang.addresses)
+
+    movers = {"memory": SharingMover(buckets, share, ranks_of=((0,), (1,))), "disk": DiskMover(write)}
+    asyncio.run(whole.update(version, movers[way]))
+    for rank in ranks:
+        rank.release()
+    wanted = hf_greedy(new, prompts)
+    for address in sglang.addresses:
+        assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
+
+
+def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> None:
+    """SGLang ends itself when it is asked while busy; the client makes sure that it is not."""
+    prompts = held_out(sglang.model, 8)
+    client = EngineClient(sglang.addresses[0].url, sglang.api_key)
+
+    async def away_and_back() -> list[SampleGroup]:
+        sampling = SamplingParams(max_new_tokens=400, temperature=1.0, stop_token_ids=())
+        address = RouterAddress(client.url, sglang.api_key, (client.url,), concurrency=64)
+        busy = asyncio.ensure_future(
+            generate_groups(
+                prompts, sampling, n=2, router=address, grader=InlineGrader(exact_match), stop_requested=lambda: False
+            )
+        )
+        await asyncio.sleep(0.3)
+        await client.release_memory(["kv_cache", "weights"])
+        await client.restore_memory(["weights"])
+        await client.restore_memory(["kv_cache"])
+        await client.resume()
+        return await busy
+
+    before = greedy_of_engine(client.url, sglang.api_key, prompts)
+    groups = asyncio.run(away_and_back())
+    assert len(groups) == len(prompts)
+    assert greedy_of_engine(client.url, sglang.api_key, prompts) == before
 
 
 def test_a_killed_engine_is_named(sglang: Sglang) -> None:
@@ -288,6 +380,6 @@ def test_a_killed_engine_is_named(sglang: Sglang) -> None:
 
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=20)
     with pytest.raises(SyncError, match=killed.url):
-        asyncio.run(whole.update([Bucket(("a",), ((1,),), ("float32",))], 9, send))
+        asyncio.run(whole.update(9, BroadcastMover([Bucket(("a",), ((1,),), ("float32",))], send, group_name=GROUP)))
     asyncio.run(EngineClient(survivor.url, sglang.api_key).resume())
     assert len(groups_of(sglang, held_out(sglang.model, 6), GREEDY, n=1)) == 6

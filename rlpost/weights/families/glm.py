@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlpost.errors import WeightError
 from rlpost.weights import names
 from rlpost.weights.family import Family, HfConfig, expert_fields
 from rlpost.weights.names import in_layer
@@ -14,7 +15,12 @@ def _dense(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixture(hf: HfConfig) -> dict[str, Any]:
-    """Sigmoid router whose bias only chooses experts; the first layers are dense. The bias is not trained."""
+    """Sigmoid router whose bias only chooses experts; the first layers are dense. The bias is not trained.
+
+    Raises WeightError when the chosen scores are not divided by their sum, which Megatron always does.
+    """
+    if not hf.get("norm_topk_prob", True):
+        raise WeightError("norm_topk_prob=False is not supported; use a checkpoint whose router normalises")
     num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
     grouped = num_groups > 1
     return {

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.actor.packing import Cut, pack, unpack
+from rlpost.actor.packing import Cut, as_trained, log_prob_micro_batches, pack, unpack
 from rlpost.errors import DataError
-from rlpost.types import TrainSample
+from rlpost.types import TrainBatch, TrainSample
 
 finite = st.floats(-10, 10, width=32)
 
@@ -131,3 +131,22 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
         after = [before[i][p + 1] for i, p in zip(part.sample_index.tolist(), position, strict=True)]
         assert after == part.targets.tolist()
     assert sorted(seen) == list(range(len(whole.targets)))
+
+
+@given(st.lists(micro_batches, min_size=1, max_size=4), st.randoms())
+def test_log_probs_computed_in_other_groups_come_back_to_their_samples(micro_batches_, source):
+    """Each sample's value is the sample itself, so that a wrong place shows."""
+    count = sum(map(len, micro_batches_))
+    order = source.sample(range(count), count)
+    groups = tuple(tuple(order[start : start + 2]) for start in range(0, count, 2))
+    batch = TrainBatch(tuple(micro_batches_), count, 1, log_prob_groups=groups)
+    found = [list(micro_batch) for micro_batch in log_prob_micro_batches(batch)]
+    assert all(len(one) <= 2 for one in found)
+    assert as_trained(found, batch) == [list(micro_batch) for micro_batch in micro_batches_]
+    assert as_trained([], batch) == []
+
+
+def test_without_groups_of_their_own_log_probs_take_the_micro_batches_of_the_training():
+    batch = TrainBatch(((TrainSample((1, 2), 1, (1,), (-0.5,), 1.0),),), 1, 1)
+    assert log_prob_micro_batches(batch) is batch.micro_batches
+    assert as_trained([["value"]], batch) == [["value"]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlpost.errors import WeightError
 from rlpost.weights.exporter import Exporter, describe, export_folder, weights_hash
 from rlpost.weights.families import family
-from rlpost.weights.importer import import_weights
+from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.inventory import Groups, Inventory
 from rlpost.weights.names import Dimensions
 
@@ -201,3 +203,93 @@ def test_layers_beyond_the_last_are_handed_on_as_they_are_where_a_family_has_suc
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])
+
+
+def test_a_model_of_transformer_engine_takes_and_gives_the_same_tensors(tmp_path):
+    """Norms inside the linear layers that follow them."""
+    names = [*HUGGING_FACE_SHAPES, *(f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention"))]
+    tensors = write_folder(tmp_path, names)
+    model = megatron_model()
+    for module in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        owner = model.get_submodule(f"decoder.layers.0.{module}")
+        owner.register_parameter("layer_norm_weight", torch.nn.Parameter(torch.zeros(2)))
+    exporter = exporter_of(filled(model, tmp_path))
+    fused = model.get_parameter("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    assert torch.equal(fused.detach(), tensors["model.layers.0.post_attention_layernorm.weight"])
+    (bucket,) = exporter.plan(10**9)
+    found = exporter.gather(bucket)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_grouped_experts_take_and_give_the_tensors_of_single_ones(tmp_path):
+    """TransformerEngine keeps the experts of a rank in one module, a numbered weight for each."""
+    shapes = {"gate_proj": (ROWS, HIDDEN), "up_proj": (ROWS, HIDDEN), "down_proj": (HIDDEN, ROWS)}
+    experts = {
+        f"model.layers.0.mlp.experts.{number}.{part}.weight": torch.randn(shape)
+        for number in range(2)
+        for part, shape in shapes.items()
+    }
+    write_folder(tmp_path, [name for name in HUGGING_FACE_SHAPES if ".mlp." not in name])
+    save_file(load_file(tmp_path / "model.safetensors") | experts, tmp_path / "model.safetensors")
+    model = megatron_model()
+    for layer, shape in (("linear_fc1", (2 * ROWS, HIDDEN)), ("linear_fc2", (HIDDEN, ROWS))):
+        grouped = torch.nn.Module()
+        for number in range(2):
+            grouped.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(shape)))
+        mlp = model.get_submodule("decoder.layers.0.mlp")
+        delattr(mlp, layer)
+        if not hasattr(mlp, "experts"):
+            mlp.add_module("experts", torch.nn.Module())
+        mlp.experts.add_module(layer, grouped)
+    groups = Groups(OneRank(), OneRank(), OneRank(), OneRank())
+    dims = dataclasses.replace(DIMS, num_experts=2)
+    inventory = Inventory([model], family=family("Qwen3MoeForCausalLM"), dims=dims, groups=groups, tied=False)
+    import_weights(inventory, tmp_path)
+    (bucket,) = Exporter(inventory).plan(10**9)
+    found = Exporter(inventory).gather(bucket)
+    assert all(torch.equal(found[name], tensor) for name, tensor in experts.items())
+
+
+def test_an_import_never_holds_more_than_the_tensors_of_one_parameter(tmp_path, monkeypatch):
+    """Measured: bytes read in all, and the most that were alive at once."""
+    write_folder(tmp_path)
+    alive = {"now": 0, "most": 0, "read": 0}
+    read = HuggingFaceFolder.read
+
+    def watched(self: HuggingFaceFolder, name: str) -> torch.Tensor:
+        tensor = read(self, name)
+        for key in ("now", "read"):
+            alive[key] += tensor.nbytes
+        alive["most"] = max(alive["most"], alive["now"])
+        weakref.finalize(tensor, lambda size=tensor.nbytes: alive.update(now=alive["now"] - size))
+        return tensor
+
+    monkeypatch.setattr(HuggingFaceFolder, "read", watched)
+    model = megatron_model()
+    filled(model, tmp_path)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert alive["read"] == sum(sizes), "each tensor is read once"
+    assert alive["most"] <= 2 * max(sizes) < sum(sizes), "the next parameter's and the one before"
+    assert alive["now"] <= max(sizes)
+
+
+def test_a_rank_reads_nothing_of_what_other_stages_hold(tmp_path, monkeypatch):
+    """A stage with the last layers only: neither the embedding nor a layer before it is touched."""
+    write_folder(tmp_path)
+    names: list[str] = []
+    read = HuggingFaceFolder.read
+    monkeypatch.setattr(HuggingFaceFolder, "read", lambda self, name: names.append(name) or read(self, name))
+    inventory = inventory_of(megatron_model())
+    inventory.held = {name: held for name, held in inventory.held.items() if not name.startswith("embedding")}
+    import_weights(inventory, tmp_path)
+    assert set(names) == set(HUGGING_FACE_SHAPES) - {"model.embed_tokens.weight"}
+
+
+def test_an_export_says_what_the_model_was_trained_with_and_not_what_it_came_with(tmp_path):
+    write_folder(tmp_path)
+    exporter, config = exporter_of(filled(megatron_model(), tmp_path)), {"rope_theta": 10000, "dtype": "bfloat16"}
+    quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+    export_folder(exporter, tmp_path / "out", template=tmp_path, config=quantised, writes=True)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found == {"rope_theta": 10000, "dtype": "float32"}

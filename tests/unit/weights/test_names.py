@@ -6,7 +6,7 @@ import pytest
 
 from rlpost.errors import WeightError
 from rlpost.weights.families import FAMILIES, family
-from rlpost.weights.names import Rule, renumber, to_hugging_face
+from rlpost.weights.names import Rule, canonical, renumber, to_hugging_face
 
 QWEN3 = FAMILIES["Qwen3ForCausalLM"].rules
 
@@ -45,3 +45,29 @@ def test_an_unknown_parameter_is_named():
 def test_an_unknown_architecture_is_named_with_those_known():
     with pytest.raises(WeightError, match=r"'GPT2LMHeadModel'.*Qwen3ForCausalLM"):
         family("GPT2LMHeadModel")
+
+
+ENGINE_NAMES = {  # TransformerEngine's name: the one without it
+    "decoder.layers.7.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.7.input_layernorm.weight",
+    "decoder.layers.7.mlp.linear_fc1.layer_norm_weight": "decoder.layers.7.pre_mlp_layernorm.weight",
+    "decoder.layers.7.mlp.experts.linear_fc1.weight9": "decoder.layers.7.mlp.experts.local_experts.9.linear_fc1.weight",
+    "decoder.layers.7.mlp.experts.linear_fc2.weight0": "decoder.layers.7.mlp.experts.local_experts.0.linear_fc2.weight",
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_fused_norms_and_grouped_experts_have_the_names_of_single_ones(name):
+    assert canonical(name) == ENGINE_NAMES[name]
+    assert to_hugging_face(canonical(name), FAMILIES["Glm4MoeForCausalLM"].rules).hugging_face
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_names_are_the_same_with_and_without_transformer_engine(architecture):
+    for rule in family(architecture).rules:
+        name = rule.megatron.replace("{layer}", "3").replace("{expert}", "5")
+        assert canonical(name) == name
+
+
+def test_a_sigmoid_router_that_does_not_normalise_is_refused():
+    with pytest.raises(WeightError, match="norm_topk_prob=False"):
+        family("Glm4MoeForCausalLM").fields({"norm_topk_prob": False})

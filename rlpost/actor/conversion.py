@@ -1,0 +1,63 @@
+"""Weights from one form into the other, at any layout: Hugging Face's folders and Megatron's torch_dist.
+
+In: the place of this rank and the settings. Out: a folder in the other form. The model is built as for training but
+without gradients and optimizer: a rank holds its own part of the weights and, beside them, one tensor at a time.
+Collective: all ranks call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.description import read_description
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.weights.exporter import Exporter, export_folder
+from rlpost.weights.importer import import_weights
+
+logger = logging.getLogger(__name__)
+
+
+class Converter:
+    """This rank's part of a model that is only converted."""
+
+    def __init__(self, settings: ActorSettings, rendezvous: Rendezvous) -> None:
+        """Join the other ranks and build the model of ``settings.hf_checkpoint``.
+
+        Raises WeightError or ConfigError when it is not supported or cannot be cut so, PlacementError when the layout
+        does not fit the number of ranks.
+        """
+        description = self.description = read_description(settings.hf_checkpoint, settings.model_args)
+        description.check_layout(settings)
+        device.prepare(num_threads=settings.num_threads)
+        parallel.initialise(rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings))
+        self.chunks = build_model(description, settings)
+        self.inventory = inventory_of(self.chunks, description)
+
+    def from_hugging_face(self, folder: str | Path) -> None:
+        """Fill the model from safetensors; raises WeightError when they do not fit."""
+        import_weights(self.inventory, folder)
+
+    def from_torch_dist(self, folder: str | Path) -> None:
+        """Fill the model from a checkpoint written at any layout; raises CheckpointError when it does not fit."""
+        megatron_checkpoint.load_weights(folder, chunks=self.chunks)
+
+    def to_torch_dist(self, folder: str | Path) -> None:
+        """Write a checkpoint of weights alone; raises CheckpointError when a rank cannot write."""
+        megatron_checkpoint.save_weights(folder, chunks=self.chunks)
+
+    def to_hugging_face(self, folder: str | Path) -> None:
+        """Write safetensors with the configuration and the tokenizer of the settings' Hugging Face folder."""
+        writes, description = dist.get_rank() == 0, self.description
+        template = description.path.parent
+        export_folder(Exporter(self.inventory), folder, template=template, config=description.hf_config, writes=writes)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        parallel.destroy()

@@ -1,0 +1,131 @@
+"""Device memory of the trainer, given up while engines on the same GPUs generate and taken again before it trains.
+
+In: the model's DDP chunks and the optimizer. Out: three parts that leave and come back by name: ``weights``, ``grads``
+and ``optimizer``. Invariant: after a part came back every tensor in it has the bits it had (gradients: zeros), and
+every view of it is valid, because the memory under a tensor is resized in place and no tensor is replaced (as Megatron
+does with its own buffers, ``param_and_grad_buffer.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlpost.actor import device
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"
+
+
+class DeviceMemory:
+    """What this rank holds on its device, in parts."""
+
+    def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        self._find: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = {
+            WEIGHTS: lambda: _weights(model),
+            GRADS: lambda: _grads(model),
+            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+        }
+        self._away: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor | None, int]]] = {}
+
+    def offload(self, *parts: str) -> dict[str, int]:
+        """Bring parts to host memory (gradients are dropped) and free their memory; a part that is away stays so.
+
+        Returns the bytes of each part that left now.
+        """
+        device.synchronise()
+        freed = {part: self._offload(part) for part in parts if part not in self._away}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        _report("offloaded", freed)
+        return freed
+
+    def restore(self, *parts: str) -> dict[str, int]:
+        """Bring parts back; one that is here stays. Returns the bytes of each part that came."""
+        taken = {part: self._restore(part) for part in parts if part in self._away}
+        device.synchronise()
+        _report("restored", taken)
+        return taken
+
+    def _offload(self, part: str) -> int:
+        away = []
+        keep = {storage.data_ptr() for storage in self._kept_by_others(part)}
+        for storage in _storages(self._find[part]()):
+            if storage.data_ptr() in keep:
+                continue
+            size = storage.nbytes()
+            host = None if part == GRADS else _to_host(storage)
+            storage.resize_(0)
+            away.append((storage, host, size))
+        self._away[part] = away
+        return sum(size for _, _, size in away)
+
+    def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
+        """The distributed optimizer in fp32 works on views of the weights themselves."""
+        if part == OPTIMIZER:
+            yield from _storages(self._find[WEIGHTS]())
+
+    def _restore(self, part: str) -> int:
+        taken = 0
+        for storage, host, size in self._away.pop(part):
+            storage.resize_(size)
+            if host is None:
+                _bytes_of(storage).zero_()
+            else:
+                _bytes_of(storage).copy_(host, non_blocking=True)
+            taken += size
+        return taken
+
+
+def _weights(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        for parameter in chunk.parameters():
+            yield parameter.data
+
+
+def _grads(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            yield buffer.grad_data
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """State and main weights of every optimizer in a chain."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if inner is None:  # a rank without weights of this kind
+            continue
+        for group in inner.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The memory under tensors of this rank's device, each once; what lives in host memory beside a GPU is left."""
+    here = device.current()
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == here.type and storage.nbytes() and tensor.dim():
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return host.copy_(_bytes_of(storage))
+
+
+def _report(what: str, sizes: Mapping[str, int]) -> None:
+    if sizes:
+        parts = ", ".join(f"{part} {size / 2**20:.1f} MiB" for part, size in sizes.items())
+        logger.info("%s %s; device memory in use %.1f MiB", what, parts, device.memory_in_use() / 2**20)

@@ -1,0 +1,114 @@
+"""The optimizer of a rank: Megatron's data-parallel wrapper and Adam over it, in the precision that is asked for.
+
+In: the chunks of the model and the settings. Out: the wrapped chunks and the optimizer, tied together through
+Megatron's configuration. In bfloat16 Adam works on main weights in float32, which a checkpoint keeps; gradients are
+summed in float32 unless that is switched off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from rlpost.actor import device, step
+from rlpost.actor.layer_specs import has_transformer_engine
+from rlpost.actor.learning_rate import learning_rate, weight_decay
+from rlpost.actor.megatron_fields import configured
+from rlpost.actor.settings import ActorSettings
+from rlpost.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""As TransformerEngine's Adam takes them; eight bits carry their scale beside them."""
+
+
+def wrap(chunks: Sequence[torch.nn.Module], settings: ActorSettings) -> list[DistributedDataParallel]:
+    """The chunks with buffers for their gradients, which are summed over the data-parallel ranks."""
+    ddp_config = configured(DistributedDataParallelConfig, settings.megatron)(
+        grad_reduce_in_fp32=settings.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+    )
+    return [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> MegatronOptimizer:
+    """Adam over the wrapped chunks. Raises ConfigError for a precision that needs what is not installed."""
+    dtype = device.weight_dtype(settings.bf16)
+    made = configured(OptimizerConfig, settings.megatron)(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        overlap_param_gather=settings.overlap_param_gather,
+        **_placement(settings),
+        **_precision(settings),
+    )
+    optimizer = get_megatron_optimizer(made, list(model))
+    config = model[0].config
+    config.finalize_model_grads_func = step.finalize_summed_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if settings.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return optimizer
+
+
+def _placement(settings: ActorSettings) -> dict[str, Any]:
+    """Where the state lies: Megatron's HybridDeviceOptimizer moves it between CUDA and the host, and needs both."""
+    if not settings.optimizer_cpu_offload:
+        return {}
+    if not torch.cuda.is_available():
+        logger.warning("optimizer_cpu_offload: there is no CUDA, the optimizer is in host memory anyway")
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": settings.optimizer_offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": settings.overlap_cpu_optimizer_d2h_h2d,
+    }
+
+
+def _precision(settings: ActorSettings) -> dict[str, Any]:
+    """Types of what Adam keeps, where it can keep other types than float32."""
+    if not settings.use_precision_aware_optimizer:
+        return {}
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    given = {name: getattr(settings, name) for name in names}
+    possible = torch.cuda.is_available() and (has_transformer_engine() or settings.optimizer_cpu_offload)
+    if possible:
+        return {"use_precision_aware_optimizer": True} | {name: DTYPES[value] for name, value in given.items()}
+    if other := [f"{name} = {value}" for name, value in given.items() if value != "fp32"]:
+        raise ConfigError(
+            f"use_precision_aware_optimizer with {', '.join(other)}: needs CUDA and either TransformerEngine or "
+            "optimizer_cpu_offload; choose fp32 for all of them or leave it out"
+        )
+    logger.warning("use_precision_aware_optimizer: all its types are fp32, which Adam has without it")
+    return {}
+
+
+def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_steps: int) -> float:
+    """Set learning rate and weight decay for the step after ``num_steps``; returns the learning rate.
+
+    Norms and biases are not decayed: Megatron marks them with ``wd_mult`` but decays them all the same.
+    """
+    lr, decay = learning_rate(settings, num_steps), weight_decay(settings, num_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = decay * group.get("wd_mult", 1.0)
+    return lr

@@ -1,0 +1,35 @@
+"""The metrics of a step from the terms of its micro-batches: global, equal on every rank.
+
+In: on the last pipeline stage a dictionary of terms for each micro-batch. Out: ``train/NAME`` for each name. Sums carry
+their global denominators already; a name that ends in ``_max`` is a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rlpost.actor import device, parallel
+from rlpost.algorithm.objective import Stats
+
+
+def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
+    """Reduce over micro-batches and ranks; collective. Every rank of the last stage has the same names."""
+    metrics: list[dict[str, float]] = [{}]
+    if stats:
+        group = parallel.data_parallel_group(with_context_parallel=True)
+        for is_max, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+            names = [name for name in stats[0] if name.endswith("_max") == is_max]
+            if not names:
+                continue
+            terms = torch.stack([torch.stack([one[name].float() for name in names]) for one in stats])
+            values = terms.amax(0) if is_max else terms.sum(0)
+            dist.all_reduce(values, op=operation, group=group)
+            metrics[0] |= {f"train/{name}": value for name, value in zip(names, values.tolist(), strict=True)}
+    if parallel.pipeline_group().size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(metrics, src=source, group=parallel.pipeline_group(), device=device.current())
+    return metrics[0]

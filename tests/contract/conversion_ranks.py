@@ -1,0 +1,69 @@
+"""Ranks that convert weights, as real processes: there and back at two layouts, one model after the other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import _context, _receive, free_port
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Read Hugging Face at one layout, write torch_dist; read that at the other, write Hugging Face."""
+
+    model: str
+    there: dict[str, Any]
+    back: dict[str, Any]
+
+
+def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -> None:
+    """All conversions in one world; models, checkpoints and results lie in the folder by the names of the models."""
+    ports = [free_port() for _ in range(2 * len(conversions))]
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = _context.Pipe(duplex=False)
+        arguments = (theirs, conversions, folder, (rank, num_ranks, ports))
+        process = _context.Process(target=_rank_main, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank, pipe in enumerate(pipes):
+            _receive(pipe, rank)
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _rank_main(
+    pipe: Connection, conversions: Sequence[Conversion], folder: str, place: tuple[int, int, list[int]]
+) -> None:
+    from rlpost.actor.conversion import Converter
+    from rlpost.actor.parallel import Rendezvous
+
+    rank, num_ranks, ports = place
+    remaining = iter(ports)
+    try:
+        for each in conversions:
+            original, kept = f"{folder}/{each.model}", f"{folder}/{each.model}_torch_dist"
+            for layout, forward in ((each.there, True), (each.back, False)):
+                settings = ActorSettings(original, distributed_timeout_minutes=2, **layout)
+                converter = Converter(settings, Rendezvous(rank, num_ranks, "127.0.0.1", next(remaining)))
+                if forward:
+                    converter.from_hugging_face(original)
+                    converter.to_torch_dist(kept)
+                else:
+                    converter.from_torch_dist(kept)
+                    converter.to_hugging_face(f"{folder}/{each.model}_back")
+                converter.close()
+        pipe.send((True, None))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,154 @@
+"""The report in a real browser: it draws, filters and explains itself, complains of nothing and asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import main
+from rlpost.report.write import write_report
+from tests.browser import PROGRAMS, Browser, find_browser
+from tests.unit.report.runs import HOSTILE, make_run
+
+WIDTHS = (1280, 400)
+
+# Text that stands on the page, with its colour and the colour behind it; as [name, contrast] by WCAG 2.2's formula.
+CONTRASTS = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, n) => sum + v * [0.2126, 0.7152, 0.0722][n], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  return [...document.querySelectorAll("h1, h2, h3, span, p, td, th, b, pre, code, text, a, summary, label")]
+    .filter((node) => node.textContent.trim() && node.getClientRects().length)
+    .map((node) => {
+      const style = getComputedStyle(node);
+      const [a, b] = [light(rgb(node.tagName === "text" ? style.fill : style.color)), light(behind(node))];
+      return [node.tagName + " " + node.textContent.slice(0, 30), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+    });
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(make_run(tmp_path_factory.mktemp("runs") / "seven-b"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(PROGRAMS)}; tools/install_system.sh installs Debian's chromium")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+def shown(browser: Browser, name: str) -> int:
+    return browser.value(f'document.querySelectorAll("#{name} [data-row]:not([hidden])").length')
+
+
+def count(browser: Browser, name: str) -> str:
+    return browser.value(f"""document.querySelector('[data-filters="{name}"] output').value""")
+
+
+def type_into(browser: Browser, name: str, text: str) -> None:
+    field = f"""document.querySelector('[data-filters="{name}"] input[type=search]')"""
+    browser.value(f"{field}.value = {text!r}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+
+def test_a_page_that_misbehaves_is_seen(browser, tmp_path):
+    """What the tests below count on: complaints, requests, too wide a page and pale text come to light."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<p style="width:3000px;color:#aaa">x</p><img src="http://127.0.0.1:9/x.png"><script>nobody()</script>'
+    )
+    browser.open(bad, width=400)
+    assert any("nobody is not defined" in complaint for complaint in browser.complaints)
+    assert "http://127.0.0.1:9/x.png" in browser.requests
+    assert browser.value("document.documentElement.scrollWidth > innerWidth")
+    assert browser.value(CONTRASTS) == [["P x", pytest.approx(2.32, abs=0.01)]]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_is_readable_at_any_width_light_and_dark(browser, page, width, dark):
+    """Nothing sticks out sideways, text stands out from what is behind it, letters of plots are not tiny."""
+    browser.open(page, width=width, dark=dark)
+    assert browser.complaints == []
+    assert browser.requests == [page.as_uri()]
+    assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+    contrasts = browser.value(CONTRASTS)
+    assert len(contrasts) > 100
+    assert [found for found in contrasts if found[1] < 4.5] == []
+    background = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 384) == dark
+    scale = "Math.min(...[...document.querySelectorAll('svg.plot text')].map((t) => t.getBoundingClientRect().height))"
+    assert browser.value(scale) >= 9
+    assert browser.value("document.querySelectorAll('svg.plot path.line').length") > 20
+
+
+def test_answers_are_found_by_their_words_and_by_their_reward(browser, page):
+    browser.open(page)
+    assert (shown(browser, "answers"), count(browser, "answers")) == (8, "120 of 120")
+    browser.value("document.querySelector('section#samples button').click()")
+    assert shown(browser, "answers") == 120
+    type_into(browser, "answers", "onerror quoted")
+    assert (shown(browser, "answers"), count(browser, "answers")) == (1, "1 of 120")
+    assert HOSTILE in browser.value("document.querySelector('#answers [data-row]:not([hidden])').textContent")
+    type_into(browser, "answers", "no such words")
+    assert shown(browser, "answers") == 0
+    assert browser.complaints == []
+
+
+def test_a_view_is_in_its_address(browser, page):
+    browser.open(page, fragment="#answers=boxed&reward=worst&settings=num_rollout")
+    assert count(browser, "answers") == "60 of 120"
+    assert shown(browser, "settings") == 1
+    type_into(browser, "settings", "")
+    assert "settings" not in browser.value("location.hash") and "reward=worst" in browser.value("location.hash")
+
+
+def test_settings_that_have_their_default_are_shown_when_asked_for(browser, page):
+    browser.open(page)
+    differing = shown(browser, "settings")
+    browser.value("document.querySelector('[data-filters=settings] input[type=checkbox]').click()")
+    assert 0 < differing < 10 < 100 < shown(browser, "settings")
+
+
+def test_a_plot_tells_the_values_under_the_pointer(browser, page):
+    """With the pointer and with the arrow keys."""
+    browser.open(page)
+    place = "document.querySelector('svg.plot[aria-label=Reward]')"
+    browser.value(f"{place}.scrollIntoView()")
+    x, y = browser.value(
+        f"(({{x, y, width, height}}) => [x + width * 0.55, y + height / 2])({place}.getBoundingClientRect())"
+    )
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    text = browser.value("document.querySelector('.tip').textContent")
+    assert text.startswith("step 1") and "rollout, mean 0." in text and "aime 0." in text
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    assert browser.value("document.querySelector('.tip')") is None
+    browser.value(f"{place}.focus()")
+    browser.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft", code="ArrowLeft")
+    step = int(text.removeprefix("step ")[:3])
+    assert browser.value("document.querySelector('.tip').textContent").startswith(f"step {step - 1}")
+    assert browser.complaints == []
+
+
+def test_a_comparison_is_readable(browser, page, tmp_path, capsys):
+    other = make_run(tmp_path / "longer", num_steps=300, preempted_at=(), seed=3)
+    assert main(["compare", str(page.parents[1]), str(other.root), "--out", str(tmp_path / "two.html")]) == 0
+    for width in WIDTHS:
+        browser.open(tmp_path / "two.html", width=width)
+        assert browser.complaints == []
+        assert browser.requests == [(tmp_path / "two.html").as_uri()]
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.value("document.querySelectorAll('svg.plot').length") > 8

@@ -1,0 +1,93 @@
+"""Hugging Face to torch_dist and back: every family, at two layouts, bit for bit; and by the tools themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import look, run_ranks
+from tests.contract.conversion_ranks import Conversion, convert
+from tests.contract.families import FAMILIES, load_folder, make_family
+from tests.contract.samples import STEPS
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).resolve().parents[2]
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+UNEVEN: dict[str, Any] = PP | {"decoder_last_pipeline_num_layers": 1}
+EP: dict[str, Any] = {"expert_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # there, back; all others: tensors cut, layers cut
+    "qwen3-tied": (UNEVEN, TP),
+    "qwen3-moe": (EP, UNEVEN),
+    "glm4.5-moe": (UNEVEN, EP),
+    "llama3.1": ({}, PP | {"num_layers_per_virtual_pipeline_stage": 1}),
+}
+
+
+def add_extra_layer(folder: Path) -> None:
+    """What GLM-4.5 has beyond its last layer, for multi-token prediction."""
+    file = folder / "model.safetensors"
+    names = ("eh_proj", "enorm", "self_attn.q_proj", "shared_head.norm")
+    extra = {f"model.layers.4.{name}.weight": torch.randn(7, 5).bfloat16() for name in names}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("conversion")
+    for name in FAMILIES:
+        make_family(folder / name, name)
+    add_extra_layer(folder / "glm4.5-moe")
+    convert([Conversion(name, *LAYOUTS.get(name, (TP, UNEVEN))) for name in FAMILIES], str(folder), num_ranks=2)
+    return folder
+
+
+def same_tensors(ours: Path, theirs: Path) -> bool:
+    found, expected = load_folder(ours), load_folder(theirs)
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(converted, name):
+    """What is not trained (GLM-4.5's layer for multi-token prediction) as well."""
+    assert same_tensors(converted / f"{name}_back", converted / name)
+    assert (converted / f"{name}_torch_dist" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_a_reference_checkpoint_is_what_a_run_begins_from(converted, tmp_path):
+    """--ref-load wins over the weights of --hf-checkpoint, of which configuration and tokenizer are still used."""
+    other = tmp_path / "other"
+    make_family(other, "qwen3")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
+    settings = ActorSettings(str(other), ref_load=str(converted / "qwen3_torch_dist"), use_kl_loss=True)
+    run_ranks(look, 1, settings, samples=STEPS[0], export=str(tmp_path / "out"))
+    assert same_tensors(tmp_path / "out", converted / "qwen3")
+
+
+def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tmp_path):
+    """Layers are spread over the ranks unless told otherwise; a wrong word is an error with both values."""
+    original, kept, back = str(converted / "qwen3"), str(tmp_path / "kept"), str(tmp_path / "back")
+    words = ["--num-layers", "4", "--hidden-size", "64", "--swiglu", "--qk-layernorm", "--disable-bias-linear"]
+    there = [str(ROOT / "tools/convert_hf_to_torch_dist.py"), *words, "--hf-checkpoint", original, "--save", kept]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, *there], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert f"{kept}: written in" in done.stdout and "by 2 ranks" in done.stdout
+    assert "parameters are filled" in done.stderr
+    tool = [sys.executable, str(ROOT / "tools/convert_torch_dist_to_hf.py")]
+    places = ["--input-dir", kept, "--output-dir", back, "--origin-hf-dir", original]
+    done = subprocess.run([*tool, *places], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert same_tensors(Path(back), Path(original))
+    done = subprocess.run([*tool, *places, "--num-layers", "5"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "model.num_layers (--num-layers) = 5" in done.stderr and "says 4" in done.stderr

@@ -1,0 +1,131 @@
+"""The planner's sums against modules of Megatron-core and memory of PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.actor.architecture import architecture
+from rlpost.config.load import load
+from rlpost.config.plan.activations import Pass, stage_bytes
+from rlpost.config.plan.estimate import held_memory
+from rlpost.config.plan.shape import Layout, Shape, rank_parameters, shape_of
+from rlpost.weights.families import family
+from tests.unit.config.test_models import PUBLISHED
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
+PP4 = {"tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 4}
+TP4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+INTERLEAVED = {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
+GLM45 = PP4 | {"context_parallel_size": 2, "expert_model_parallel_size": 16, "expert_tensor_parallel_size": 1}
+RANKS = {  # model: settings, layout
+    "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
+    "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
+    "qwen3_30b_a3b": (TP4 | {"expert_model_parallel_size": 8}, Layout(8, 4, 1, 1, 8, 1)),
+    "llama3_1_8b": (INTERLEAVED, Layout(4, 1, 4, chunk=2)),
+    "glm45_355b": (GLM45, Layout(64, 8, 4, 2, 16, 1)),
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1000,
+}  # fmt: skip
+SMALL_EXPERTS = {
+    "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS = ("qwen3_4b", "llama3_1_8b", "glm4_9b", "glm45_355b", "qwen3_30b_a3b")
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def shape(hf: dict[str, Any]) -> Shape:
+    return shape_of(architecture(family(hf["architectures"][0]), hf))
+
+
+def small(name: str) -> dict[str, Any]:
+    hf = PUBLISHED[name] | SMALL
+    return hf | SMALL_EXPERTS if "moe_intermediate_size" in hf else hf
+
+
+COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in range(layout.pipeline)]
+MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, dict[str, int]]:
+    """All that modules and memory say, by case; one process, since starting it takes longer than its work."""
+    cases: dict[Any, dict[str, Any]] = {}
+    for name, stage in COUNTS:
+        settings, layout = RANKS[name]
+        rank = stage * layout.world // layout.pipeline
+        cases[name, stage] = {
+            "what": "count",
+            "settings": settings,
+            "world": layout.world,
+            "rank": rank,
+            "hf": PUBLISHED[name],
+        }
+    for name in RANKS:
+        cases[name, "whole"] = {"what": "count", "settings": {}, "world": 1, "rank": 0, "hf": PUBLISHED[name]}
+    for name, bf16 in MEASURED:
+        cases[name, "bf16" if bf16 else "fp32"] = {"what": "measure", "settings": {"bf16": bf16}, "hf": small(name)}
+    cases["full"] = {"what": "measure", "settings": FULL, "hf": small("qwen3_4b")}
+    lines = "".join(json.dumps(case) + "\n" for case in cases.values())
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.plan_modules"], input=lines, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return dict(zip(cases, results, strict=True))
+
+
+@pytest.mark.parametrize(("name", "stage"), COUNTS)
+def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name, stage, found):
+    """Exactly, module by module, experts apart."""
+    said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
+    assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
+
+
+SIZES = {"qwen3_4b": 4.02e9, "glm4_9b": 9.4e9, "qwen3_30b_a3b": 30.5e9, "llama3_1_8b": 8.03e9, "glm45_355b": 355e9}
+
+
+@pytest.mark.parametrize(("name", "published"), SIZES.items())
+def test_a_whole_model_has_its_published_size(name, published, found):
+    """The sum of all modules, the plan's, and the size in the model's own card, within one part in a hundred."""
+    total = sum(found[name, "whole"].values())
+    assert shape(PUBLISHED[name]).parameters.total == total
+    assert total == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "bf16"), MEASURED)
+def test_activations_are_those_that_autograd_keeps(name, bf16, found):
+    """Within a tenth, measured at the hooks of saved tensors."""
+    one = Pass(tokens=512, width=2 if bf16 else 4, fused=False)
+    kept = found[name, "bf16" if bf16 else "fp32"]["kept"]
+    assert stage_bytes(shape(small(name)), Layout(), one, 0) == pytest.approx(kept, rel=0.1)
+
+
+def test_recomputed_layers_keep_what_goes_in(found):
+    """Within a tenth: the plan less what one layer needs while it is computed again."""
+    hf = shape(small("qwen3_4b"))
+    plain = Pass(tokens=512, width=4, fused=False)
+    full = Pass(tokens=512, width=4, fused=False, recompute="full", method="uniform")
+    norm = 2 * 512 * 256 * 4
+    again = (stage_bytes(hf, Layout(), plain, 0) - norm) // 4
+    assert stage_bytes(hf, Layout(), full, 0) - again == pytest.approx(found["full"]["kept"], rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "bf16"), MEASURED)
+def test_weights_gradients_and_adam_take_what_the_plan_says(name, bf16, found):
+    """Within a tenth, measured in the memory under the tensors after a step (main weights and both moments)."""
+    config = load([], {"perf": {"bf16": bf16}, "cluster": {"actor_num_gpus_per_node": 1}}).config
+    held, _ = held_memory(config, Layout(), shape(small(name)).parameters)
+    measured = found[name, "bf16" if bf16 else "fp32"]
+    assert held.weights == pytest.approx(measured["weights"], rel=0.1)
+    assert held.gradients == pytest.approx(measured["grads"], rel=0.1)
+    assert held.optimizer == pytest.approx(measured["optimizer"], rel=0.1)

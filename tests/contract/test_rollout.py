@@ -1,0 +1,155 @@
+"""Answers that are cut off, gone on with, and met by new weights half-way, on real engines behind the real router.
+
+Whatever happened on the way, the log-probs of a whole answer are those of transformers for its ids, and its ids are one
+for each entry of mask and spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.data.tokenizer import PromptTokenizer
+from rlpost.reward.grader import InlineGrader
+from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.connection import Connection
+from rlpost.rollout.examples.calculator import generate
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.rollout.weight_update import DiskMover, WeightUpdate
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, Unfinished
+from tests.contract.conftest import Sglang
+
+LONG = SamplingParams(max_new_tokens=300)
+N = 4
+
+
+class Endless:
+    """Prompts that the model was never taught to end an answer to."""
+
+    at = 0
+
+    def take(self, n: int) -> list[Prompt]:
+        self.at += n
+        return [Prompt(i, "", (5 + i % 40, 6, 7)) for i in range(self.at - n, self.at)]
+
+    def state(self) -> dict[str, int]:
+        return {"offset": self.at}
+
+
+def collecting(sglang: Sglang, rules: Rules, work: Callable[[Collector, Book], Awaitable[Any]]) -> Any:
+    async def whole() -> Any:
+        async with Connection(sglang.router) as connection:
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, LONG, n=N, grader=grader, codec=PromptTokenizer(sglang.model))
+            book = Book(rules, Backlog(), step=0)
+            collector = Collector(book, Endless(), writer, choices=Choices(), stop_requested=lambda: False)
+            async with asyncio.timeout(120):
+                return await work(collector, book)
+
+    return asyncio.run(whole())
+
+
+@torch.no_grad()
+def assert_logprobs_are_those_of_transformers(folder: Path, samples: list[Sample]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for sample in samples[:12]:
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        logprobs = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
+        wanted = logprobs.gather(-1, ids[0, len(sample.prompt_ids) :, None]).flatten().tolist()
+        assert sample.rollout_logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def samples_of(groups: list[SampleGroup]) -> list[Sample]:
+    return [scored.sample for group in groups for scored in group.samples]
+
+
+def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
+    async def batch(collector: Collector, book: Book) -> list[SampleGroup]:
+        groups = await collector.batch()
+        collector.trained()
+        collector.synced(book.step)
+        return groups
+
+    async def work(collector: Collector, book: Book) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
+        await batch(collector, book)
+        partial = [sample for entry in book.waiting for sample in entry.samples if sample.finish_reason == "abort"]
+        cut = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
+        groups: list[SampleGroup] = []
+        while {prompt_id for prompt_id, _ in cut} - {group.prompt_id for group in groups}:
+            groups += await batch(collector, book)
+        return groups, cut
+
+    groups, cut = collecting(sglang, Rules(batch_size=2, start_size=8, num_steps=99, keep_partial=True), work)
+    continued = [sample for sample in samples_of(groups) if (sample.prompt_id, sample.index) in cut]
+    assert any(cut.values()), "some were cut off in the middle"
+    for sample in continued:
+        before = cut[sample.prompt_id, sample.index]
+        assert sample.response_ids[: len(before)] == before
+    for sample in samples_of(groups):
+        assert (len(sample.response_ids) == LONG.max_new_tokens) == (sample.finish_reason == "length")
+    assert_logprobs_are_those_of_transformers(sglang.model, continued)
+
+
+def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang) -> None:
+    """The same weights under a new version, so that transformers can tell whether a token was lost or said twice."""
+    update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
+
+    async def write(version: int) -> list[str]:
+        return [str(sglang.model)] * len(sglang.addresses)
+
+    async def work(collector: Collector, book: Book) -> list[SampleGroup]:
+        batch = asyncio.create_task(collector.batch())
+        while not await running(sglang):
+            await asyncio.sleep(0.01)
+        await update.update(1, DiskMover(write))
+        collector.synced(0)
+        return await batch
+
+    try:
+        groups = collecting(sglang, Rules(8, 8, 1, max_staleness=1), work)
+    finally:
+        for address in sglang.addresses:  # other tests know these engines with their first weights
+            asyncio.run(EngineClient(address.url, sglang.api_key).rename_weights(0))
+    both = [sample for sample in samples_of(groups) if len(sample.version_spans) == 2]
+    assert both, "some were under way when the weights arrived"
+    for sample in both:
+        (first, before), (second, after) = sample.version_spans
+        assert (first, second, before + after) == (0, 1, len(sample.response_ids))
+    assert_logprobs_are_those_of_transformers(sglang.model, both)
+
+
+async def running(sglang: Sglang) -> int:
+    """Requests that the engines write at the moment."""
+    loads = [await EngineClient(one.url, sglang.api_key).request("GET", "/v1/loads", None) for one in sglang.addresses]
+    return sum(load["num_running_reqs"] for one in loads for load in one["loads"])
+
+
+def test_a_tool_s_words_are_read_and_not_trained(sglang: Sglang) -> None:
+    """The sum stands in the answer, and what the mask leaves of it is what the model wrote."""
+    tokenizer, text = PromptTokenizer(sglang.model), "Q:12+30"
+
+    async def whole() -> SampleGroup | Unfinished:
+        async with Connection(sglang.router) as connection:
+            sampling = SamplingParams(max_new_tokens=8, temperature=1.5, stop_token_ids=(1,))
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, sampling, n=256, grader=grader, function=generate, codec=tokenizer)
+            return await writer.write(Unfinished(Prompt(0, text, tokenizer(text)[1])))
+
+    group = asyncio.run(whole())
+    assert isinstance(group, SampleGroup)
+    asked = [sample for sample in samples_of([group]) if tokenizer.decode(sample.response_ids).startswith("=")]
+    assert asked
+    for sample in asked:
+        first = tokenizer.decode(sample.response_ids)[1:3]
+        assert (first, sample.text[:2], sample.mask[:3]) == ("42", "42", (1, 0, 0))

@@ -1,0 +1,49 @@
+"""The attention kernels of the device against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlpost.actor.varlen import attend, zigzag
+from tests.unit.actor.test_varlen import SCALE, bounds_of, formula, rows, starts_of
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+LENGTHS = [1, 17, 300, 64, 129]
+
+
+def near(found, wanted, dtype):
+    return (found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype] * max(1.0, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_packed_sequences_are_attended_to_as_the_formula_says(device, dtype):
+    """Output and gradients, grouped-query, of sequences of very different lengths."""
+    torch.manual_seed(1)
+    tensors = [rows(sum(LENGTHS), heads, dtype, device) for heads in (4, 2, 2)]
+    wide = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    ours = attend(*tensors, bounds_of(LENGTHS, device), scale=SCALE)
+    expected = torch.cat([formula(*part) for part in zip(*(tensor.split(LENGTHS) for tensor in wide), strict=True)])
+    assert ours.device.type == device and ours.dtype == dtype
+    assert near(ours.cpu(), expected, dtype)
+    upstream = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, tensors, upstream)
+    wanted = torch.autograd.grad(expected, wide, upstream.cpu().double())
+    assert all(near(one.cpu(), other, dtype) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_chunk_sees_all_keys_up_to_its_own_end(device, dtype):
+    """More keys than queries: what each context-parallel rank of two attends to, in one call."""
+    torch.manual_seed(1)
+    lengths, size = [8, 132, 64], 2
+    starts = starts_of(lengths).to(device)
+    key, value = (rows(sum(lengths), 2, dtype, device) for _ in range(2))  # as gathered from both ranks
+    for rank in range(size):
+        query = rows(sum(lengths) // size, 4, dtype, device)
+        seen, bounds = zigzag(starts, rank=rank, size=size, num_local=len(query), max_length=max(lengths))
+        ours = attend(query, key[seen], value[seen], bounds, scale=SCALE)
+        queries, keys = bounds.queries.diff().tolist(), bounds.keys.diff().tolist()
+        parts = zip(query.split(queries), key[seen].split(keys), value[seen].split(keys), strict=True)
+        expected = torch.cat([formula(*(tensor.double().cpu() for tensor in part)) for part in parts])
+        assert near(ours.cpu(), expected, dtype)

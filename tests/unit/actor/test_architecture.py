@@ -1,0 +1,120 @@
+"""MODEL_ARGS against config.json: a recipe made for another model is found out, with both values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlpost.actor.architecture import architecture, overridden, problems
+from rlpost.actor.description import read_description
+from rlpost.config.groups.model import ModelConfig
+from rlpost.errors import ConfigError
+from rlpost.weights.families import family
+
+GLM = {  # GLM-4.5-355B-A32B, https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+ARGUMENTS = {  # as recipes for Megatron give them
+    "num_layers": 92, "hidden_size": 5120, "ffn_hidden_size": 12288, "num_attention_heads": 96,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128, "normalization": "RMSNorm",
+    "rotary_base": 1e6, "rotary_percent": 0.5, "use_rotary_position_embeddings": True, "vocab_size": 151552,
+    "untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "add_qkv_bias": True,
+    "qk_layernorm": True, "swiglu": True, "num_experts": 160, "moe_layer_freq": "[0]*3+[1]*89",
+    "moe_ffn_hidden_size": 1536, "moe_shared_expert_intermediate_size": 1536, "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True, "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0, "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0, "moe_grouped_gemm": True,
+}  # fmt: skip
+GLM_FAMILY = family("Glm4MoeForCausalLM")
+
+
+def given(**changes):
+    return ModelConfig.model_validate(ARGUMENTS | changes).model_dump()
+
+
+def test_the_arguments_of_a_published_recipe_agree_with_the_published_model():
+    assert problems(given(), GLM_FAMILY, GLM) == []
+
+
+def test_every_name_of_the_table_is_compared_or_known_to_say_nothing_about_the_weights():
+    from rlpost.actor.architecture import NO_ARCHITECTURE
+
+    assert set(ModelConfig.model_fields) == set(architecture(GLM_FAMILY, GLM)) | set(NO_ARCHITECTURE)
+
+
+@pytest.mark.parametrize(
+    ("change", "theirs"),
+    [
+        ({"num_layers": 46}, "92"),
+        ({"rotary_base": 10000}, "1000000"),
+        ({"moe_layer_freq": "[0]*1+[1]*91"}, "(0, 0, 0, 1"),
+        ({"add_qkv_bias": False}, "True"),
+        ({"moe_router_score_function": "softmax"}, "'sigmoid'"),
+        ({"moe_router_topk_scaling_factor": 1.0}, "2.5"),
+        ({"post_mlp_layernorm": True}, "False"),
+    ],
+)
+def test_a_value_of_another_model_is_named_with_both_values(change, theirs):
+    (problem,) = problems(given(**change), GLM_FAMILY, GLM)
+    ((name, _),) = change.items()
+    assert f"model.{name} (--{name.replace('_', '-')})" in problem and f"says {theirs}" in problem
+
+
+def test_experts_where_the_model_has_none_are_named():
+    dense = GLM | {"architectures": ["Qwen3ForCausalLM"]}
+    (problem,) = problems({"num_experts": 8}, family("Qwen3ForCausalLM"), dense)
+    assert "num_experts" in problem and "has no such thing" in problem
+
+
+def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_its_shape():
+    with_base = given(rotary_base=10000, override_hf_config=["rotary_base"])
+    assert problems(with_base, GLM_FAMILY, GLM) == []
+    assert overridden(with_base, GLM)["rope_theta"] == 10000
+    newer = {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
+    assert overridden(with_base, newer)["rope_parameters"] == {"rope_theta": 10000, "partial_rotary_factor": 0.5}
+    (problem,) = problems(given(num_layers=92, override_hf_config=["num_layers"]), GLM_FAMILY, GLM)
+    assert "cannot be overridden" in problem and "rotary_base" in problem
+
+
+def test_a_description_says_all_that_differs_and_has_what_was_allowed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    with pytest.raises(ConfigError) as raised:
+        read_description(tmp_path, given(num_layers=46, hidden_size=4096))
+    assert len(str(raised.value).splitlines()) == 2
+    described = read_description(tmp_path, given(rotary_base=10000, override_hf_config=["rotary_base"]))
+    assert described.rope_theta == 10000
+
+
+@pytest.mark.parametrize("written", ["[0]*3+[1]*2", "([0]*3+[1]*2)", ["[0]*3 + [1,1]"], [0, 0, 0, 1, 1]])
+def test_the_pattern_of_layers_is_read_as_megatron_writes_it(written):
+    assert ModelConfig(moe_layer_freq=written).moe_layer_freq == (0, 0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("written", ["[0]*3-[1]", "[2]*3", "__import__('os')", "1"])
+def test_what_is_no_such_pattern_is_refused_and_never_evaluated(written):
+    with pytest.raises(ValueError, match=r"\[0\]\*3\+\[1\]\*89"):
+        ModelConfig(moe_layer_freq=written)

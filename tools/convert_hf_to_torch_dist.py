@@ -1,0 +1,13 @@
+"""Hugging Face weights to Megatron's torch_dist: ``--hf-checkpoint X --save Y``.
+
+Alone, under torchrun or under srun; MODEL_ARGS of Megatron recipes and every layout are understood (docs/actor.md).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlpost.cli.convert import hf_to_torch_dist
+
+if __name__ == "__main__":
+    sys.exit(hf_to_torch_dist())
