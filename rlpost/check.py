@@ -1,38 +1,86 @@
 """Everything that can be known wrong before a job starts: arithmetic of the settings and the files they name.
 
-Runs on the login node (no torch, no ray, well under a second) and once more in the job before training. All problems
-are reported at once.
+Runs on the login node (no torch, no ray, well under a second). What a login node cannot know of the nodes is checked
+there, before training (``check_installed``). All problems are reported at once.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.check import batch_problems, debug_problems, eval_problems, layout_problems, model_problems
+from rlpost.actor.description import read_description
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.config.check import (
+    batch_problems,
+    debug_problems,
+    eval_problems,
+    layout_problems,
+    model_problems,
+    rollout_problems,
+)
+from rlpost.config.check_algorithm import algorithm_problems
+from rlpost.config.check_container import container_problems
+from rlpost.config.check_optimizer import optimizer_problems
+from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
+from rlpost.config.megatron_options import option_names, option_problems
+from rlpost.config.places import variable_problems
 from rlpost.config.tree import Config
-from rlpost.data.prompts import check_prompt_file
+from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError
-from rlpost.reward.registry import reward_function
+from rlpost.reward.grader import check_reward
 from rlpost.rollout.server_args import check_server_args
+
+REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
 
 
 def check(config: Config) -> None:
     """Raise ConfigError with one line for each problem, or return."""
+    if unset := variable_problems(config):
+        raise ConfigError("\n".join(unset))
     problems = [
         *layout_problems(config),
         *batch_problems(config),
+        *algorithm_problems(config),
+        *optimizer_problems(config),
+        *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
         *_model_folder_problems(config),
+        *_reference_problems(config),
         *_prompt_problems(config),
-        *_collect(lambda: reward_function(config.rollout.rm_type)),
-        *_collect(lambda: check_server_args(config.sglang.server_args)),
+        *_collect(lambda: check_reward(config.rollout)),
+        *container_problems(config),
+        *_option_problems(config),
+        *(_wandb_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_installed(config: Config) -> None:
+    """What only the machine that trains can tell: names of SGLang's and Megatron-core's own options, the packages.
+
+    Raises ConfigError with one line for each problem.
+    """
+    if problems := [*_option_problems(config), *_wandb_problems(config)]:
+        raise ConfigError("\n".join(problems))
+
+
+def _option_problems(config: Config) -> list[str]:
+    return [
+        *_collect(lambda: check_server_args(config.sglang.server_args)),
+        *option_problems(config.megatron.options),
+    ]
+
+
+def _wandb_problems(config: Config) -> list[str]:
+    if not config.wandb.is_on or importlib.util.find_spec("wandb") is not None:
+        return []
+    return ["wandb.use_wandb = true (--use-wandb): the package wandb is not installed; pip install wandb"]
 
 
 def _collect(probe: Any) -> list[str]:
@@ -54,6 +102,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     problems = []
     try:
         problems += model_problems(config, json.loads((path / "config.json").read_text()))
+        problems += _collect(lambda: read_description(path, config.model.model_dump()))
     except FileNotFoundError:
         problems.append(f"{key} = {folder}: has no config.json; is it a Hugging Face model folder?")
     except json.JSONDecodeError as error:
@@ -63,15 +112,28 @@ def _model_folder_problems(config: Config) -> list[str]:
     return problems + _collect(lambda: check_tokenizer_folder(path))
 
 
+def _reference_problems(config: Config) -> list[str]:
+    folder = config.checkpoint.ref_load
+    if folder is None or find_checkpoint(folder) is not None or any(Path(folder).glob("*.safetensors")):
+        return []
+    return [
+        f"checkpoint.ref_load (--ref-load) = {folder}: holds neither a torch_dist checkpoint (make one with "
+        "tools/convert_hf_to_torch_dist.py) nor *.safetensors"
+    ]
+
+
 def _prompt_problems(config: Config) -> list[str]:
     rollout = config.rollout
     if not rollout.prompt_data:
         return ["rollout.prompt_data (--prompt-data) is not set: give a JSONL file of prompts"]
-    paths = [rollout.prompt_data, *(path for _, path in config.eval_sets)]
-    return [
-        problem
-        for path in paths
-        for problem in _collect(
-            lambda path=path: check_prompt_file(Path(path), input_key=rollout.input_key, label_key=rollout.label_key)
-        )
-    ]
+    problems = _collect(lambda: check_prompts(rollout.prompt_data, rollout))
+    try:
+        sets = eval_sets(config.eval)
+    except ConfigError:  # told by another check
+        return problems
+    for one in sets:
+        own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+        settings = rollout.model_copy(update=own)
+        problems += _collect(lambda one=one, settings=settings: check_prompts([one.path], settings))
+        problems += _collect(lambda settings=settings: check_reward(settings)) if own.keys() & REWARD_KEYS else []
+    return problems

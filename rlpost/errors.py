@@ -5,6 +5,7 @@
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
       RolloutError                 generation failed
         EngineDied                 an inference engine ended by itself
+      TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
       SyncError                    an engine did not take the weights it was sent
       CheckpointError              a checkpoint cannot be committed or read
@@ -19,9 +20,9 @@ import difflib
 from collections.abc import Iterable
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """``; did you mean 'X'?`` when something known is near, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
@@ -43,6 +44,10 @@ class RolloutError(RlpostError):
 
 class EngineDied(RolloutError):
     """An inference engine ended by itself."""
+
+
+class TrainingError(RlpostError):
+    """A step's numbers are wrong; its weights are not saved."""
 
 
 class WeightError(RlpostError, ValueError):

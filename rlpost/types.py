@@ -36,6 +36,10 @@ class Sample:
 
     ``response_ids`` and ``rollout_logprobs`` have the same length; the log-probs are the engine's own, of the
     temperature-scaled distribution over the full vocabulary. A stop token is part of ``response_ids``.
+
+    ``loss_mask`` has an entry for each of ``response_ids``, 0 for what the model did not write (the output of a tool);
+    None when it wrote all. ``version_spans`` are pairs (policy version, number of tokens) in order, which cover the
+    response; none when all of it is of ``policy_version``, the version at its end.
     """
 
     prompt_id: int
@@ -47,12 +51,24 @@ class Sample:
     finish_reason: FinishReason
     policy_version: int
     label: str | None = None
+    loss_mask: tuple[int, ...] | None = None
+    version_spans: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.response_ids) == len(self.rollout_logprobs), (
-            len(self.response_ids),
-            len(self.rollout_logprobs),
-        )
+        length = len(self.response_ids)
+        assert length == len(self.rollout_logprobs), (length, len(self.rollout_logprobs))
+        assert self.loss_mask is None or length == len(self.loss_mask), (length, self.loss_mask)
+        assert not self.version_spans or length == sum(count for _, count in self.version_spans), self.version_spans
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        """1 for each token of the response that is trained, else 0."""
+        return (1,) * len(self.response_ids) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the weights that wrote its first token."""
+        return min((version for version, _ in self.version_spans), default=self.policy_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +90,58 @@ class SampleGroup:
     def rewards(self) -> tuple[float, ...]:
         return tuple(scored.reward for scored in self.samples)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(scored.sample.response_ids) for scored in self.samples)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that wrote a token of the group."""
+        return min(scored.sample.oldest_version for scored in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A prompt that was fetched and whose group is not complete, with the answers there are so far.
+
+    An answer whose ``finish_reason`` is "abort" was cut off and is gone on with; one that is not there is begun.
+    """
+
+    prompt: Prompt
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answers so far."""
+        return sum(len(sample.response_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Every prompt that was fetched and neither trained nor filtered: its finished group, or how far it got.
+
+    The counts are those of the whole run: fetched = trained + filtered + what is here, at any moment. ``newest_id`` is
+    the id of the prompt that was fetched last: ids rise, so none is fetched twice.
+    """
+
+    finished: tuple[SampleGroup, ...] = ()
+    unfinished: tuple[Unfinished, ...] = ()
+    num_fetched: int = 0
+    num_trained: int = 0
+    num_filtered: int = 0
+    newest_id: int = -1
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Of all prompts in it, each once."""
+        waiting = (each.prompt.prompt_id for each in self.unfinished)
+        return (*(group.prompt_id for group in self.finished), *waiting)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sequence to train on: prompt and response with one advantage for the whole response.
+    """A sequence to train on: prompt and response with one advantage for the whole response, or one a token of it.
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
     ``response_length`` entries.
@@ -87,11 +151,16 @@ class TrainSample:
     prompt_length: int
     loss_mask: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
-    advantage: float
+    advantage: float | tuple[float, ...]
 
     @property
     def response_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """One for each token of the response."""
+        return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,) * self.response_length
 
 
 MicroBatch = tuple[TrainSample, ...]
@@ -103,12 +172,15 @@ class TrainBatch:
 
     Every rank gets the same number of micro-batches. ``num_samples`` and ``num_tokens`` count the *global* batch
     (loss-masked tokens): they are the denominators of the loss and are fixed before any forward pass, which is why
-    micro-batching, data parallelism and packing cannot change the loss.
+    micro-batching, data parallelism and packing cannot change the loss. ``log_prob_groups`` are the micro-batches of
+    passes that only compute log-probs, as positions among the rank's samples in order of ``micro_batches``; when there
+    are none these passes take ``micro_batches``.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_samples: int
     num_tokens: int
+    log_prob_groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +194,18 @@ class StepResult:
 class Bucket:
     """Some weights that travel to the engines in one message: Hugging Face names, shapes and dtypes in order.
 
-    ``dtypes`` are torch names without the module (``"float32"``).
+    ``dtypes`` are torch names without the module (``"float32"``); ``stage`` is the pipeline stage that sends them.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where an engine answers, which GPUs it owns, and the group name the trainer reaches it under."""
+    """Where an engine answers and how many GPUs, and so ranks, it has."""
 
     url: str
     num_gpus: int = 1

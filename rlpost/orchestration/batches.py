@@ -6,11 +6,16 @@ denominators of the global batch; and what there is to say about the groups.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rlpost.algorithm.advantage import estimate
-from rlpost.algorithm.schedule import schedule
+from rlpost.algorithm.advantage import Advantage, Penalties, custom_advantages, estimate
+from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
+from rlpost.config.check import EXPERT_KEYS
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.memory import num_parameters
 from rlpost.config.tree import Config
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
@@ -18,13 +23,13 @@ from rlpost.types import SampleGroup, TrainBatch, TrainSample
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
 
 
-def train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
+def train_samples(group: SampleGroup, advantages: Sequence[Advantage]) -> list[TrainSample]:
     """The group's answers with their advantages, in order."""
     return [
         TrainSample(
             token_ids=scored.sample.prompt_ids + scored.sample.response_ids,
             prompt_length=len(scored.sample.prompt_ids),
-            loss_mask=(1,) * len(scored.sample.response_ids),
+            loss_mask=scored.sample.mask,
             rollout_logprobs=scored.sample.rollout_logprobs,
             advantage=advantage,
         )
@@ -32,27 +37,63 @@ def train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[Train
     ]
 
 
-def make_batches(groups: Sequence[SampleGroup], config: Config) -> list[StepBatches]:
-    """The batches of each optimizer step of a rollout, in order."""
-    advantages = estimate(
-        config.grpo.advantage_estimator,
-        [group.rewards for group in groups],
-        [[len(scored.sample.response_ids) for scored in group.samples] for group in groups],
-        normalize_std=not config.grpo.disable_grpo_std_normalization,
-    )
+def rollout_samples(
+    groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
+) -> list[TrainSample]:
+    """All samples of a rollout with their advantages, in order of groups. ``penalties`` are taken off the rewards,
+    token by token."""
+    if grpo.loss_type == "sft_loss":
+        advantages: list[tuple[Advantage, ...]] = [(1.0,) * len(group.samples) for group in groups]
+    elif grpo.custom_advantage_function_path is not None:
+        advantages = custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
+    else:
+        advantages = estimate(
+            grpo.advantage_estimator,
+            [group.rewards for group in groups],
+            [[scored.sample.mask for scored in group.samples] for group in groups],
+            normalize_std=not grpo.disable_grpo_std_normalization,
+            penalties=penalties,
+        )
     pairs = zip(groups, advantages, strict=True)
-    samples = [sample for group, own in pairs for sample in train_samples(group, own)]
+    return [sample for group, own in pairs for sample in train_samples(group, own)]
+
+
+def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
+    """The batches of each optimizer step of a rollout, in order. ``break_even``, see ``model_break_even``, is
+    for --balance-data; without it attention is taken to cost nothing."""
+    return batch_samples(rollout_samples(groups, config.grpo), config, break_even=break_even)
+
+
+def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
+    """``make_batches`` of samples that are made already."""
     size = len(samples) // config.num_steps_per_rollout
-    return [_step_batches(samples[start : start + size], config) for start in range(0, len(samples), size)]
+    starts = range(0, len(samples), size)
+    return [_step_batches(samples[start : start + size], config, break_even) for start in starts]
 
 
-def _step_batches(samples: Sequence[TrainSample], config: Config) -> StepBatches:
+def model_break_even(hf: Mapping[str, Any]) -> float:
+    """The length of a sequence at which attention costs the model of a ``config.json`` as much as its matrices."""
+    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    count = num_parameters(hf)
+    used = hf.get("num_experts_per_tok", 0) / next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
+    looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
+    return break_even_length(
+        num_parameters=round(count.dense - looked_up + count.expert * used),
+        num_layers=layers,
+        attention_width=heads * (hf.get("head_dim") or hf["hidden_size"] // heads),
+    )
+
+
+def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: float) -> StepBatches:
+    padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
+    lengths = [len(sample.token_ids) + -len(sample.token_ids) % padded_to for sample in samples]
     dealt = schedule(
-        [len(sample.token_ids) for sample in samples],
+        lengths,
         data_parallel_size=config.data_parallel_size,
         max_tokens=config.max_tokens,
         micro_batch_size=config.perf.micro_batch_size,
         multiple_of=config.micro_batch_multiple,
+        work=[sequence_work(length, break_even) for length in lengths] if config.perf.balance_data else None,
     )
     num_tokens = sum(sum(sample.loss_mask) for sample in samples)
     return tuple(
@@ -60,9 +101,21 @@ def _step_batches(samples: Sequence[TrainSample], config: Config) -> StepBatches
             micro_batches=tuple(tuple(samples[i] for i in indices) for indices in micro_batches),
             num_samples=len(samples),
             num_tokens=num_tokens,
+            log_prob_groups=tuple(map(tuple, groups)),
         )
-        for micro_batches in dealt
+        for micro_batches, groups in zip(dealt, _log_prob_groups(dealt, lengths, config), strict=True)
     )
+
+
+def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[list[list[int]]]:
+    """Each rank's own samples once more, packed for passes with a limit of their own."""
+    limit = config.log_probs_max_tokens
+    if limit is not None:
+        own = [[lengths[i] for micro_batch in rank for i in micro_batch] for rank in dealt]
+        packed = regroup(own, max_tokens=limit, multiple_of=config.micro_batch_multiple)
+        if packed is not None:
+            return packed
+    return [[] for _ in dealt]
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -78,3 +131,10 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/truncated_frac": summary["truncated_frac"],
         "rollout/num_tokens": sum(lengths),
     }
+
+
+def staleness_metrics(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
+    """How many policy versions before ``version``, the one that is trained, the first token of each group was written:
+    mean and maximum over groups."""
+    behind = [version - group.oldest_version for group in groups]
+    return {"rollout/staleness_mean": statistics.fmean(behind), "rollout/staleness_max": max(behind)}

@@ -1,11 +1,13 @@
 """The loop: generate, train, synchronise, evaluate, save. This page and little else.
 
-    prompts -> generate -> groups -> train -> sync (version checked) -> [evaluate] -> metrics line -> [save]
+    prompts -> batch of groups -> train -> sync (version checked) -> [evaluate] -> metrics line -> [save]
 
-In: the stages (real ones on a cluster, or fakes in one process), the state to start from and the settings. Out: the
-state at the end. Invariants: ``RunState`` changes only when a step's training is complete; what a checkpoint holds is
-such a state; a step's metrics line is written exactly once, after its evaluation. A stop request ends any phase, and
-the last consistent state is saved before the loop leaves with ``Preempted``.
+In: the stages (real ones on a cluster, or fakes in one process), the source of batches, the state to start from and
+the settings. Out: the state at the end. Whether batches are generated between, beside or across trainings is the
+business of the source alone. Invariants: the step of a ``RunState`` changes only when its training is complete; what a
+checkpoint holds is such a state, with all prompts that are in hand at that moment; a step's metrics line is written
+exactly once, after its evaluation. A stop request ends any phase, and the last consistent state is saved before the
+loop leaves with ``Preempted``.
 """
 
 from __future__ import annotations
@@ -19,22 +21,18 @@ from typing import Protocol
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.data.cursor import PromptCursor
 from rlpost.errors import Preempted
 from rlpost.metrics.progress import progress_line
 from rlpost.metrics.writer import MetricsWriter
-from rlpost.orchestration.batches import rollout_metrics
+from rlpost.orchestration.batches import rollout_metrics, staleness_metrics
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.types import Prompt, SampleGroup
+from rlpost.types import Backlog, SampleGroup
 
 logger = logging.getLogger(__name__)
 
 
 class Stages(Protocol):
     """What the loop asks of the cluster. Each may raise Preempted at a point where nothing is half done."""
-
-    async def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
-        """Answers to each prompt, scored."""
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """All optimizer steps of a rollout; returns their metrics."""
@@ -45,19 +43,48 @@ class Stages(Protocol):
     async def evaluate(self) -> Mapping[str, float]:
         """Metrics on held-out prompts."""
 
-    async def save(self, state: RunState) -> None:
-        """Commit a checkpoint that holds ``state`` and the trainer's weights and optimizer."""
+    async def save(self, state: RunState, *, wait: bool) -> None:
+        """Commit a checkpoint that holds ``state`` and the trainer's weights and optimizer; or, unless told to
+        ``wait``, see to it that this will be done."""
+
+    async def settle_saves(self) -> bool:
+        """Wait for what the last ``save`` left to be done; False when it failed."""
+
+
+class Rollouts(Protocol):
+    """Where batches come from: ``rlpost.rollout.collect`` has those that are generated and those that were recorded."""
+
+    async def batch(self) -> list[SampleGroup]:
+        """The groups to train next. Raises Preempted."""
+
+    def trained(self) -> None:
+        """The last batch is trained."""
+
+    async def settle(self) -> None:
+        """Bring generation to where the weights may change. Raises Preempted."""
+
+    def synced(self, version: int) -> None:
+        """The engines have the weights of ``version``."""
+
+    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+        """State of the prompt cursor, and all that was fetched before it and is not trained."""
+
+    def counts(self) -> Mapping[str, float]:
+        """What happened since the last call, by metric name."""
+
+    async def stop(self) -> None:
+        """End what is being generated; it is in hand."""
 
 
 class Loop:
     """Takes a run from one state to the next until its last step."""
 
     def __init__(
-        self, stages: Stages, config: Config, *, cursor: PromptCursor, metrics: MetricsWriter, stop: StopRequest
+        self, stages: Stages, config: Config, *, rollouts: Rollouts, metrics: MetricsWriter, stop: StopRequest
     ) -> None:
         self._stages = stages
         self._config = config
-        self._cursor = cursor
+        self._rollouts = rollouts
         self._metrics = metrics
         self._stop = stop
         self.state = RunState()
@@ -78,9 +105,11 @@ class Loop:
                 self._report(metrics, steps_done=self.state.step - first, elapsed_s=time.monotonic() - started)
         except Preempted as request:
             logger.warning("%s; saving step %d", request, self.state.step)
-            await self._save()
+            await self._rollouts.stop()
+            await self._save(wait=True)
             raise
-        await self._save()
+        await self._rollouts.stop()
+        await self._save(wait=True)
         return self.state
 
     async def _step(self) -> Mapping[str, float]:
@@ -88,14 +117,22 @@ class Loop:
         metrics: dict[str, float] = {}
         with _timed(metrics, "time/step_s"):
             with _timed(metrics, "time/generate_s"):
-                prompts = self._cursor.take(self._config.rollout.rollout_batch_size)
-                groups = await self._stages.generate(prompts, self.state.step)
-            metrics |= rollout_metrics(groups)
+                groups = await self._rollouts.batch()
+            self._metrics.show(self.state.step + 1, groups)
+            metrics |= {
+                **rollout_metrics(groups),
+                **staleness_metrics(groups, self.state.policy_version),
+                **self._rollouts.counts(),
+            }
             with _timed(metrics, "time/train_s"):
                 metrics |= await self._stages.train(groups)
-            self.state = self.state.trained(self._cursor.state(), metrics)
+            self._rollouts.trained()
+            self.state = self.state.trained(metrics)
+            with _timed(metrics, "time/generate_s"):
+                await self._rollouts.settle()
             with _timed(metrics, "time/sync_s"):
                 await self._stages.sync(self.state.policy_version)
+            self._rollouts.synced(self.state.policy_version)
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
         self.state = replace(self.state, pending=metrics)
         return await self._settle()
@@ -113,7 +150,7 @@ class Loop:
         self.state = self.state.settled()
         interval = self._config.checkpoint.save_interval
         if interval is not None and self.state.step and self.state.step % interval == 0:
-            await self._save()
+            await self._save(wait=False)
         return metrics
 
     def _evaluation_due(self) -> bool:
@@ -124,9 +161,10 @@ class Loop:
             return not settings.skip_eval_before_train
         return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
 
-    async def _save(self) -> None:
-        if self.state != self._saved:
-            await self._stages.save(self.state)
+    async def _save(self, *, wait: bool) -> None:
+        self.state = self.state.holding(*self._rollouts.in_hand())
+        if self.state != self._saved or (wait and not await self._stages.settle_saves()):
+            await self._stages.save(self.state, wait=wait)
             self._saved = self.state
 
     def _report(self, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> None:
@@ -138,4 +176,4 @@ class Loop:
 def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     started = time.monotonic()
     yield
-    metrics[name] = time.monotonic() - started
+    metrics[name] = metrics.get(name, 0.0) + time.monotonic() - started

@@ -6,14 +6,14 @@ ports of the run's own services. The same offers in the same order always give t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
 
 PORTS_PER_ENGINE = 2
-SHARED_PORTS = 4
+SHARED_PORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,25 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one worker of ``num_gpus`` GPUs."""
+    """A place for one worker of ``num_gpus`` GPUs: its own, or those of the trainer ranks that it shares them with."""
 
     node_id: str
     ip: str
     num_gpus: int
+    shared_with: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``actors[rank]`` and ``engines[i]``."""
+    """``actors[rank]``, and for each engine its parts, one a node; the first of them answers requests."""
 
     actors: tuple[Slot, ...]
-    engines: tuple[Slot, ...]
+    engines: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
+        """The trainer ranks on each engine's GPUs, in the order of its own ranks; empty where they are its own."""
+        return tuple(tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,12 @@ class Ports:
     router: int
     router_metrics: int
     actor_group: int  # where the trainer's ranks meet
-    sync_group: int  # where the trainer meets the engines
+    sync_groups: tuple[int, ...]  # where each pipeline stage of the trainer meets the engines
 
 
 def place(offers: Sequence[Offer], config: Config) -> Placement:
-    """Trainer ranks fill the first nodes in order; each engine goes to the node with the most GPUs left.
+    """Trainer ranks fill the first nodes in order. Engines share their GPUs (``--colocate``), or each goes to the node
+    with the most GPUs left; one that is larger than a node takes whole ones.
 
     Raises PlacementError with a table of what each node offers when something does not fit.
     """
@@ -68,16 +75,36 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     for index in able:
         free[index] -= per_node
         actors += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
-    engines = []
     per_engine = config.cluster.rollout_num_gpus_per_engine
+    if config.cluster.colocate:
+        return Placement(tuple(actors), tuple(_beside(actors, per_engine)))
+    engines = []
     for _ in range(config.num_engines):
-        index = max(range(len(free)), key=lambda i: (free[i], -i))
-        if free[index] < per_engine:
+        parts = _part_sizes(per_engine, config.cluster.num_gpus_per_node)
+        chosen = sorted(range(len(free)), key=lambda i: (-free[i], i))[: len(parts)]
+        if len(chosen) < len(parts) or any(free[i] < size for i, size in zip(chosen, parts, strict=True)):
             wanted = f"{config.num_engines} engines of {per_engine} GPUs beside {len(actors)} trainer ranks"
             raise PlacementError(_missing(wanted, offers))
-        free[index] -= per_engine
-        engines.append(Slot(offers[index].node_id, offers[index].ip, per_engine))
+        for index, size in zip(chosen, parts, strict=True):
+            free[index] -= size
+        engines.append(
+            tuple(Slot(offers[i].node_id, offers[i].ip, size) for i, size in zip(sorted(chosen), parts, strict=True))
+        )
     return Placement(tuple(actors), tuple(engines))
+
+
+def _part_sizes(per_engine: int, per_node: int) -> list[int]:
+    """GPUs of an engine on each of its nodes."""
+    return [per_engine] if per_engine <= per_node else [per_node] * (per_engine // per_node)
+
+
+def _beside(actors: Sequence[Slot], per_engine: int) -> Iterator[tuple[Slot, ...]]:
+    """Engines on the GPUs of the trainer's ranks, in their order."""
+    for first in range(0, len(actors), per_engine):
+        ranks = range(first, first + per_engine)
+        nodes = list(dict.fromkeys((actors[rank].node_id, actors[rank].ip) for rank in ranks))
+        shared = [tuple(rank for rank in ranks if actors[rank].node_id == node) for node, _ in nodes]
+        yield tuple(Slot(*node, len(own), own) for node, own in zip(nodes, shared, strict=True))
 
 
 def _missing(wanted: str, offers: Sequence[Offer]) -> str:
@@ -85,11 +112,14 @@ def _missing(wanted: str, offers: Sequence[Offer]) -> str:
     return f"the cluster does not offer {wanted}; it has\n{table or '  no node at all'}"
 
 
-def service_ports(base: int, count: int, num_engines: int) -> Ports:
+def service_ports(base: int, count: int, *, num_engines: int, num_stages: int) -> Ports:
     """Ports from the block ``[base, base + count)``. Raises PlacementError when it is too small."""
-    needed = PORTS_PER_ENGINE * num_engines + SHARED_PORTS
+    needed = PORTS_PER_ENGINE * num_engines + SHARED_PORTS + num_stages
     if needed > count:
-        raise PlacementError(f"{num_engines} engines need {needed} ports, the job's block has {count} from {base}")
+        raise PlacementError(
+            f"{num_engines} engines and {num_stages} pipeline stages need {needed} ports, the job's block has {count} "
+            f"from {base}"
+        )
     shared = base + PORTS_PER_ENGINE * num_engines
     return Ports(
         engines=tuple(base + PORTS_PER_ENGINE * i for i in range(num_engines)),
@@ -97,5 +127,5 @@ def service_ports(base: int, count: int, num_engines: int) -> Ports:
         router=shared,
         router_metrics=shared + 1,
         actor_group=shared + 2,
-        sync_group=shared + 3,
+        sync_groups=tuple(range(shared + SHARED_PORTS, shared + SHARED_PORTS + num_stages)),
     )

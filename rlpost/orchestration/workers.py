@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from rlpost.orchestration.placement import Offer, Slot
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 15
+ASIDE = "aside"
+"""A second thread of a worker, for what has to be asked while it computes."""
 
 
 def connect(cluster: Cluster) -> list[Offer]:
@@ -65,8 +68,12 @@ class _Worker:
         self._target = make()
 
     def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        found = getattr(self._target, method)
+        found = operator.attrgetter(method)(self._target)
         return found(*arguments, **keywords) if callable(found) else found
+
+    @ray.method(concurrency_group=ASIDE)
+    def call_aside(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        return self.call(method, arguments, keywords)
 
 
 class WorkerGroup:
@@ -77,35 +84,43 @@ class WorkerGroup:
         makes: Sequence[Callable[[], Any]],
         slots: Sequence[Slot],
         *,
-        name: str,
+        names: Sequence[str],
         log_dir: Path,
-        env: dict[str, str],
+        envs: Sequence[Mapping[str, str]],
     ) -> None:
-        self._names = [f"{name} {index} on {slot.ip}" for index, slot in enumerate(slots)]
-        self._logs = [log_dir / f"{name}-{index}.log" for index in range(len(slots))]
+        """``names[i]`` stands in errors and names a log; ``envs[i]`` is set before anything is imported there."""
+        self._names = [f"{name} on {slot.ip}" for name, slot in zip(names, slots, strict=True)]
+        self._logs = [log_dir / f"{name}.log" for name in names]
         self._workers = [
-            ray.remote(_Worker)
+            ray.remote(concurrency_groups={ASIDE: 1})(_Worker)
             .options(
                 num_cpus=0,
-                num_gpus=slot.num_gpus,
+                num_gpus=0 if slot.shared_with else slot.num_gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
                 max_concurrency=1,
             )
-            .remote(make, str(log), env)
-            for make, slot, log in zip(makes, slots, self._logs, strict=True)
+            .remote(make, str(log), dict(env))
+            for make, slot, log, env in zip(makes, slots, self._logs, envs, strict=True)
         ]
 
     def __len__(self) -> int:
         return len(self._workers)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call ``method`` (or read an attribute) on every worker, with the same arguments; results in order."""
+        """Call ``method`` (a name, or names joined by dots; or read an attribute) on every worker, with the same
+        arguments; results in order."""
         return await self.call_each(method, [arguments] * len(self))
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
         """Call ``method`` on every worker, each with its own arguments and common keywords; results in order."""
         pairs = zip(self._workers, arguments, strict=True)
-        references = [worker.call.remote(method, own, keywords) for worker, own in pairs]
+        return await self._all([worker.call.remote(method, own, keywords) for worker, own in pairs])
+
+    async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
+        """``call``, beside whatever the workers are computing: it must touch nothing that they compute with."""
+        return await self._all([worker.call_aside.remote(method, arguments, {}) for worker in self._workers])
+
+    async def _all(self, references: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._one(i, reference)) for i, reference in enumerate(references)]
         try:
             return await asyncio.gather(*tasks)

@@ -8,7 +8,7 @@ connection: control requests are few, and so it may be used from any event loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,6 +91,31 @@ class EngineClient:
         }
         await self.request("POST", "/update_weights_from_distributed", body)
 
+    async def update_weights_from_handles(self, handles: Sequence[str], *, version: int | None = None) -> None:
+        """Load one bucket that lies in memory of this host; ``handles`` has one for each rank of the engine, as
+        ``rlpost.weights.sync.Sharing`` makes them."""
+        body = {
+            "serialized_named_tensors": list(handles),
+            "flush_cache": False,
+            "weight_version": None if version is None else str(version),
+        }
+        await self.request("POST", "/update_weights_from_tensor", body)
+
+    async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
+        """Load the weights of a Hugging Face folder; the cache is left alone."""
+        body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
+        await self.request("POST", "/update_weights_from_disk", body)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give up GPU memory: ``kv_cache``, ``weights``, ``cuda_graph``. The engine must be idle: a busy one of SGLang
+        ends itself, so it is paused first and stays so."""
+        await self.pause("abort")
+        await self.request("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def restore_memory(self, tags: Sequence[str]) -> None:
+        """Take that memory again; weights come back with undefined content and must be updated."""
+        await self.request("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
     async def flush_cache(self) -> None:
         """Drop the prefix cache; refused while requests run."""
         await self.request("POST", "/flush_cache", None)
@@ -98,6 +123,10 @@ class EngineClient:
     async def abort(self, rid: str | None = None) -> None:
         """End the request ``rid``, or all; each returns what it has so far."""
         await self.request("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    async def rename_weights(self, version: int) -> None:
+        """Call the weights that it has by another version."""
+        await self.request("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def model_info(self) -> dict[str, Any]:
         """Model path, architecture, ``weight_version``."""

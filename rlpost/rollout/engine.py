@@ -27,21 +27,30 @@ INITIAL_VERSION = "0"  # what an engine calls the weights of its model folder
 
 
 class Engine:
-    """One SGLang server."""
+    """One SGLang server, or the part of one on a node of several."""
 
     def __init__(
-        self, *, model_path: str, api_key: str, server_args: Mapping[str, Any], log_path: str | Path, num_gpus: int = 1
+        self,
+        *,
+        model_path: str,
+        api_key: str,
+        server_args: Mapping[str, Any],
+        log_path: str | Path,
+        num_gpus: int = 1,
+        node_rank: int = 0,
     ) -> None:
+        """Args: ``num_gpus`` of the whole engine; ``node_rank`` of this part. Only the first part answers requests."""
         self._model_path = model_path
         self._api_key = api_key
         self._server_args = dict(server_args)
         self._log_path = log_path
         self._num_gpus = num_gpus
+        self._node_rank = node_rank
         self._server: ServerProcess | None = None
         self.url = ""
 
     def start(self, host: str, port: int, *, deadline_s: float) -> EngineAddress:
-        """Start the server on ``host:port`` and return when it takes requests.
+        """Start the server on ``host:port`` and return when it takes requests; a part that takes none returns at once.
 
         Raises:
             EngineDied: the process ended; with the end of its log.
@@ -57,10 +66,13 @@ class Engine:
                 "model_path": self._model_path,
                 "api_key": self._api_key,
                 "tp_size": self._num_gpus,
+                "node_rank": self._node_rank,
                 "weight_version": INITIAL_VERSION,
                 **self._server_args,
             }
         )
+        if self._node_rank:
+            return EngineAddress(url=self.url, num_gpus=self._num_gpus)
         try:
             self._server.wait_ready(deadline_s)
         except RolloutError:
@@ -91,10 +103,11 @@ class Engine:
 class Router:
     """The balancer before the engines. The same key guards both: clients show it here, the router shows it there."""
 
-    def __init__(self, *, policy: str, api_key: str, log_path: str | Path) -> None:
+    def __init__(self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int) -> None:
         self._policy = policy
         self._api_key = api_key
         self._log_path = log_path
+        self._metrics_port = metrics_port
         self._server: ServerProcess | None = None
         self.url = ""
 
@@ -107,7 +120,7 @@ class Router:
         """
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("router", f"router {self.url}", self._log_path)
-        self._server.spawn(router_arguments(host, port, policy=self._policy, api_key=self._api_key))
+        self._server.spawn(router_arguments(host, port, self._metrics_port, policy=self._policy, api_key=self._api_key))
         deadline = time.monotonic() + deadline_s
         while not self._answers():
             if self._server.wait_exit(POLL_S):
@@ -136,6 +149,12 @@ class Router:
                     f"router {self.url}: not healthy after {deadline_s:.0f} s: {', '.join(sorted(missing))}; "
                     "can this node reach them?"
                 )
+
+    def remove_engine(self, url: str) -> None:
+        """Send nothing to this engine from now on; harmless when the router does not know it."""
+        for worker in self._call("GET", "/workers", None)["workers"]:
+            if worker["url"] == url:
+                self._call("DELETE", f"/workers/{worker['id']}", None)
 
     def alive(self) -> bool:
         """Whether its process runs."""
@@ -184,8 +203,8 @@ class Router:
             return None
 
 
-def router_arguments(host: str, port: int, *, policy: str, api_key: str) -> dict[str, Any]:
-    """Fields of the router's RouterArgs.
+def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, api_key: str) -> dict[str, Any]:
+    """Fields of the router's RouterArgs. Its metrics cannot be turned off; their default port two routers would share.
 
     Engines are added one by one after their own start, so the first check comes at once; a request may take as long
     as a generation takes; at the end nobody waits for requests that nobody wants.
@@ -193,6 +212,8 @@ def router_arguments(host: str, port: int, *, policy: str, api_key: str) -> dict
     return {
         "host": host,
         "port": port,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": metrics_port,
         "policy": policy,
         "api_key": api_key,
         "worker_startup_check_interval": 1,

@@ -1,16 +1,17 @@
 """What a set of scored groups says in a few numbers, and the numbers of held-out prompts.
 
-Comes in: groups, or prompts to make them from. Goes out: means over all samples, each sample counted once.
+Comes in: groups, or prompts to make them from. Goes out: means over all samples, each sample counted once; and pass@k.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from rlpost.reward.registry import RewardFunction
-from rlpost.rollout.generate import RouterAddress, generate_groups
-from rlpost.rollout.sampling import SamplingParams
+from rlpost.rollout.generate import GroupWriter, write_all
 from rlpost.types import Prompt, SampleGroup
+
+RIGHT = 1.0  # the reward from which an answer counts as right
 
 
 def summarise(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -25,15 +26,30 @@ def summarise(groups: Sequence[SampleGroup]) -> dict[str, float]:
     }
 
 
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The chance that at least one of ``k`` answers is right, estimated without bias from ``num_samples`` answers of
+    which ``num_right`` are: 1 - C(n - c, k) / C(n, k). Source: Chen et al., arXiv 2107.03374, equation 1."""
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """``pass@k``, the mean over prompts, for k of 1, 2, 4, ... and the number of answers; nothing for one answer.
+
+    An answer is right when its reward is 1 or more.
+    """
+    most = min(len(group.samples) for group in groups)
+    if most == 1:
+        return {}
+    rates = {}
+    for k in sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}):
+        of_prompts = [pass_at_k(len(g.samples), sum(reward >= RIGHT for reward in g.rewards), k) for g in groups]
+        rates[f"pass@{k}"] = math.fsum(of_prompts) / len(of_prompts)
+    return rates
+
+
 async def evaluate(
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    n: int,
-    router: RouterAddress,
-    score: RewardFunction,
-    stop_requested: Callable[[], bool],
+    writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> dict[str, float]:
-    """``summarise`` of ``n`` samples of each prompt; raises what ``generate_groups`` raises."""
-    groups = await generate_groups(prompts, sampling, n=n, router=router, score=score, stop_requested=stop_requested)
-    return summarise(groups)
+    """``summarise`` and ``pass_rates`` of one group a prompt; raises what ``write_all`` raises."""
+    groups = await write_all(writer, prompts, stop_requested)
+    return summarise(groups) | pass_rates(groups)

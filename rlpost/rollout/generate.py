@@ -1,54 +1,91 @@
 """Generation: prompts in, scored groups of samples out.
 
-Comes in: prompts, how to sample, how to score, the router before the engines. Goes out: one ``SampleGroup`` a prompt,
-ordered by prompt id, each complete and ordered by index; or ``Preempted``, with nothing left running on the engines.
+Comes in: prompts, how to sample, who grades, the router before the engines. Goes out: one ``SampleGroup`` a prompt,
+complete and ordered by index; or, cut off, an ``Unfinished`` with the answers so far.
 
-Each sample is one request, so that the router can balance them and the engines' prefix cache shares the prompt. A
-sample is scored the moment it arrives.
+Each sample is a request of its own, so that the router can balance them and the engines' prefix cache shares the
+prompt. A group is graded when its last sample is there, while other groups are still written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
 
-import aiohttp
-
-from rlpost.errors import Preempted, RolloutError
-from rlpost.reward.registry import RewardFunction
-from rlpost.rollout.client import EngineClient, authorization
+from rlpost.errors import Preempted
+from rlpost.reward.grader import Grader
+from rlpost.rollout.connection import Connection, Halted, RouterAddress
+from rlpost.rollout.draft import Codec, Draft, GenerateFunction, write_answer
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
-logger = logging.getLogger(__name__)
+__all__ = ["GroupWriter", "RouterAddress", "generate_groups"]
 
 STOP_POLL_S = 0.2
-NUM_TRIES = 5  # of one request when nobody answers or the router has no engine for it
-FIRST_PAUSE_S = 0.5  # between tries; doubles
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RouterAddress:
-    """Where to generate. ``concurrency`` bounds the requests under way over all engines."""
+class GroupWriter:
+    """Makes groups of ``n`` answers over one connection."""
 
-    url: str
-    api_key: str = field(repr=False)
-    engine_urls: tuple[str, ...]
-    concurrency: int
-    timeout_s: float = 4 * 3600.0  # of one request
+    def __init__(
+        self,
+        connection: Connection,
+        sampling: SamplingParams,
+        *,
+        n: int,
+        grader: Grader,
+        function: GenerateFunction = write_answer,
+        codec: Codec | None = None,
+    ) -> None:
+        self.connection = connection
+        self._sampling, self._n, self._grader = sampling, n, grader
+        self._function, self._codec = function, codec
 
-    async def abort_all(self) -> None:
-        """End every request on every engine. One that does not answer is only logged: the run is leaving anyway."""
-        engines = [EngineClient(url, self.api_key, timeout_s=5.0) for url in self.engine_urls]
-        answers = await asyncio.gather(*(engine.abort() for engine in engines), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, RolloutError):
-                logger.warning("abort: %s", answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+    async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
+        """The group of ``entry``, whose answers are gone on with; as far as it got when generation was halted.
+
+        Raises:
+            RolloutError: a request failed for good; the other requests of the group are cancelled.
+        """
+        so_far = [[sample for sample in entry.samples if sample.index == index] for index in range(self._n)]
+        answers = await together([self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)])
+        samples = [sample for several in answers for sample in several]
+        if any(not several or several[-1].finish_reason == "abort" for several in answers):
+            return Unfinished(entry.prompt, tuple(samples))
+        rewards = await self._grader.grade(entry.prompt, samples)
+        scored = tuple(ScoredSample(sample, float(reward)) for sample, reward in zip(samples, rewards, strict=True))
+        return SampleGroup(entry.prompt.prompt_id, scored)
+
+    async def _answer(self, prompt: Prompt, index: int, so_far: list[Sample]) -> list[Sample]:
+        """One answer, or the several that a function makes of one; what there is of it when it was cut off.
+
+        A function of the user's own is begun anew after a cut: only it knows where its tools stood.
+        """
+        if so_far and so_far[-1].finish_reason != "abort":
+            return so_far
+        cut = so_far[0] if so_far else None
+        draft = Draft(self.connection, prompt, self._sampling, index=index, codec=self._codec, so_far=cut)
+        try:
+            written = await self._function(draft, prompt, self._sampling)
+        except Halted:
+            if self._function is not write_answer or not draft.response_ids:
+                return []
+            draft.finish_reason = "abort"
+            return [draft.sample()]
+        return [written] if isinstance(written, Sample) else list(written)
+
+
+async def together(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Results in order; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def generate_groups(
@@ -57,7 +94,7 @@ async def generate_groups(
     *,
     n: int,
     router: RouterAddress,
-    score: RewardFunction,
+    grader: Grader,
     stop_requested: Callable[[], bool],
 ) -> list[SampleGroup]:
     """``n`` scored samples of each prompt, ordered by prompt id and index.
@@ -66,93 +103,37 @@ async def generate_groups(
         Preempted: ``stop_requested()`` was true; polled five times a second, all requests have been aborted.
         RolloutError: a request failed for good; the others have been aborted.
     """
-    room = asyncio.Semaphore(router.concurrency)
-    # The tasks below outnumber the connections by far; the semaphore is the only bound.
-    async with aiohttp.ClientSession(
-        headers=authorization(router.api_key),
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=router.timeout_s),
-    ) as session:
-
-        async def one(prompt: Prompt, index: int) -> ScoredSample:
-            async with room:
-                answer = await _generate(session, router.url, prompt, sampling)
-            sample = sample_from_answer(answer, prompt, index)
-            return ScoredSample(sample, float(score(sample.text, prompt.label, prompt.metadata)))
-
-        ordered = sorted(prompts, key=lambda prompt: prompt.prompt_id)
-        work = [asyncio.ensure_future(one(prompt, index)) for prompt in ordered for index in range(n)]
-        try:
-            scored = await _unless_stopped(work, stop_requested)
-        finally:
-            unfinished = [task for task in work if not task.done()]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-            if unfinished:
-                await router.abort_all()
-    return [SampleGroup(prompt.prompt_id, tuple(scored[at * n : (at + 1) * n])) for at, prompt in enumerate(ordered)]
+    async with Connection(router) as connection:
+        return await write_all(GroupWriter(connection, sampling, n=n, grader=grader), prompts, stop_requested)
 
 
-async def _unless_stopped(
-    work: Sequence[asyncio.Future[ScoredSample]], stop_requested: Callable[[], bool]
-) -> list[ScoredSample]:
+async def write_all(
+    writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
+) -> list[SampleGroup]:
+    """The groups of all prompts, by prompt id. Raises what ``generate_groups`` raises."""
+    ordered = sorted(prompts, key=lambda prompt: prompt.prompt_id)
+    work = [asyncio.ensure_future(writer.write(Unfinished(prompt))) for prompt in ordered]
+    try:
+        done = await _unless_stopped(work, stop_requested)
+    finally:
+        unfinished = [task for task in work if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        if unfinished:
+            await writer.connection.router.abort_all()
+    groups = [group for group in done if isinstance(group, SampleGroup)]
+    assert len(groups) == len(ordered), "nobody halts this connection"
+    return groups
+
+
+async def _unless_stopped(work: Sequence[asyncio.Future[T]], stop_requested: Callable[[], bool]) -> list[T]:
     """All results in order, the first failure, or Preempted; whichever comes first."""
-    waiting: Collection[asyncio.Future[ScoredSample]] = work
+    waiting: Collection[asyncio.Future[T]] = work
     while waiting:
         if stop_requested():
-            raise Preempted(f"a stop was requested after {len(work) - len(waiting)} of {len(work)} samples")
+            raise Preempted(f"a stop was requested after {len(work) - len(waiting)} of {len(work)} groups")
         done, waiting = await asyncio.wait(waiting, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()  # raises what went wrong
     return [task.result() for task in work]
-
-
-async def _generate(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: SamplingParams) -> Any:
-    """The answer to one request, tried again when it cannot have reached an engine that still works."""
-    body = {"input_ids": list(prompt.token_ids), "sampling_params": sampling.to_sglang(), "return_logprob": True}
-    for attempt in range(NUM_TRIES):
-        try:
-            async with session.post(f"{url}/generate", json=body) as response:
-                if response.status == 200:
-                    return await response.json()
-                failure = f"answered {response.status}: {(await response.text())[:500]}"
-                if response.status != 503:
-                    break
-        except TimeoutError as error:
-            raise RolloutError(f"router {url}: prompt {prompt.prompt_id} was not answered in time") from error
-        except aiohttp.ClientConnectionError as error:
-            failure = f"does not answer: {error or type(error).__name__}"
-        logger.debug("router %s %s; try %d of %d", url, failure, attempt + 1, NUM_TRIES)
-        if attempt + 1 < NUM_TRIES:
-            await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
-    raise RolloutError(f"router {url}: prompt {prompt.prompt_id} ({len(prompt.token_ids)} tokens): {failure}")
-
-
-def sample_from_answer(answer: Any, prompt: Prompt, index: int) -> Sample:
-    """A sample from the JSON of ``POST /generate``.
-
-    Raises:
-        RolloutError: somebody else aborted the request, or the version of the weights is not a number of ours.
-    """
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length"):
-        raise RolloutError(
-            f"an engine ended prompt {prompt.prompt_id}, sample {index} by {reason!r} "
-            f"({meta['finish_reason'].get('message')}); nobody here asked for that"
-        )
-    version = str(meta["weight_version"])
-    if not version.isdecimal():
-        raise RolloutError(f"an engine generates with weights of version {version!r}; a whole number is needed")
-    return Sample(
-        prompt_id=prompt.prompt_id,
-        index=index,
-        prompt_ids=prompt.token_ids,
-        response_ids=tuple(answer["output_ids"]),
-        rollout_logprobs=tuple(logprob for logprob, _, _ in meta["output_token_logprobs"]),
-        text=answer["text"],
-        finish_reason=reason,
-        policy_version=int(version),
-        label=prompt.label,
-    )

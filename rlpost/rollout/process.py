@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.keys import without_keys
 from rlpost.errors import EngineDied, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ServerProcess:
     def spawn(self, arguments: Mapping[str, Any]) -> None:
         """Start the process. Its arguments travel over standard input, for a key is among them."""
         assert self._process is None, f"{self.name} was started before"
-        environment = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+        environment = {key: value for key, value in without_keys(os.environ).items() if key not in NOT_INHERITED}
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
         self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
         environment["TMPDIR"] = self._scratch

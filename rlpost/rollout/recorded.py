@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rlpost.errors import ConfigError, DataError
-from rlpost.types import Sample, SampleGroup, ScoredSample
+from rlpost.records import group_from, group_record
+from rlpost.types import SampleGroup
 
 PLACEHOLDER = "{rollout_id}"
 
@@ -38,7 +37,7 @@ def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w") as file:
-        file.writelines(json.dumps(asdict(group), ensure_ascii=False) + "\n" for group in groups)
+        file.writelines(json.dumps(group_record(group), ensure_ascii=False) + "\n" for group in groups)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
@@ -59,20 +58,10 @@ def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
     groups = []
     for number, line in enumerate(lines, 1):
         try:
-            groups.append(_group(json.loads(line)))
+            groups.append(group_from(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}, line {number}: not a recorded group ({type(error).__name__}: {error}); "
                 "record it again with --save-debug-rollout-data"
             ) from error
     return groups
-
-
-def _group(raw: dict[str, Any]) -> SampleGroup:
-    samples = []
-    for scored in raw["samples"]:
-        fields = dict(scored["sample"])
-        for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
-            fields[name] = tuple(fields[name])
-        samples.append(ScoredSample(Sample(**fields), scored["reward"]))
-    return SampleGroup(raw["prompt_id"], tuple(samples))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rlpost.config.eval_sets import EvalSet
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.rollout import RolloutConfig
 
@@ -19,6 +20,7 @@ class SamplingParams:
     """Temperature 0 is greedy.
 
     A stop id is part of the answer's ids and log-probs; a stop string is part of its ids and cut off its text.
+    ``max_context_len`` bounds prompt and answer together, in tokens.
     """
 
     max_new_tokens: int
@@ -27,6 +29,7 @@ class SamplingParams:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    max_context_len: int | None = None
 
     def to_sglang(self) -> dict[str, Any]:
         """The field ``sampling_params`` of ``POST /generate``."""
@@ -49,21 +52,27 @@ def rollout_sampling(rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> Sa
         top_k=rollout.rollout_top_k,
         stop=rollout.rollout_stop,
         stop_token_ids=tuple(sorted({*rollout.rollout_stop_token_ids, *eos_token_ids})),
+        max_context_len=rollout.rollout_max_context_len,
     )
 
 
-def eval_sampling(evaluation: EvalConfig, rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> SamplingParams:
-    """What evaluation samples with: its own settings, and those of the rollout where it has none."""
+def eval_sampling(
+    one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig, eos_token_ids: Iterable[int]
+) -> SamplingParams:
+    """What a set of held-out prompts is answered with: its own settings, else those of [eval], else the rollout's."""
     inherited = rollout_sampling(rollout, eos_token_ids)
+    stop_token_ids = None if one.stop_token_ids is None else tuple(sorted({*one.stop_token_ids, *eos_token_ids}))
     return SamplingParams(
-        max_new_tokens=_given(evaluation.eval_max_response_len, inherited.max_new_tokens),
-        temperature=_given(evaluation.eval_temperature, inherited.temperature),
-        top_p=_given(evaluation.eval_top_p, inherited.top_p),
-        top_k=inherited.top_k,
-        stop=inherited.stop,
-        stop_token_ids=inherited.stop_token_ids,
+        max_new_tokens=_first(one.max_response_len, evaluation.eval_max_response_len, inherited.max_new_tokens),
+        temperature=_first(one.temperature, evaluation.eval_temperature, inherited.temperature),
+        top_p=_first(one.top_p, evaluation.eval_top_p, inherited.top_p),
+        top_k=_first(one.top_k, evaluation.eval_top_k, inherited.top_k),
+        stop=_first(one.stop, inherited.stop),
+        stop_token_ids=_first(stop_token_ids, inherited.stop_token_ids),
+        max_context_len=inherited.max_context_len,
     )
 
 
-def _given(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+def _first(*values: Any) -> Any:
+    """The first that is given."""
+    return next(value for value in values if value is not None)

@@ -15,11 +15,12 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rlpost.rollout.server_args import in_its_words
 
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
 WITHOUT_CUDA: Mapping[str, Any] = {
@@ -39,8 +40,8 @@ WITHOUT_CUDA: Mapping[str, Any] = {
 
 
 def engine_arguments(given: Mapping[str, Any], *, has_cuda: bool) -> dict[str, Any]:
-    """The fields of ServerArgs: what was given, over what a machine without CUDA needs."""
-    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given}
+    """The fields of ServerArgs: what was given, over what a machine without CUDA needs, less what only runs on CUDA."""
+    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given, "enable_memory_saver": False}
 
 
 def end_with_parent(ready_fd: int) -> None:
@@ -94,7 +95,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    server_args = ServerArgs(**engine_arguments(arguments, has_cuda=has_cuda))
+    server_args = ServerArgs(**engine_arguments(in_its_words(arguments), has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     try:
@@ -104,18 +105,11 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
 
 
 def run_router(arguments: Mapping[str, Any]) -> None:
-    """Balance until killed. Not by way of ``sglang_router.launch_router``: that imports all of SGLang, for seconds.
-
-    Its metrics cannot be turned off and have one default port, which two routers on a node would fight over.
-    """
+    """Balance until killed. Not by way of ``sglang_router.launch_router``: that imports all of SGLang, for seconds."""
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics_port = probe.getsockname()[1]
-    metrics = {"prometheus_host": "127.0.0.1", "prometheus_port": metrics_port}
-    Router.from_args(RouterArgs(**{**metrics, **arguments})).start()
+    Router.from_args(RouterArgs(**arguments)).start()
 
 
 def read_line(fd: int) -> str:

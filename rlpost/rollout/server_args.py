@@ -7,10 +7,13 @@ login node, where SGLang may be missing; then there is nothing to compare with, 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlpost.errors import ConfigError, suggestion
 
@@ -28,8 +31,35 @@ OURS = {
 }
 
 
+RENAMED = {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_graph_max_bs_decode"}
+"""Names of older releases and recipes, and what 0.5.21 calls the same."""
+
+_LIST = re.compile(r"(A\[\s*)?(Optional\[)?[Ll]ist\[")  # annotations of settings that are lists and nothing else
+
+
 def server_arg_names() -> frozenset[str] | None:
-    """Names of the settings of the installed SGLang; None when it is not installed.
+    """Names of the settings of the installed SGLang; None when it is not installed."""
+    fields = _installed_fields()
+    return None if fields is None else frozenset(fields)
+
+
+def in_its_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the installed SGLang wants them: under its names, and one value of a list as a list."""
+    fields = _installed_fields() or {}
+    named = {_its_name(name, fields): value for name, value in given.items()}
+    return {
+        name: [value] if _LIST.match(fields.get(name, "")) and not isinstance(value, list) else value
+        for name, value in named.items()
+    }
+
+
+def _its_name(name: str, known: Collection[str]) -> str:
+    return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
+
+
+@functools.cache
+def _installed_fields() -> dict[str, str] | None:
+    """Annotations by name of the settings of the installed SGLang; None when it is not installed.
 
     Up to 0.5.20 they are the annotated fields of ``ServerArgs`` itself, since then those of the classes in
     ``arg_groups/fields``.
@@ -38,10 +68,10 @@ def server_arg_names() -> frozenset[str] | None:
     if found is None or not found.submodule_search_locations:
         return None
     srt = Path(found.submodule_search_locations[0]) / "srt"
-    names = _annotated_fields(srt / "server_args.py", only="ServerArgs")
+    found_fields = _annotated_fields(srt / "server_args.py", only="ServerArgs")
     for path in sorted((srt / "arg_groups" / "fields").glob("*.py")):
-        names |= _annotated_fields(path)
-    return frozenset(names)
+        found_fields |= _annotated_fields(path)
+    return found_fields
 
 
 def check_server_args(names: Iterable[str]) -> None:
@@ -57,15 +87,15 @@ def check_server_args(names: Iterable[str]) -> None:
         flag = "--sglang-" + name.replace("_", "-")
         if name in OURS:
             raise ConfigError(f"{flag}: this follows from {OURS[name]}; leave it out")
-        if known is not None and name not in known:
+        if known is not None and _its_name(name, known) not in known:
             flags = ["--sglang-" + other.replace("_", "-") for other in known - OURS.keys()]
             raise ConfigError(f"{flag}: the installed SGLang has no setting {name!r}{suggestion(flag, flags)}")
 
 
-def _annotated_fields(path: Path, only: str | None = None) -> set[str]:
-    """Names of the annotated class attributes in one file."""
+def _annotated_fields(path: Path, only: str | None = None) -> dict[str, str]:
+    """The annotated class attributes in one file: annotations by name."""
     return {
-        field.target.id
+        field.target.id: ast.unparse(field.annotation)
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and only in (None, node.name)
         for field in node.body

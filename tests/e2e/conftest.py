@@ -10,11 +10,28 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fixtures import slurm_available
+from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
-from tests.e2e.runs import RECIPE, ROOT, SETTINGS, Run, until_over
+from tests.e2e.runs import HF_TOKEN, RECIPE, ROOT, RUN_DEADLINE_S, SETTINGS, WANDB_KEY, Run, until_over
 
 __all__ = ["slurm_available"]
+
+# Of a node: command lines, environments and Ray's folder; the words come backwards, or it would find itself. The first
+# line says how much of Ray's was read.
+SEARCH = """
+import pathlib, sys
+words = [word[::-1].encode() for word in sys.argv[1:]]
+of_ray = [path for folder in pathlib.Path("/tmp").glob("r[0-9]*") for path in folder.rglob("*") if path.is_file()]
+of_proc = [path for kind in ("cmdline", "environ") for path in pathlib.Path("/proc").glob("[0-9]*/" + kind)]
+print("ray", len(of_ray))
+for path in of_ray + of_proc:
+    try:
+        if any(word in path.read_bytes() for word in words):
+            print(path)
+    except OSError:
+        pass
+"""
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +62,15 @@ def signalling_lab(slurm_available: None) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
-    """A run on two nodes from the first step to the last, submitted by rlpost.submit."""
+    """A run on two nodes from the first step to the last, submitted by rlpost.submit with a person's keys."""
     run = Run(signalling_lab, signalling_lab.shared / "undisturbed")
     record = ["--save-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *record]
-    done = signalling_lab.run("ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT)
+    command += ["--wandb-key", WANDB_KEY, "--run-folder", str(run.folder)]
+    done = signalling_lab.run("ctl", command, cwd=ROOT, env={"HF_TOKEN": HF_TOKEN})
     run.job = done.stdout.split()[1]
+    until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
+    search = [sys.executable, "-c", SEARCH, WANDB_KEY[::-1], HF_TOKEN[::-1]]
+    run.holders = [line for node in ("n01", "n02") for line in signalling_lab.run(node, search).stdout.splitlines()]
     until_over(run)
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpost.metrics.writer import read_metrics
@@ -18,6 +18,7 @@ SETTINGS = [
     *("--partition", "low", "--max-failures", "0"),
 ]
 RUN_DEADLINE_S = 900.0
+HF_TOKEN, WANDB_KEY = "hf_" + "t0k3n" * 7, "wb" * 20
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Run:
     lab: Lab
     folder: Path
     job: str = ""
+    holders: list[str] = field(default_factory=list)
+    """What a search for the person's keys printed on the nodes while the run trained."""
 
     @property
     def metrics(self) -> list[dict[str, float]]:

@@ -17,11 +17,13 @@ from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
 from tests.e2e.runs import (
+    HF_TOKEN,
     NUM_STEPS,
     RECIPE,
     ROOT,
     RUN_DEADLINE_S,
     SETTINGS,
+    WANDB_KEY,
     Run,
     evaluations,
     until_over,
@@ -110,6 +112,21 @@ def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undist
     secret = (folder / "attempts/0/secret").read_bytes().strip()
     holders = [path for path in folder.rglob("*") if path.is_file() and secret in path.read_bytes()]
     assert [path.name for path in holders] == ["secret"]
+
+
+def test_a_person_s_keys_are_in_one_private_file_and_nowhere_else(undisturbed):
+    """One came in the environment, one on the command line. Searched: everything in the run's folder, and while it
+    trained Ray's folder, the command lines and the environments on both nodes."""
+    holders = [
+        path
+        for path in undisturbed.folder.rglob("*")
+        if path.is_file() and any(key.encode() in path.read_bytes() for key in (HF_TOKEN, WANDB_KEY))
+    ]
+    assert [path.name for path in holders] == ["secrets.env"]
+    assert stat.S_IMODE(holders[0].stat().st_mode) == 0o600
+    assert sorted(holders[0].read_text().split()) == [f"HF_TOKEN={HF_TOKEN}", f"WANDB_API_KEY={WANDB_KEY}"]
+    assert [line.split()[0] for line in undisturbed.holders] == ["ray", "ray"]
+    assert all(int(line.split()[1]) > 10 for line in undisturbed.holders)
 
 
 def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):

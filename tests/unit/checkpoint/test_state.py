@@ -6,20 +6,42 @@ import pytest
 
 from rlpost.checkpoint.state import RunState
 from rlpost.errors import CheckpointError
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
+
+PARTIAL = Sample(
+    9, 1, (5, 6), (7, 8, 9), (-0.1, -1e-9 / 3, 0.0), "größer\n三", "abort", 4, "42", (1, 1, 0), ((3, 2), (4, 1))
+)
+WHOLE = Sample(8, 0, (5,), (7,), (-0.25,), "x", "stop", 4)
+BACKLOG = Backlog(
+    finished=(SampleGroup(8, (ScoredSample(WHOLE, 1 / 3),)),),
+    unfinished=(
+        Unfinished(Prompt(9, "p", (5, 6), "42", {"rm_type": "gsm8k"}), (PARTIAL,)),
+        Unfinished(Prompt(10, "q", (1,))),
+    ),
+    num_fetched=11,
+    num_trained=6,
+    num_filtered=2,
+    newest_id=10,
+)
 
 
 def test_a_state_survives_its_way_through_json():
-    state = RunState().trained({"fetched": 12}, {"train/loss": 0.25})
+    """To the last bit of every log-prob: what was generated before a preemption is trained after it."""
+    state = RunState().trained({"train/loss": 0.25}).holding({"offset": 12}, BACKLOG)
     assert RunState.from_json(state.to_json()) == state
 
 
+def test_a_state_of_an_older_program_has_no_backlog():
+    assert RunState.from_json('{"step": 3, "cursor": {}, "pending": null}') == RunState(step=3)
+
+
 def test_every_trained_step_is_a_policy_version_and_awaits_its_metrics_line():
-    state = RunState(step=3).trained({}, {"train/loss": 0.5})
+    state = RunState(step=3).trained({"train/loss": 0.5})
     assert (state.step, state.policy_version, state.pending) == (4, 4, {"train/loss": 0.5})
     assert state.settled().pending is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"stepp": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"stepp": 3}', '{"step": 3, "backlog": {}}'])
 def test_what_is_not_a_state_is_refused(text):
     with pytest.raises(CheckpointError, match="not the state of a run"):
         RunState.from_json(text)

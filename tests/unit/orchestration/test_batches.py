@@ -3,7 +3,7 @@
 import pytest
 
 from rlpost.config.load import load
-from rlpost.orchestration.batches import make_batches, rollout_metrics
+from rlpost.orchestration.batches import make_batches, model_break_even, rollout_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 
@@ -68,3 +68,44 @@ def test_rollout_metrics_are_those_of_the_samples():
     assert metrics["rollout/zero_std_groups"] == 1
     assert metrics["rollout/truncated_frac"] == 0.5
     assert metrics["rollout/num_tokens"] == 3 + 4 + 3 + 4
+
+
+def test_log_prob_passes_have_groups_of_their_own_when_they_have_their_own_limit():
+    """The samples of each rank once, in fewer micro-batches than are trained; the same number on both ranks."""
+    limits = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8, "log_probs_max_tokens_per_gpu": 24}
+    (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=limits))
+    for batch in ranks:
+        samples = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
+        assert sorted(i for one in batch.log_prob_groups for i in one) == list(range(len(samples)))
+        assert all(sum(len(samples[i].token_ids) for i in one) <= 24 for one in batch.log_prob_groups)
+        assert len(batch.log_prob_groups) < len(batch.micro_batches)
+    assert len({len(batch.log_prob_groups) for batch in ranks}) == 1
+    (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config())
+    assert all(batch.log_prob_groups == () for batch in ranks)
+
+
+def test_with_balance_data_ranks_have_even_work_and_without_it_their_samples_in_turn():
+    groups = [group(0, [0.0, 1.0], length=40), *(group(i, [0.0, 1.0], length=20 // i) for i in range(1, 4))]
+
+    def tokens(balance):
+        (ranks,) = make_batches(groups, config(perf={"balance_data": balance}), break_even=100.0)
+        return [sum(len(s.token_ids) for m in batch.micro_batches for s in m) for batch in ranks]
+
+    assert abs(tokens(True)[0] - tokens(True)[1]) < abs(tokens(False)[0] - tokens(False)[1])
+
+
+def test_context_parallel_padding_counts_against_the_limit():
+    """Sequences of 5 and 6 tokens are padded to 8 when two ranks cut them in four: only two fit into 2 x 9."""
+    perf = {"context_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9}
+    (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
+    assert [[len(m) for m in batch.micro_batches] for batch in ranks] == [[2, 2, 2, 2]]
+
+
+def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
+    """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with experts those used."""
+    qwen = dict(
+        hidden_size=3584, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, vocab_size=152064
+    )
+    assert model_break_even(qwen | {"intermediate_size": 18944}) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)
+    sparse = qwen | dict(intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8)
+    assert model_break_even(sparse) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)

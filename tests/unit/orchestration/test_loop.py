@@ -12,9 +12,12 @@ from rlpost.config.load import load
 from rlpost.data.cursor import PromptCursor
 from rlpost.errors import Preempted
 from rlpost.metrics.writer import MetricsWriter, read_metrics
+from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.rollout.book import Book
+from rlpost.rollout.collect import Choices, Collector
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
 
 class Prompts:
@@ -27,32 +30,73 @@ class Prompts:
         return Prompt(prompt_id, f"p{position}", (position,), str(position))
 
 
+class FakeEngines:
+    """Write answers that follow from weights and prompt. In turn the event loop runs, so that groups overlap."""
+
+    def __init__(self, stages):
+        self.stages, self.connection, self.halted = stages, self, False
+
+    async def write(self, entry):
+        prompt, version = entry.prompt, self.stages.versions[-1]
+        for _ in range(1 + prompt.prompt_id % 3):
+            await asyncio.sleep(0)
+            if self.halted:
+                return entry
+        rewards = [
+            int(hashlib.sha256(f"{self.stages.weights}{prompt.prompt_id}{i}".encode()).hexdigest(), 16) % 2
+            for i in (0, 1)
+        ]
+        samples = [Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", version) for i in (0, 1)]
+        return SampleGroup(prompt.prompt_id, tuple(map(ScoredSample, samples, map(float, rewards))))
+
+    async def halt(self, running):
+        self.halted = True
+        await asyncio.gather(*running)
+
+    def go_on(self):
+        self.halted = False
+
+
+class Watched(Collector):
+    """The real source of batches; a stop may be requested when the n-th batch is asked for, with some groups done."""
+
+    def __init__(self, stages, *given, **named):
+        super().__init__(*given, **named)
+        self.stages = stages
+
+    async def batch(self):
+        if self.stages.stop_at == ("generate", self.stages.calls.get("generate", 0) + 1):
+            self._open()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            self.stages.request_stop()
+        self.stages.calls["generate"] = self.stages.calls.get("generate", 0) + 1
+        return await super().batch()
+
+
 class FakeStages:
     """Weights are a hash of all that was trained, in order; ``stop_at`` requests a stop in the n-th call of a stage."""
 
     def __init__(self, stop=None, stop_at=None):
-        self.weights, self.saved, self.versions, self.seen = "", None, [], []
+        self.weights, self.saved, self.versions, self.seen, self.staleness = "", None, [], [], []
         self.stop, self.stop_at, self.calls = stop, stop_at, {}
+        self.saves, self.background_succeeds = [], True
+
+    def request_stop(self):
+        self.stop.write_text('{"reason": "test"}')
 
     def _enter(self, stage):
         self.calls[stage] = self.calls.get(stage, 0) + 1
         if self.stop_at == (stage, self.calls[stage]):
-            self.stop.write_text('{"reason": "test"}')
+            self.request_stop()
             raise Preempted("test")
-
-    async def generate(self, prompts, step):
-        self._enter("generate")
-        groups = []
-        for prompt in prompts:
-            rewards = [
-                int(hashlib.sha256(f"{self.weights}{prompt.prompt_id}{i}".encode()).hexdigest(), 16) % 2 for i in (0, 1)
-            ]
-            samples = [Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", step) for i in (0, 1)]
-            groups.append(SampleGroup(prompt.prompt_id, tuple(map(ScoredSample, samples, map(float, rewards)))))
-        return groups
 
     async def train(self, groups):
         self._enter("train")
+        for _ in range(5):
+            await asyncio.sleep(0)  # while engines generate, in the modes that let them
+        self.staleness += [self.versions[-1] - group.oldest_version for group in groups]
         self.seen += [group.prompt_id for group in groups]
         trained = json.dumps([[group.prompt_id, group.rewards] for group in groups])
         self.weights = hashlib.sha256((self.weights + trained).encode()).hexdigest()
@@ -67,8 +111,13 @@ class FakeStages:
         self._enter("evaluate")
         return {"eval/heldout/reward_mean": int(self.weights[:4] or "0", 16) / 65536}
 
-    async def save(self, state):
+    async def save(self, state, *, wait):
         self.saved = (state, self.weights)
+        self.saves.append((state.step, wait))
+
+    async def settle_saves(self):
+        return self.background_succeeds
+
 
 
 def config(**rollout):
@@ -82,14 +131,23 @@ def config(**rollout):
     ).config
 
 
-def run(folder, stages, state, saved=False):
+def run(folder, stages, state, saved=False, **rollout):
     cursor = PromptCursor(Prompts(), shuffle=True, seed=1)
     if state.cursor:
         cursor = PromptCursor.from_state(Prompts(), state.cursor, shuffle=True, seed=1)
     metrics = MetricsWriter(folder / "metrics.jsonl")
     metrics.rewind(state.step if state.pending is None else state.step - 1)
-    loop = Loop(stages, config(), cursor=cursor, metrics=metrics, stop=StopRequest(folder / "STOP"))
-    return asyncio.run(loop.run(state, saved=saved))
+    settings, stop = config(**rollout), StopRequest(folder / "STOP")
+
+    async def whole():
+        book = Book(rules(settings), state.backlog, step=state.step)
+        choices = Choices(ahead=settings.rollout.rollout_mode == "one_step_off")
+        engines = FakeEngines(stages)
+        rollouts = Watched(stages, book, cursor, engines, choices=choices, stop_requested=stop.requested)
+        loop = Loop(stages, settings, rollouts=rollouts, metrics=metrics, stop=stop)
+        return await loop.run(state, saved=saved)
+
+    return asyncio.run(whole())
 
 
 def comparable(folder):
@@ -114,7 +172,8 @@ def test_every_step_generates_trains_and_synchronises_once_and_evaluates_when_du
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "eval/heldout/reward_mean" in line] == [0, 2, 4, 6]
     assert stages.seen == list(range(24))
-    assert stages.saved[0] == RunState(step=6, cursor={"epoch": 2, "offset": 4, "num_prompts": 10})
+    backlog = Backlog(num_fetched=24, num_trained=24, newest_id=23)
+    assert stages.saved[0] == RunState(step=6, cursor={"epoch": 2, "offset": 4, "num_prompts": 10}, backlog=backlog)
 
 
 STOPS = [
@@ -158,6 +217,14 @@ def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_doubl
     assert comparable(tmp_path) == untouched[1]
 
 
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_background(tmp_path, succeeds):
+    stages = FakeStages()
+    stages.background_succeeds = succeeds
+    run(tmp_path, stages, RunState(pending={}))
+    assert stages.saves == [(3, False), (6, False)] + ([] if succeeds else [(6, True)])
+
+
 def test_a_finished_run_started_again_does_nothing(tmp_path, untouched):
     state = untouched[0].saved[0]
     stages = FakeStages()
@@ -169,3 +236,61 @@ def test_a_state_reads_back_equal():
     state = RunState(step=3, cursor={"epoch": 1, "offset": 2, "num_prompts": 10}, pending={"a": 0.1})
     assert RunState.from_json(state.to_json()) == state
     assert replace(state, pending=None) == state.settled()
+
+
+ASYNC = ["one_step_off", "fully_async"]
+
+
+def assert_nothing_was_lost(trained, state, batches):
+    """Every prompt fetched is trained or held, once."""
+    held = state.backlog.prompt_ids
+    assert len(trained) == batches * 4
+    assert sorted([*trained, *held]) == list(range(state.backlog.num_fetched))
+    assert state.cursor["epoch"] * 10 + state.cursor["offset"] == state.backlog.num_fetched
+
+
+@pytest.mark.parametrize("mode", ASYNC)
+def test_while_a_batch_is_trained_the_next_is_generated_and_is_at_most_one_version_old(tmp_path, mode):
+    stages = FakeStages()
+    state = run(tmp_path, stages, RunState(pending={}), rollout_mode=mode)
+    assert stages.versions == [0, 1, 2, 3, 4, 5, 6]
+    assert_nothing_was_lost(stages.seen, state, 6)
+    assert set(stages.staleness) == {0, 1}
+    lines = comparable(tmp_path)
+    assert [line["rollout/staleness_max"] for line in lines[1:]] == [0, 1, 1, 1, 1, 1]
+    assert state.backlog.prompt_ids == ()  # nothing is generated for a step that never comes
+
+
+def test_every_way_ends_in_the_same_metrics(tmp_path):
+    found = []
+    for mode in ["sync", *ASYNC]:
+        folder = tmp_path / mode
+        folder.mkdir()
+        run(folder, FakeStages(), RunState(pending={}), rollout_mode=mode)
+        found.append([sorted(line) for line in read_metrics(folder / "metrics.jsonl")])
+    assert found[0] == found[1] == found[2]
+
+
+def test_more_staleness_means_more_that_is_generated_ahead(tmp_path):
+    stages = FakeStages()
+    run(tmp_path, stages, RunState(pending={}), rollout_mode="fully_async", max_staleness=3)
+    assert 1 < max(stages.staleness) <= 3
+
+
+@pytest.mark.parametrize("mode", ASYNC)
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
+def test_a_stop_and_a_resume_lose_nothing_beside_a_training(tmp_path, mode, stop_at):
+    """What was generated for a later step is in the checkpoint; every prompt is trained once."""
+    stop = tmp_path / "STOP"
+    first = FakeStages(stop, stop_at)
+    with pytest.raises(Preempted):
+        run(tmp_path, first, RunState(pending={}), rollout_mode=mode)
+    state, weights = first.saved
+    assert_nothing_was_lost(first.seen, state, state.step)
+    stop.unlink()
+    second = FakeStages()
+    second.weights, second.versions = weights, [state.step]
+    end = run(tmp_path, second, RunState.from_json(state.to_json()), saved=True, rollout_mode=mode)
+    assert_nothing_was_lost(first.seen + second.seen, end, 6)
+    assert max(second.staleness, default=0) <= 1
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]

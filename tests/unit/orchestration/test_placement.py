@@ -19,14 +19,44 @@ def test_ranks_fill_nodes_in_order_and_engines_spread():
     settings = config(nodes=2, num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2)
     placement = place(offers(4, 4), settings)
     assert [slot.ip for slot in placement.actors] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
-    assert [slot.ip for slot in placement.engines] == ["10.0.0.0", "10.0.0.1"]
+    assert [[part.ip for part in parts] for parts in placement.engines] == [["10.0.0.0"], ["10.0.0.1"]]
+    assert placement.ranks_of_engines == ((), ())
 
 
 def test_one_node_holds_everything_when_it_can():
     settings = config(num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     placement = place(offers(4), settings)
     assert len(placement.actors) == 2
-    assert [slot.num_gpus for slot in placement.engines] == [2]
+    assert [[part.num_gpus for part in parts] for parts in placement.engines] == [[2]]
+
+
+def test_an_engine_larger_than_a_node_takes_whole_nodes_that_do_not_train():
+    settings = config(
+        nodes=3, num_gpus_per_node=4, actor_num_nodes=1, actor_num_gpus_per_node=4, rollout_num_gpus=8,
+        rollout_num_gpus_per_engine=8,
+    )  # fmt: skip
+    (parts,) = place(offers(4, 4, 4), settings).engines
+    assert [(part.ip, part.num_gpus) for part in parts] == [("10.0.0.1", 4), ("10.0.0.2", 4)]
+
+
+@pytest.mark.parametrize(
+    ("per_engine", "ranks", "parts"),
+    [
+        (1, ((0,), (1,), (2,), (3,)), (1, 1, 1, 1)),
+        (2, ((0, 1), (2, 3)), (1, 1)),
+        (4, ((0, 1, 2, 3),), (2,)),
+    ],
+)
+def test_colocated_engines_share_the_gpus_of_the_ranks_in_their_order(per_engine, ranks, parts):
+    settings = config(
+        colocate=True, nodes=2, num_gpus_per_node=2, actor_num_gpus_per_node=2, rollout_num_gpus_per_engine=per_engine
+    )
+    placement = place(offers(2, 2), settings)
+    assert placement.ranks_of_engines == ranks
+    assert tuple(len(engine) for engine in placement.engines) == parts
+    for engine in placement.engines:
+        for part in engine:
+            assert {placement.actors[rank].node_id for rank in part.shared_with} == {part.node_id}
 
 
 @pytest.mark.parametrize(("gpus", "word"), [((1, 4), "2 nodes with 2 GPUs to train"), ((2, 2), "2 engines of 1 GPUs")])
@@ -38,19 +68,19 @@ def test_too_few_gpus_are_an_error_with_a_table(gpus, word):
 
 
 def test_all_ports_are_different_and_inside_the_block():
-    ports = service_ports(20000, 100, 3)
+    ports = service_ports(20000, 100, num_engines=3, num_stages=2)
     numbers = [
         *ports.engines,
         *ports.engine_groups,
         ports.router,
         ports.router_metrics,
         ports.actor_group,
-        ports.sync_group,
+        *ports.sync_groups,
     ]
-    assert len(set(numbers)) == len(numbers) == 10
+    assert len(set(numbers)) == len(numbers) == 11
     assert all(20000 <= number < 20100 for number in numbers)
 
 
 def test_a_block_that_is_too_small_is_refused():
     with pytest.raises(PlacementError, match="need 10 ports"):
-        service_ports(20000, 9, 3)
+        service_ports(20000, 9, num_engines=3, num_stages=1)

@@ -1,5 +1,6 @@
 """Evaluation inherits from the rollout what it does not set itself."""
 
+from rlpost.config.eval_sets import EvalSet
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.rollout.sampling import SamplingParams, eval_sampling, rollout_sampling
@@ -19,11 +20,17 @@ def test_the_end_tokens_of_the_model_always_stop() -> None:
 
 
 def test_evaluation_sets_or_inherits_each_value() -> None:
+    """A set goes before [eval], which goes before the rollout."""
+    plain = EvalSet(name="a", path="b")
     inherited = rollout_sampling(ROLLOUT, (1,))
-    assert eval_sampling(EvalConfig(), ROLLOUT, (1,)) == inherited
-    greedy = eval_sampling(EvalConfig(eval_temperature=0.0, eval_max_response_len=5, eval_top_p=0.5), ROLLOUT, (1,))
+    assert eval_sampling(plain, EvalConfig(), ROLLOUT, (1,)) == inherited
+    evaluation = EvalConfig(eval_temperature=0.0, eval_max_response_len=5, eval_top_p=0.5)
+    greedy = eval_sampling(plain, evaluation, ROLLOUT, (1,))
     assert (greedy.temperature, greedy.max_new_tokens, greedy.top_p) == (0.0, 5, 0.5)
     assert (greedy.top_k, greedy.stop, greedy.stop_token_ids) == (20, ("\n",), (1, 4, 9))
+    special = EvalSet(name="a", path="b", temperature=0.3, max_response_len=7, stop=(), stop_token_ids=(3,), top_k=-1)
+    own = eval_sampling(special, evaluation, ROLLOUT, (1,))
+    assert own == SamplingParams(7, 0.3, 0.5, -1, (), (1, 3))
 
 
 def test_nothing_is_sent_for_no_stops() -> None:

@@ -15,7 +15,7 @@ import pytest
 from rlpost.errors import ConfigError, EngineDied, RolloutError
 from rlpost.rollout import server
 from rlpost.rollout.engine import Engine, Router
-from rlpost.rollout.server_args import check_server_args, server_arg_names
+from rlpost.rollout.server_args import check_server_args, in_its_words, server_arg_names
 
 KEY = "k-5f0e9a"
 
@@ -71,7 +71,7 @@ def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     log = tmp_path / "router.log"
-    router = Router(policy="no_such_policy", api_key=KEY, log_path=log)
+    router = Router(policy="no_such_policy", api_key=KEY, log_path=log, metrics_port=free_port())
     with pytest.raises(EngineDied) as error:
         router.start("127.0.0.1", free_port(), deadline_s=60)
     assert "no_such_policy" in str(error.value), "the end of the log is part of the message"
@@ -90,7 +90,9 @@ def test_an_engine_that_is_late_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path) -> None:
-    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log")
+    router = Router(
+        policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log", metrics_port=free_port()
+    )
     nobody = f"http://127.0.0.1:{free_port()}"
     try:
         router.start("127.0.0.1", free_port(), deadline_s=60)
@@ -106,7 +108,7 @@ def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path)
 PARENT = """
 import sys, time
 from rlpost.rollout.engine import Router
-router = Router(policy="random", api_key="k", log_path=sys.argv[1])
+router = Router(policy="random", api_key="k", log_path=sys.argv[1], metrics_port=int(sys.argv[3]))
 router.start("127.0.0.1", int(sys.argv[2]), deadline_s=60)
 print(router._server.pid, flush=True)
 time.sleep(600)
@@ -114,7 +116,7 @@ time.sleep(600)
 
 
 def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), str(free_port())]
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), str(free_port()), str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
             assert parent.stdout is not None
@@ -125,3 +127,11 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
             os.killpg(parent.pid, signal.SIGKILL)
     psutil.wait_procs([child], timeout=20)
     assert not child.is_running()
+
+
+def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
+    """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a list."""
+    check_server_args(["cuda_graph_bs"])
+    assert in_its_words({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {"cuda_graph_bs_decode": [1, 2, 4], "tp_size": 2}
+    assert in_its_words({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
+    assert in_its_words({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"

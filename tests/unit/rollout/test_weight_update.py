@@ -1,11 +1,12 @@
 """Engines change their weights together, while paused, or stay paused."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from rlpost.errors import SyncError
-from rlpost.rollout.weight_update import WeightUpdate
+from rlpost.rollout.weight_update import BroadcastMover, DiskMover, SharingMover, WeightUpdate
 from rlpost.types import Bucket, EngineAddress
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -24,7 +25,7 @@ async def update(engines: list[FakeEngine], send=None, *, version: int = 7) -> l
 
     async with serving(*engines) as urls:
         whole = WeightUpdate([EngineAddress(url) for url in urls], api_key=KEY, timeout_s=5)
-        await whole.update(BUCKETS, version, send or note)
+        await whole.update(version, BroadcastMover(BUCKETS, send or note, group_name="rlpost"))
     return sent
 
 
@@ -104,13 +105,90 @@ def test_ranks_of_the_group_follow_the_gpus_of_the_engines() -> None:
     async def connect(engines: list[FakeEngine]) -> None:
         async with serving(*engines) as urls:
             addresses = [EngineAddress(url, num_gpus) for url, num_gpus in zip(urls, (2, 1, 4), strict=True)]
-            whole = WeightUpdate(addresses, api_key=KEY, group_name="g", backend="gloo")
-            assert whole.num_engine_ranks == 7
-            await whole.connect("10.0.0.1", 4444)
-            await whole.disconnect()
+            whole = WeightUpdate(addresses, api_key=KEY)
+            mover = BroadcastMover(BUCKETS, note, group_name="g")
+            await mover.connect(whole.receivers, [("10.0.0.1", 4444), ("10.0.0.2", 4445)], backend="gloo")
+            await whole.leave_groups("g", 2)
+
+    async def note(index: int) -> None:
+        raise AssertionError("nothing is sent here")
 
     engines = [FakeEngine(), FakeEngine(), FakeEngine()]
     asyncio.run(connect(engines))
     assert [engine.bodies[0]["rank_offset"] for engine in engines] == [1, 3, 4]
     assert {engine.bodies[0]["world_size"] for engine in engines} == {8}
-    assert engines[0].log == ["init_weights_update_group", "destroy_weights_update_group"]
+    assert engines[0].log == ["init_weights_update_group"] * 2 + ["destroy_weights_update_group"] * 2
+    first, second = engines[0].bodies[:2]
+    assert (first["master_address"], first["master_port"], first["group_name"]) == ("10.0.0.1", 4444, "g-0")
+    assert (second["master_address"], second["master_port"], second["group_name"]) == ("10.0.0.2", 4445, "g-1")
+
+
+def test_a_bucket_travels_in_the_group_of_its_stage() -> None:
+    buckets = (BUCKETS[0], replace(BUCKETS[1], stage=1))
+
+    async def move(engine: FakeEngine) -> None:
+        async with serving(engine) as urls:
+            whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
+            await whole.update(1, BroadcastMover(buckets, lambda index: asyncio.sleep(0), group_name="g"))
+
+    engine = FakeEngine()
+    asyncio.run(move(engine))
+    taken = [body["group_name"] for path, body in zip(engine.log, engine.bodies, strict=True) if path == TAKE]
+    assert taken == ["g-0", "g-1"]
+
+
+def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
+    shared = []
+
+    async def share(index: int) -> list[str]:
+        shared.append(index)
+        return [f"bucket {index} of rank {rank}" for rank in range(4)]
+
+    async def move(engines: list[FakeEngine]) -> None:
+        async with serving(*engines) as urls:
+            whole = WeightUpdate([EngineAddress(url, 2) for url in urls], api_key=KEY)
+            await whole.update(3, SharingMover(BUCKETS, share, ranks_of=((0, 1), (2, 3))))
+
+    engines = [FakeEngine(), FakeEngine()]
+    asyncio.run(move(engines))
+    assert shared == [0, 1]
+    for engine, ranks in zip(engines, ((0, 1), (2, 3)), strict=True):
+        taken = [body for path, body in zip(engine.log, engine.bodies, strict=True) if "from_tensor" in path]
+        for index, body in enumerate(taken):
+            assert body["serialized_named_tensors"] == [f"bucket {index} of rank {rank}" for rank in ranks]
+        assert [body["weight_version"] for body in taken] == [None, "3"]
+
+
+def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None:
+    async def write(version: int) -> list[str]:
+        return [f"/shared/version-{version}"]
+
+    async def move(engine: FakeEngine) -> None:
+        async with serving(engine) as urls:
+            await WeightUpdate([EngineAddress(urls[0])], api_key=KEY).update(5, DiskMover(write))
+
+    engine = FakeEngine()
+    asyncio.run(move(engine))
+    assert engine.log == [
+        *("pause_generation", "update_weights_from_disk", "flush_cache", "model_info", "continue_generation"),
+    ]
+    assert engine.bodies[1]["model_path"] == "/shared/version-5" and engine.version == "5"
+
+
+def test_requests_under_way_may_wait_out_an_update() -> None:
+    """Retracted requests are computed anew with the new weights; what follows the weights comes before the resume."""
+    order = []
+
+    async def ready() -> None:
+        order.append(list(engine.log))
+
+    async def move() -> None:
+        async with serving(engine) as urls:
+            whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
+            mover = BroadcastMover(BUCKETS, lambda index: asyncio.sleep(0), group_name="g")
+            await whole.update(1, mover, pause="retract", ready=ready)
+
+    engine = FakeEngine()
+    asyncio.run(move())
+    assert engine.bodies[0] == {"mode": "retract"}
+    assert order[0][-1] == "end_weight_update" and "continue_generation" not in order[0]

@@ -1,0 +1,27 @@
+"""From the settings of a run to those of an actor. Pure.
+
+In: the tree. Out: the flat settings that every actor rank gets, which know nothing of the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.flags import fields
+from rlpost.config.tree import Config
+
+
+def actor_settings(config: Config) -> ActorSettings:
+    """What an actor needs: the leaves it has a field for, wherever they stand, and what follows from others."""
+    wanted = {field.name for field in dataclasses.fields(ActorSettings)}
+    leaves = {key: getattr(getattr(config, group), key) for key, group in fields().items() if key in wanted}
+    grpo, given = config.grpo, config.model.model_dump()
+    derived = {
+        "temperature": config.rollout.rollout_temperature,
+        "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
+        "lr_decay_iters": config.lr_decay_iters,
+        "model_args": {key: value for key, value in given.items() if value is not None},
+        "megatron": config.megatron.options,
+    }
+    return ActorSettings(**(leaves | derived))

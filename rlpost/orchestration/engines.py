@@ -1,0 +1,188 @@
+"""The fleet: all engines of a run and the router before them; found dead or hung, restarted, admitted again.
+
+In: settings, a placement, ports. Out: addresses that answer. An engine is *admitted* when the router sends requests to
+it; only engines that hold the current weights are, so a restarted one waits outside until it was given them.
+
+    dismiss (out of the router, process killed; its requests finish elsewhere) -> start -> [weights] -> admit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from bootstrap.handoff import Cluster
+from rlpost.config.tree import Config
+from rlpost.errors import EngineDied, RolloutError
+from rlpost.orchestration.placement import Placement, Ports
+from rlpost.orchestration.workers import WorkerGroup
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.connection import RouterAddress
+from rlpost.rollout.engine import Engine, Router
+from rlpost.types import EngineAddress
+
+logger = logging.getLogger(__name__)
+
+EXTERNAL_KEY = "SGLANG_API_KEY"
+"""Environment variable with the key of engines that are not ours."""
+
+
+class Fleet:
+    """Engines and router. ``start`` first, ``close`` last."""
+
+    def __init__(self, config: Config, cluster: Cluster, placement: Placement, ports: Ports) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._placement = placement
+        self._ports = ports
+        self._log_dir = Path(cluster.attempt_dir)
+        self._deadline_s = float(config.cluster.bringup_deadline_s)
+        self._external = config.sglang.rollout_external_engine_addrs
+        self.api_key = os.environ.get(EXTERNAL_KEY, "") if self._external else cluster.secret
+        self.addresses: tuple[EngineAddress, ...] = ()
+        self._workers: list[WorkerGroup] = []
+        self._released: set[str] = set()
+
+    async def start(self, visible_gpus: Sequence[str]) -> None:
+        """Start engines and router. ``visible_gpus[rank]``: the GPU of each trainer rank, for engines that share it.
+
+        Raises EngineDied or RolloutError, naming the engine, with the end of its log.
+        """
+        config = self._config
+        if self._external:
+            self.addresses = await _external_addresses(self._external, self.api_key)
+        else:
+            self._workers = [self._group(index, visible_gpus) for index in range(len(self._placement.engines))]
+            await asyncio.gather(*(self._start_engine(index) for index in range(len(self._workers))))
+            self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
+        self._router = Router(
+            policy=config.sglang.router_policy,
+            api_key=self.api_key,
+            log_path=self._log_dir / "router.log",
+            metrics_port=self._ports.router_metrics,
+        )
+        host = self._cluster.nodes[0].ip
+        url = await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=self._deadline_s)
+        urls = tuple(address.url for address in self.addresses)
+        await asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
+        self.router = RouterAddress(
+            url=url,
+            api_key=self.api_key,
+            engine_urls=urls,
+            concurrency=config.sglang.sglang_server_concurrency * len(urls),
+        )
+
+    async def unhealthy(self, *, generating: bool) -> list[int]:
+        """Engines that do not answer in time; ``generating``: they are not paused and can be asked for a token."""
+        path = "/health_generate" if generating else "/health"
+        timeout_s = self._config.sglang.rollout_health_check_timeout
+
+        async def is_healthy(address: EngineAddress) -> bool:
+            try:
+                await EngineClient(address.url, self.api_key, timeout_s=timeout_s).request("GET", path, None)
+            except RolloutError as error:
+                logger.warning("%s", error)
+                return False
+            return True
+
+        healthy = await asyncio.gather(*(is_healthy(address) for address in self.addresses))
+        return [index for index, fine in enumerate(healthy) if not fine]
+
+    async def dismiss(self, index: int) -> None:
+        """Take engine ``index`` out of the router and end its process: what it was asked goes to others.
+
+        Raises EngineDied for an engine that is not ours.
+        """
+        address = self.addresses[index]
+        if self._external:
+            raise EngineDied(f"engine {address.url} does not answer and is not ours to restart; mend it and resume")
+        logger.warning("engine %s is dead or hangs; it is ended", address.url)
+        await asyncio.to_thread(self._router.remove_engine, address.url)
+        await self._workers[index].call("stop")
+
+    async def restart(self, index: int) -> None:
+        """Start a dismissed engine anew, with the weights of its model folder; ``admit`` lets it serve.
+
+        Raises what ``start`` raises.
+        """
+        await self._start_engine(index)
+
+    async def admit(self, index: int) -> None:
+        """Let the router send requests to engine ``index`` again."""
+        url = self.addresses[index].url
+        await asyncio.to_thread(self._router.add_engines, (url,), deadline_s=self._deadline_s)
+
+    async def release_memory(self, *tags: str) -> None:
+        """Let all engines give up memory (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused."""
+        if leaving := [tag for tag in tags if tag not in self._released]:
+            await asyncio.gather(*(client.release_memory(leaving) for client in self._clients()))
+            self._released.update(leaving)
+
+    async def restore_memory(self, *tags: str) -> None:
+        """Let all engines take it again; weights come back undefined and have to be sent. SGLang fails over what was
+        never released: that is left alone."""
+        if coming := [tag for tag in tags if tag in self._released]:
+            await asyncio.gather(*(client.restore_memory(coming) for client in self._clients()))
+            self._released.difference_update(coming)
+
+    def is_released(self, tag: str) -> bool:
+        """Whether the engines have given this up."""
+        return tag in self._released
+
+    async def resume(self) -> None:
+        """Let paused engines generate again."""
+        await asyncio.gather(*(client.resume() for client in self._clients()))
+
+    def close(self) -> None:
+        """End the router; engines end with their workers."""
+        if hasattr(self, "_router"):
+            self._router.stop()
+
+    def _clients(self) -> list[EngineClient]:
+        return [EngineClient(address.url, self.api_key, timeout_s=self._deadline_s) for address in self.addresses]
+
+    def _address(self, index: int) -> EngineAddress:
+        parts = self._placement.engines[index]
+        url = f"http://{parts[0].ip}:{self._ports.engines[index]}"
+        return EngineAddress(url=url, num_gpus=sum(part.num_gpus for part in parts))
+
+    def _group(self, index: int, visible_gpus: Sequence[str]) -> WorkerGroup:
+        """The workers of one engine, one a node."""
+        config, parts = self._config, self._placement.engines[index]
+        meeting = self._ports.engine_groups[index]
+        memory = {"enable_memory_saver": True} if config.offload_rollout else {}
+        several = {"nnodes": len(parts), "dist_init_addr": f"{parts[0].ip}:{meeting}"} if len(parts) > 1 else {}
+        names = [f"engine-{index}{f'-{part}' if part else ''}" for part in range(len(parts))]
+        makes = [
+            partial(
+                Engine,
+                model_path=config.checkpoint.hf_checkpoint,
+                api_key=self.api_key,
+                server_args={"nccl_port": meeting, **several, **memory, **config.sglang.server_args},
+                log_path=self._log_dir / f"{name}-server.log",
+                num_gpus=sum(part.num_gpus for part in parts),
+                node_rank=part,
+            )
+            for part, name in enumerate(names)
+        ]
+        gpus = [",".join(visible_gpus[rank] for rank in part.shared_with) for part in parts]
+        envs = [{"CUDA_VISIBLE_DEVICES": ids} if ids else {} for ids in gpus]
+        return WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs)
+
+    async def _start_engine(self, index: int) -> None:
+        places = [(part.ip, self._ports.engines[index]) for part in self._placement.engines[index]]
+        await self._workers[index].call_each("start", places, deadline_s=self._deadline_s)
+
+
+async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:
+    """Engines that somebody else runs; each tells how many ranks it has."""
+    found = []
+    for url in urls:
+        address = url if "://" in url else f"http://{url}"
+        info = await EngineClient(address, api_key).server_info()
+        found.append(EngineAddress(address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))))
+    return tuple(found)

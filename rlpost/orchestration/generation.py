@@ -1,0 +1,189 @@
+"""The generating half of a run: prompts, engines through the router, graders, batches, evaluation.
+
+In: settings, the router's address, the state to go on from. Out: a source of batches for the loop, and the metrics of
+held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from rlpost.checkpoint.state import RunState
+from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
+from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.config.tree import Config
+from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompts import PromptSet
+from rlpost.data.settings import prompt_fields
+from rlpost.data.supervised import SupervisedTokenizer
+from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.reward.grader import Grader, make_grader
+from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.collect import Choices, Collector, Replay
+from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.draft import write_answer
+from rlpost.rollout.evaluate import evaluate
+from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
+from rlpost.rollout.generate import GroupWriter, together
+from rlpost.rollout.recorded import write_groups
+from rlpost.rollout.sampling import eval_sampling, rollout_sampling
+from rlpost.rollout.supervised import Supervised
+from rlpost.types import Prompt
+
+Watching = Callable[[], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A set of held-out prompts and who answers them."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    writer: Callable[[Connection], GroupWriter]
+
+    async def run(self, connection: Connection, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Its metrics, as ``eval/NAME/...``. Raises Preempted."""
+        found = await evaluate(self.writer(connection), self.prompts, stop_requested)
+        return {f"eval/{self.name}/{key}": value for key, value in found.items()}
+
+
+class Generation:
+    """Made before anything starts, so that a wrong setting is found at once; ``connect`` when the router answers."""
+
+    def __init__(self, config: Config, stop: StopRequest) -> None:
+        """Raises ConfigError or DataError for a function, a prompt file or a tokenizer that cannot be used."""
+        self._config, self._stop = config, stop
+        self._closing = AsyncExitStack()
+        folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
+        self._eos = eos_token_ids(folder)
+        kind = SupervisedTokenizer if config.grpo.loss_type == "sft_loss" else PromptTokenizer
+        self.tokenizer = kind(
+            folder,
+            apply_chat_template=rollout.apply_chat_template,
+            template_kwargs=rollout.apply_chat_template_kwargs,
+        )
+        self._grader = self._closed_at_the_end(make_grader(config))
+        self._wanted = group_filter(rollout.dynamic_sampling_filter_path)
+        self._first = buffer_filter(rollout.buffer_filter_path)
+        self._function = generate_function(rollout.custom_generate_function_path)
+        self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
+
+    def prompt_set(self, sources: str | Sequence[str], rollout: RolloutConfig) -> PromptSet:
+        """The prompts of files, under the keys of ``rollout``."""
+        return PromptSet(
+            sources,
+            tokenize=self._tokenizer_for(rollout),
+            fields=prompt_fields(rollout),
+            max_prompt_len=rollout.rollout_max_prompt_len,
+            skip_bad=rollout.bad_prompts == "skip",
+        )
+
+    def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
+        """The run's, unless an evaluation set has a chat template's settings of its own."""
+        run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
+        if (rollout.apply_chat_template, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
+            return self.tokenizer
+        folder = self._config.checkpoint.hf_checkpoint
+        return PromptTokenizer(folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs)
+
+    async def connect(self, router: RouterAddress) -> None:
+        """Requests go there from now on."""
+        self._router = router
+        self._connection = await self._closing.enter_async_context(Connection(router))
+
+    def rollouts(self, state: RunState, watch: Watching) -> Rollouts:
+        """The source of batches that goes on from ``state``; ``watch`` looks after the engines while one is awaited."""
+        config, rollout = self._config, self._config.rollout
+        book = Book(rules(config), state.backlog, step=state.step)
+        prompts = self.prompt_set(rollout.prompt_data, rollout)
+        cursor = self._cursor(prompts, state)
+
+        def counters() -> dict[str, float]:
+            return {**self._grader.counters(), **prompts.counters()}
+
+        if isinstance(self.tokenizer, SupervisedTokenizer):
+            return Supervised(book, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
+        if config.debug.load_debug_rollout_data is not None:
+            stop = self._stop.requested
+            return Replay(book, cursor, config.debug.load_debug_rollout_data, counters=counters, stop_requested=stop)
+        writer = GroupWriter(
+            self._connection,
+            rollout_sampling(rollout, self._eos),
+            n=rollout.n_samples_per_prompt,
+            grader=self._grader,
+            function=self._function or write_answer,
+            codec=self.tokenizer,
+        )
+        template = config.debug.save_debug_rollout_data
+        choices = Choices(
+            wanted=self._wanted,
+            first=self._first,
+            mask_older=rollout.mask_offpolicy_in_partial_rollout,
+            ahead=rollout.rollout_mode == "one_step_off",
+            record=None if template is None else partial(write_groups, template),
+            counters=counters,
+            watch=watch,
+        )
+        return Collector(book, cursor, writer, choices=choices, stop_requested=self._stop.requested)
+
+    def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
+        """The prompt cursor of a state: where it stood, or the first prompt."""
+        rollout = self._config.rollout
+        shuffle, seed, weights = rollout.rollout_shuffle, rollout.rollout_seed, rollout.prompt_data_weights
+        if not state.cursor:
+            return PromptCursor(prompts, shuffle=shuffle, seed=seed, weights=weights)
+        return PromptCursor.from_state(prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights)
+
+    async def evaluate(self) -> Mapping[str, float]:
+        """What ``rlpost.rollout.evaluate`` says of every held-out set, as ``eval/SET/name``; all sets at the same time.
+
+        Raises Preempted.
+        """
+        async with Connection(self._router) as connection:
+            found = await together([one.run(connection, self._stop.requested) for one in self._evaluations])
+        return {key: value for metrics in found for key, value in metrics.items()}
+
+    def _evaluation(self, one: EvalSet) -> Evaluation:
+        config, rollout = self._config, self._config.rollout
+        own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+        rollout = rollout.model_copy(update=own)
+        same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
+        grader = make_grader(config.model_copy(update={"rollout": rollout}))
+        function = generate_function(rollout.custom_generate_function_path)
+        return Evaluation(
+            name=one.name,
+            prompts=self.prompt_set(one.path, rollout).all(),
+            writer=partial(
+                GroupWriter,
+                sampling=eval_sampling(one, config.eval, config.rollout, self._eos),
+                n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
+                grader=self._grader if same_reward else self._closed_at_the_end(grader),
+                function=function or write_answer,
+                codec=self.tokenizer,
+            ),
+        )
+
+    async def close(self) -> None:
+        """End graders and connections."""
+        await self._closing.aclose()
+
+    def _closed_at_the_end(self, grader: Grader) -> Grader:
+        self._closing.push_async_callback(grader.close)
+        return grader
+
+
+def rules(config: Config) -> Rules:
+    """What the settings say of the size and the age of batches."""
+    rollout = config.rollout
+    return Rules(
+        batch_size=rollout.rollout_batch_size,
+        start_size=max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0),
+        num_steps=rollout.num_rollout,
+        max_staleness=(rollout.max_staleness or 1) if rollout.rollout_mode == "fully_async" else None,
+        keep_partial=rollout.partial_rollout,
+    )

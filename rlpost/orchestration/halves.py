@@ -1,0 +1,106 @@
+"""Half a run, to look at it alone: the generating half without a trainer, the training half without engines.
+
+In: what ``ClusterStages`` takes. Out: the same stages, of which those of the missing half do nothing
+(--debug-rollout-only, --debug-train-only). Workers stand where they would stand in the whole run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from bootstrap.handoff import Cluster
+from rlpost.checkpoint.state import RunState
+from rlpost.config.tree import Config
+from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.placement import Placement, Ports, place, service_ports
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.stages import ClusterStages
+from rlpost.orchestration.workers import connect
+from rlpost.rollout.client import EngineClient
+from rlpost.types import SampleGroup
+
+
+def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> ClusterStages:
+    """The stages that the settings ask for: all of them, or those of one half."""
+    kind = ClusterStages
+    if config.debug.debug_rollout_only:
+        kind = RolloutOnly
+    elif config.debug.debug_train_only or config.grpo.loss_type == "sft_loss":
+        kind = TrainOnly
+    return kind(config, cluster, checkpoints=checkpoints, stop=stop)
+
+
+class RolloutOnly(ClusterStages):
+    """Engines keep the weights of --hf-checkpoint; nothing is trained or saved. A step still counts as a version."""
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Bring up engines and router."""
+        placement, ports = _layout(self._config, self._cluster)
+        self._fleet = Fleet(self._config, self._cluster, placement, ports)
+        await self._within_deadline(self._fleet.start([""] * len(placement.actors)))
+        await self._generation.connect(self._fleet.router)
+
+    def rollouts(self, state: RunState) -> Rollouts:
+        """The source of batches."""
+        return self._generation.rollouts(state, contextlib.nullcontext)
+
+    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
+
+    async def sync(self, policy_version: int) -> None:
+        """Engines call the weights that they have by the new version."""
+        clients = [EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses]
+        await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
+
+    async def save(self, state: RunState, *, wait: bool) -> None:
+        """Nothing: there are no weights but those of --hf-checkpoint."""
+
+    async def weights_hash(self) -> str:
+        """None of a trainer's."""
+        return ""
+
+
+class TrainOnly(ClusterStages):
+    """Trains on recorded groups, or on the responses of the data; nothing is generated or evaluated."""
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Bring up the actors; load ``checkpoint``, or the Hugging Face weights without one."""
+        placement, ports = _layout(self._config, self._cluster)
+        self._actors = self._actor_workers(placement)
+        await self._within_deadline(self._start_actors(placement, ports, checkpoint))
+
+    def rollouts(self, state: RunState) -> Rollouts:
+        """The recorded batches."""
+        return self._generation.rollouts(state, contextlib.nullcontext)
+
+    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+        """The optimizer steps of a rollout."""
+        return await self._training.train(groups)
+
+    async def sync(self, policy_version: int) -> None:
+        """Nothing: nobody generates."""
+
+    async def evaluate(self) -> Mapping[str, float]:
+        """Nothing: nobody generates."""
+        return {}
+
+    def _at_rest(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _layout(config: Config, cluster: Cluster) -> tuple[Placement, Ports]:
+    placement = place(connect(cluster), config)
+    ports = service_ports(
+        cluster.port_base,
+        cluster.port_count,
+        num_engines=len(placement.engines),
+        num_stages=config.perf.pipeline_model_parallel_size,
+    )
+    return placement, ports

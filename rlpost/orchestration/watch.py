@@ -1,0 +1,117 @@
+"""The watch over the engines: one that is dead or hangs is restarted and given the current weights before it serves.
+
+In: the fleet and the way of the weights. Out: engines that all answer and all hold one version, or an error. While an
+engine is away its requests finish elsewhere (the router tries them again), so no prompt is lost and none is answered
+twice. An engine that shares the trainer's GPUs cannot be given weights while the trainer is away: it is taken out at
+once and comes back with the next update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from rlpost.config.tree import Config
+from rlpost.errors import EngineDied, SyncError
+from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.rollout.weight_update import PauseMode
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Updates and repairs, one at a time."""
+
+    def __init__(self, config: Config, fleet: Fleet, weights: WeightSync) -> None:
+        self._interval_s = config.sglang.rollout_health_check_interval
+        self._shares_gpus = config.cluster.colocate
+        self._fleet = fleet
+        self._weights = weights
+        self._busy = asyncio.Lock()
+        self._dismissed: set[int] = set()
+        self._version = 0
+        self.num_restarts = 0
+
+    async def update(self, version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]) -> None:
+        """Bring all engines to ``version``; engines that fail meanwhile, or were dismissed, are restarted first.
+
+        Raises SyncError when the update fails though every engine answers, or fails again.
+        """
+        async with self._busy:
+            self._version = version
+            if self._dismissed:
+                await self._repair(sorted(self._dismissed), version, pause=pause, ready=ready)
+                return
+            try:
+                await self._weights.update(version, pause=pause, ready=ready)
+            except SyncError as error:
+                sick = await self._fleet.unhealthy(generating=False)
+                if not sick:
+                    raise
+                logger.warning("%s", error)
+                await self._repair(sick, version, pause=pause, ready=ready)
+
+    @contextlib.asynccontextmanager
+    async def over(self) -> AsyncIterator[None]:
+        """Look after the engines while the block generates; a repair that fails ends the block with its error."""
+        block = asyncio.current_task()
+        assert block is not None
+        failure: list[BaseException] = []
+
+        async def watch() -> None:
+            try:
+                while True:
+                    await asyncio.sleep(self._interval_s)
+                    await self._look()
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                failure.append(error)
+                block.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if failure:
+                block.uncancel()
+                raise failure[0] from None
+            raise
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _look(self) -> None:
+        async with self._busy:
+            sick = [index for index in await self._fleet.unhealthy(generating=True) if index not in self._dismissed]
+            if not sick:
+                return
+            if not self._shares_gpus:
+                await self._repair(sick, self._version, pause="retract", ready=_nothing)
+                return
+            for index in sick:
+                await self._fleet.dismiss(index)
+            self._dismissed.update(sick)
+            if len(self._dismissed) == len(self._fleet.addresses):
+                raise EngineDied("no engine is left, and on GPUs that the trainer shares none can come back before it")
+
+    async def _repair(
+        self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.num_restarts += len(sick)
+        for index in sick:
+            await self._fleet.dismiss(index)
+        await asyncio.gather(*(self._fleet.restart(index) for index in sick))
+        await self._weights.connect()
+        await self._weights.update(version, pause=pause, ready=ready)
+        for index in sick:
+            await self._fleet.admit(index)
+        self._dismissed.difference_update(sick)
+        logger.info("%d engines restarted, at policy version %d", len(sick), version)
+
+
+async def _nothing() -> None:
+    pass

@@ -1,0 +1,82 @@
+"""The nouns of a rollout as JSON values and back: what recordings and checkpoints hold of them.
+
+Comes in: groups and backlogs. Goes out: plain values that read back to equal nouns. Fields that have their default are
+left out, so that what an older program wrote can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
+
+
+def group_record(group: SampleGroup) -> dict[str, Any]:
+    """A scored group."""
+    samples = [{"sample": sample_record(scored.sample), "reward": scored.reward} for scored in group.samples]
+    return {"prompt_id": group.prompt_id, "samples": samples}
+
+
+def group_from(raw: Mapping[str, Any]) -> SampleGroup:
+    """The inverse of ``group_record``. Raises KeyError or TypeError for what is none."""
+    samples = (ScoredSample(sample_from(scored["sample"]), scored["reward"]) for scored in raw["samples"])
+    return SampleGroup(raw["prompt_id"], tuple(samples))
+
+
+def sample_record(sample: Sample) -> dict[str, Any]:
+    """One answer."""
+    record = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    if sample.loss_mask is None:
+        del record["loss_mask"]
+    if not sample.version_spans:
+        del record["version_spans"]
+    return record
+
+
+def sample_from(raw: Mapping[str, Any]) -> Sample:
+    """The inverse of ``sample_record``. Raises KeyError or TypeError for what is none."""
+    fields = dict(raw)
+    for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
+        fields[name] = tuple(fields[name])
+    if fields.get("loss_mask") is not None:
+        fields["loss_mask"] = tuple(fields["loss_mask"])
+    if "version_spans" in fields:
+        fields["version_spans"] = tuple((version, count) for version, count in fields["version_spans"])
+    return Sample(**fields)
+
+
+def backlog_record(backlog: Backlog) -> dict[str, Any]:
+    """All that waits."""
+    return {
+        "finished": [group_record(group) for group in backlog.finished],
+        "unfinished": [
+            {
+                "prompt": {name: getattr(each.prompt, name) for name in Prompt.__dataclass_fields__},
+                "samples": [sample_record(sample) for sample in each.samples],
+            }
+            for each in backlog.unfinished
+        ],
+        "num_fetched": backlog.num_fetched,
+        "num_trained": backlog.num_trained,
+        "num_filtered": backlog.num_filtered,
+        "newest_id": backlog.newest_id,
+    }
+
+
+def backlog_from(raw: Mapping[str, Any]) -> Backlog:
+    """The inverse of ``backlog_record``. Raises KeyError or TypeError for what is none."""
+    return Backlog(
+        finished=tuple(group_from(group) for group in raw["finished"]),
+        unfinished=tuple(
+            Unfinished(
+                Prompt(**{**each["prompt"], "token_ids": tuple(each["prompt"]["token_ids"])}),
+                tuple(sample_from(sample) for sample in each["samples"]),
+            )
+            for each in raw["unfinished"]
+        ),
+        num_fetched=raw["num_fetched"],
+        num_trained=raw["num_trained"],
+        num_filtered=raw["num_filtered"],
+        newest_id=raw["newest_id"],
+    )

@@ -1,0 +1,231 @@
+"""The book of a rollout: which prompts are fetched, which groups are started, wanted, dropped, held. Pure.
+
+Comes in: what happened (a prompt was fetched, a group finished, was cut off, was trained) and the version of the
+weights. Goes out: how many groups to start, when a batch is there and which groups are in it, and at any moment a
+``Backlog`` from which another book goes on.
+
+    fetched -> waiting <-> running -> finished -> lent -> trained
+                               |         |
+                               +---------+-> filtered
+
+Invariant, kept by the ``Ledger``: every prompt fetched is trained, filtered or still in the book, once.
+
+Two ways to fill it. With ``max_staleness`` None generation works for one batch at a time: it starts ``start_size``
+groups, more when too few are left of them, and what runs when the batch is full is cut off. With a number it never
+rests: groups are started as long as each of them can still be trained at most that many versions after its first
+token. The count of groups under way is bounded as in AReaL (arXiv 2505.24298, eq. 3); which of them make a batch is
+decided by their deadlines, so that the bound holds for every token and not on average.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """``batch_size`` groups a step for ``num_steps`` steps; ``start_size`` of them are started at once."""
+
+    batch_size: int
+    start_size: int
+    num_steps: int
+    max_staleness: int | None = None
+    keep_partial: bool = False  # the tokens of answers that were cut off
+
+
+class Ledger:
+    """Counts and open ids. Ids rise, so a prompt enters once; it leaves once, trained or filtered."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._open = set(backlog.prompt_ids)
+        self.num_fetched, self.num_trained = backlog.num_fetched, backlog.num_trained
+        self.num_filtered, self.newest_id = backlog.num_filtered, backlog.newest_id
+        assert len(self._open) == len(backlog.prompt_ids), "a prompt is in the backlog twice"
+        self.check(backlog.prompt_ids)
+
+    def fetched(self, prompt_id: int) -> None:
+        """A prompt came from the cursor."""
+        assert prompt_id > self.newest_id, f"prompt {prompt_id} after {self.newest_id}: fetched twice"
+        self.newest_id = prompt_id
+        self._open.add(prompt_id)
+        self.num_fetched += 1
+
+    def trained(self, prompt_id: int) -> None:
+        """Its group was trained."""
+        self._open.remove(prompt_id)
+        self.num_trained += 1
+
+    def filtered(self, prompt_id: int) -> None:
+        """Its group is not wanted."""
+        self._open.remove(prompt_id)
+        self.num_filtered += 1
+
+    def check(self, held: Iterable[int]) -> None:
+        """Assert that ``held`` are all that is open, and that the counts add up."""
+        held = list(held)
+        assert sorted(held) == sorted(self._open), "prompts were lost or are held twice"
+        counts = f"fetched {self.num_fetched}, trained {self.num_trained}, filtered {self.num_filtered}"
+        assert self.num_fetched == self.num_trained + self.num_filtered + len(held), f"{counts}, held {len(held)}"
+
+
+class Book:
+    """See the module. ``step`` is the number of trained steps, ``version`` that of the weights that generate."""
+
+    def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
+        self.rules = rules
+        self.step = self.version = step
+        self.is_open = False  # whether groups may be started
+        self._ledger = Ledger(backlog)
+        self._waiting = {each.prompt.prompt_id: each for each in backlog.unfinished}
+        self._running: dict[int, Unfinished] = {}
+        self._since: dict[int, int] = {}  # the version that wrote, or will write, the first token of what runs
+        self._finished = {group.prompt_id: group for group in backlog.finished}
+        self._lent: dict[int, SampleGroup] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> tuple[Unfinished, ...]:
+        """What may be started, oldest first."""
+        return tuple(self._waiting.values())
+
+    @property
+    def num_running(self) -> int:
+        """Groups under way."""
+        return len(self._running)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that are complete and wait for their training."""
+        return len(self._finished)
+
+    @property
+    def newest_id(self) -> int:
+        """Of the prompt that was fetched last."""
+        return self._ledger.newest_id
+
+    def room(self) -> int:
+        """How many groups to start now."""
+        rules, at_hand = self.rules, len(self._finished) + len(self._running)
+        if not self.is_open:
+            return 0
+        if rules.max_staleness is None:
+            return rules.start_size - at_hand if at_hand < rules.batch_size else 0
+        ahead = self.step - self.version  # 1 between training and sync: what starts then is a version older
+        under_way = at_hand + len(self._lent)
+        in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - under_way
+        to_the_end = (rules.num_steps - self.step) * rules.batch_size - under_way
+        return max(0, min(in_time, to_the_end))
+
+    def fetched(self, prompts: Sequence[Prompt]) -> list[Unfinished]:
+        """Prompts came from the cursor; they wait."""
+        entries = [Unfinished(prompt) for prompt in prompts]
+        for entry in entries:
+            self._ledger.fetched(entry.prompt.prompt_id)
+            self._waiting[entry.prompt.prompt_id] = entry
+        return entries
+
+    def started(self, prompt_id: int) -> Unfinished:
+        """A waiting group runs now; returns it as it is to be gone on with. Answers that are too old are begun anew."""
+        entry = self._waiting.pop(prompt_id)
+        since = min((sample.oldest_version for sample in entry.samples), default=self.version)
+        if since < self._oldest_allowed():
+            self._counts["wasted_tokens"] += entry.num_tokens
+            entry, since = Unfinished(entry.prompt), self.version
+        self._counts["num_continued"] += bool(entry.samples)
+        self._running[prompt_id], self._since[prompt_id] = entry, since
+        return entry
+
+    def finished(self, group: SampleGroup, *, wanted: bool) -> None:
+        """A running group is complete; one that is not wanted is filtered."""
+        del self._running[group.prompt_id], self._since[group.prompt_id]
+        if wanted:
+            self._finished[group.prompt_id] = group
+        else:
+            self._filter(group)
+
+    def cut_off(self, entry: Unfinished) -> None:
+        """A running group was ended early; it waits, with its tokens where they are kept."""
+        prompt_id = entry.prompt.prompt_id
+        del self._running[prompt_id], self._since[prompt_id]
+        self._counts["num_aborted"] += 1
+        if not self.rules.keep_partial:
+            self._counts["wasted_tokens"] += entry.num_tokens
+            entry = Unfinished(entry.prompt)
+        self._waiting[prompt_id] = entry
+
+    def has_batch(self) -> bool:
+        """Whether ``take`` would give one."""
+        return self._batch() is not None
+
+    def take(self) -> list[SampleGroup] | None:
+        """The groups to train next, by prompt id, or None as long as they are not there."""
+        for group in [g for g in self._finished.values() if g.oldest_version < self._oldest_allowed()]:
+            self._filter(self._finished.pop(group.prompt_id))
+        batch = self._batch()
+        if batch is None:
+            return None
+        for group in batch:
+            self._lent[group.prompt_id] = self._finished.pop(group.prompt_id)
+        return sorted(batch, key=lambda group: group.prompt_id)
+
+    def replayed(self, groups: Sequence[SampleGroup]) -> None:
+        """Recorded groups stand in for answers to prompts that wait. Raises KeyError naming one that does not."""
+        for group in groups:
+            del self._waiting[group.prompt_id]
+            self._finished[group.prompt_id] = group
+
+    def trained(self) -> None:
+        """What was taken is trained."""
+        for prompt_id in self._lent:
+            self._ledger.trained(prompt_id)
+        self._lent = {}
+        self.step += 1
+
+    def backlog(self) -> Backlog:
+        """All that is in the book: what runs as it was when it was started, what is lent as finished."""
+        found = Backlog(
+            finished=(*self._lent.values(), *self._finished.values()),
+            unfinished=(*self._running.values(), *self._waiting.values()),
+            num_fetched=self._ledger.num_fetched,
+            num_trained=self._ledger.num_trained,
+            num_filtered=self._ledger.num_filtered,
+            newest_id=self._ledger.newest_id,
+        )
+        self._ledger.check(found.prompt_ids)
+        return found
+
+    def counts(self) -> dict[str, float]:
+        """What was counted since the last call, and how much is held."""
+        found = {name: self._counts[name] for name in ("num_filtered", "num_aborted", "num_continued", "wasted_tokens")}
+        self._counts.clear()
+        return found | {"num_held": len(self._finished), "num_unfinished": len(self._waiting) + len(self._running)}
+
+    def _filter(self, group: SampleGroup) -> None:
+        self._ledger.filtered(group.prompt_id)
+        self._counts["num_filtered"] += 1
+        self._counts["wasted_tokens"] += group.num_tokens
+
+    def _oldest_allowed(self) -> int:
+        return 0 if self.rules.max_staleness is None else self.version - self.rules.max_staleness
+
+    def _batch(self) -> list[SampleGroup] | None:
+        size = self.rules.batch_size
+        oldest_first = sorted(self._finished.values(), key=lambda group: group.oldest_version)
+        if len(oldest_first) < size:
+            return None
+        left = [group.oldest_version for group in oldest_first[size:]] + list(self._since.values())
+        return oldest_first[:size] if not self._running or self._in_time(left) else None
+
+    def _in_time(self, versions: Sequence[int]) -> bool:
+        """Whether groups that began at ``versions`` can all be trained, a batch a step from the next step on, before
+        they are too old. If not, those that run have to be waited for."""
+        bound, size = self.rules.max_staleness, self.rules.batch_size
+        if bound is None:
+            return True
+        return all(
+            count <= (version + bound - self.step) * size for count, version in enumerate(sorted(versions), start=1)
+        )

@@ -1,0 +1,276 @@
+"""Collecting: from the prompt cursor to batches of groups, in the way of --rollout-mode.
+
+Comes in: a cursor, a writer of groups, filters, a book that decides. Goes out: one batch a step, what is in hand at any
+moment, and what happened on the way. Here is only what waits: every decision is made by the ``Book``.
+
+    sync            batch | train | sync | batch | train | sync
+    one_step_off    batch | train           | sync | train         | sync      generation of the next batch begins when
+                          | batch of step 2 |      | batch of 3    |           training begins and ends before sync
+    fully_async     batches all the time; an engine that gets new weights goes on with what it was writing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rlpost.errors import DataError, Preempted
+from rlpost.rollout.book import Book
+from rlpost.rollout.draft import without_older
+from rlpost.rollout.filters import BufferFilter, GroupFilter, pop_first
+from rlpost.rollout.recorded import read_groups
+from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
+
+logger = logging.getLogger(__name__)
+
+STOP_POLL_S = 0.2
+MANY_BATCHES = 8  # so many times a batch dropped for one batch, and again at twice as many
+
+
+class Cursor(Protocol):
+    """Where prompts come from."""
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; their ids rise."""
+
+    def state(self) -> Mapping[str, int]:
+        """Where it stands."""
+
+
+class Writer(Protocol):
+    """Who makes groups; see ``rlpost.rollout.generate.GroupWriter``."""
+
+    connection: Any
+
+    async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
+        """The group, or how far it got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a user may decide: which scored groups are wanted, which waiting ones start first, whether tokens of older
+    weights than the last count, whether the next batch is made while training, and who writes batches down.
+    ``counters`` are more things that are counted, by metric name; ``watch`` looks after the engines while entered.
+    """
+
+    wanted: GroupFilter = lambda group: True
+    first: BufferFilter = pop_first
+    mask_older: bool = False
+    ahead: bool = False
+    record: Callable[[int, Sequence[SampleGroup]], object] | None = None
+    counters: Callable[[], Mapping[str, float]] = dict
+    watch: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+
+
+class Collector:
+    """Batches of groups that are generated; see the module."""
+
+    def __init__(
+        self,
+        book: Book,
+        cursor: Cursor,
+        writer: Writer,
+        *,
+        choices: Choices,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._book, self._cursor, self._writer = book, cursor, writer
+        self._choices, self._stop_requested = choices, stop_requested
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._num_dropped = 0  # since the last batch
+
+    async def batch(self) -> list[SampleGroup]:
+        """The groups to train next.
+
+        Raises:
+            Preempted: a stop was requested; everything is cut off and in the backlog.
+            RolloutError: a request failed for good; everything else is cut off.
+        """
+        self._open()
+        await self._until_batch()
+        groups = self._book.take()
+        assert groups is not None, "there was a batch"
+        self._num_dropped = 0
+        if self._choices.record is not None:
+            self._choices.record(self._book.step, groups)
+        if self._choices.ahead and self._book.step + 1 < self._book.rules.num_steps:
+            self._open()
+        return groups
+
+    def trained(self) -> None:
+        """The last batch is trained."""
+        self._book.trained()
+
+    async def settle(self) -> None:
+        """Bring generation to where the weights may change. Raises what ``batch`` raises."""
+        if self._choices.ahead and self._book.is_open:
+            await self._until_batch()
+
+    def synced(self, version: int) -> None:
+        """The engines have the weights of ``version``."""
+        self._book.version = version
+        if self._book.is_open:
+            self._fill()
+
+    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+        """State of the cursor, and all that was fetched before it and is not trained."""
+        return self._cursor.state(), self._book.backlog()
+
+    def counts(self) -> dict[str, float]:
+        """What happened since the last call, by metric name."""
+        found = {f"rollout/{name}": float(value) for name, value in self._book.counts().items()}
+        return {**found, **self._choices.counters()}
+
+    async def stop(self) -> None:
+        """Cut off what runs."""
+        self._book.is_open = False
+        await self._writer.connection.halt(list(self._tasks))
+
+    def _open(self) -> None:
+        self._book.is_open = True
+        self._writer.connection.go_on()
+        self._fill()
+
+    async def _until_batch(self) -> None:
+        """Wait until there is a batch; where generation works for one at a time, cut off the rest."""
+        async with self._choices.watch():
+            await self._wait()
+        if self._book.rules.max_staleness is None:
+            await self.stop()
+
+    async def _wait(self) -> None:
+        while True:
+            if self._failure is not None:
+                await self.stop()
+                raise self._failure
+            if self._stop_requested():
+                await self.stop()
+                raise Preempted(f"a stop was requested while generating; {self._book.num_finished} groups are kept")
+            if self._book.has_batch():
+                return
+            assert self._tasks, "no batch, and nothing that could become one"
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_POLL_S):
+                    await self._changed.wait()
+
+    def _fill(self) -> None:
+        """Start as many groups as the book has room for: first those that wait, then new prompts."""
+        while (room := self._book.room()) > 0:
+            entries = list(self._choices.first(self._book.waiting, room)) if self._book.waiting else []
+            if not entries:
+                entries = self._book.fetched(self._cursor.take(room))
+            for entry in entries[:room]:
+                task = asyncio.create_task(self._run(self._book.started(entry.prompt.prompt_id)))
+                self._tasks.add(task)
+                task.add_done_callback(self._done)
+
+    async def _run(self, entry: Unfinished) -> None:
+        written = await self._writer.write(entry)
+        if isinstance(written, Unfinished):
+            self._book.cut_off(written)
+            return
+        if self._choices.mask_older:
+            scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
+            written = replace(written, samples=tuple(scored))
+        wanted = self._choices.wanted(written)
+        self._book.finished(written, wanted=wanted)
+        if not wanted:
+            self._say_dropped()
+        if self._book.is_open and self._failure is None:
+            self._fill()
+
+    def _say_dropped(self) -> None:
+        """A filter that drops nearly everything looks like a run that hangs."""
+        self._num_dropped += 1
+        batches, rest = divmod(self._num_dropped, self._book.rules.batch_size)
+        if rest == 0 and batches >= MANY_BATCHES and batches & (batches - 1) == 0:
+            logger.warning(
+                "step %d: %d groups were dropped by --dynamic-sampling-filter-path and %d kept; are the prompts too "
+                "easy or too hard?",
+                self._book.step,
+                self._num_dropped,
+                self._book.num_finished,
+            )
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+
+
+class Replay:
+    """Batches that were recorded (--load-debug-rollout-data): the same face as ``Collector``, and no engine."""
+
+    def __init__(
+        self,
+        book: Book,
+        cursor: Cursor,
+        template: str,
+        *,
+        counters: Callable[[], Mapping[str, float]] = dict,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._book, self._cursor, self._template = book, cursor, template
+        self._counters, self._stop_requested = counters, stop_requested
+
+    async def batch(self) -> list[SampleGroup]:
+        """The recorded groups of the step, whose prompts are fetched.
+
+        Raises:
+            Preempted: a stop was requested.
+            DataError: there is no recording, or it answers prompts that are not this run's next ones.
+        """
+        if self._stop_requested():
+            raise Preempted("a stop was requested before the next recorded batch")
+        if not self._book.has_batch():
+            self._book.replayed(self._recorded())
+        groups = self._book.take()
+        assert groups is not None, "a recording is a batch"
+        return groups
+
+    def _recorded(self) -> Sequence[SampleGroup]:
+        step = self._book.step
+        groups = read_groups(self._template, step)
+        newest = max(group.prompt_id for group in groups)
+        while self._book.newest_id < newest:
+            self._book.fetched(self._cursor.take(1))
+        waiting = {entry.prompt.prompt_id for entry in self._book.waiting}
+        found = sorted(group.prompt_id for group in groups)
+        if len(groups) != self._book.rules.batch_size or not waiting.issuperset(found):
+            raise DataError(
+                f"{self._template}: the recording of step {step} has {len(groups)} groups, of prompts "
+                f"{found[0]}..{found[-1]}; this run needs {self._book.rules.batch_size}, of {sorted(waiting)[:1]}.. on"
+            )
+        return groups
+
+    def trained(self) -> None:
+        """See ``Collector``."""
+        self._book.trained()
+
+    async def settle(self) -> None:
+        """Nothing runs."""
+
+    def synced(self, version: int) -> None:
+        """See ``Collector``."""
+        self._book.version = version
+
+    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+        """See ``Collector``."""
+        return self._cursor.state(), self._book.backlog()
+
+    def counts(self) -> dict[str, float]:
+        """See ``Collector``: the same names."""
+        found = {f"rollout/{name}": float(value) for name, value in self._book.counts().items()}
+        return {**found, **self._counters()}
+
+    async def stop(self) -> None:
+        """Nothing runs."""

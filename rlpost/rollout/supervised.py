@@ -1,0 +1,32 @@
+"""Batches of supervised examples: prompts with the responses of the data, under the same face as generated ones.
+
+Comes in: the prompt cursor. Goes out: groups of one sample each. Nothing is generated and no engine is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlpost.rollout.book import Book
+from rlpost.rollout.collect import Cursor, Replay
+from rlpost.types import Prompt, SampleGroup
+
+
+class Supervised(Replay):
+    """As ``Replay``, with groups that are made from the prompts themselves."""
+
+    def __init__(
+        self,
+        book: Book,
+        cursor: Cursor,
+        make: Callable[[Prompt], SampleGroup],
+        *,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        super().__init__(book, cursor, "", stop_requested=stop_requested)
+        self._make = make
+
+    def _recorded(self) -> Sequence[SampleGroup]:
+        prompts = self._cursor.take(self._book.rules.batch_size)
+        self._book.fetched(prompts)
+        return [self._make(prompt) for prompt in prompts]

@@ -1,0 +1,78 @@
+"""Engines that share the trainer's GPUs, and an engine killed while it generates: real Ray, Megatron and SGLang."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpost.metrics.writer import read_metrics
+from rlpost.rollout.recorded import read_groups
+from tests.e2e.runs import RECIPE, ROOT
+
+NUM_STEPS = 6
+
+
+def run_of(folder, *flags):
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder)]
+    command += ["--num-rollout", str(NUM_STEPS), "--eval-interval", str(NUM_STEPS), "--skip-eval-before-train", *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def read_until(run, pattern):
+    """What the run prints up to the line that matches."""
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    raise AssertionError(f"ended without {pattern!r}:\n{''.join(lines)}")
+
+
+def engine_process(folder, index):
+    """The server of an engine of this very run: the one whose output is that engine's log."""
+    log = folder / "attempts/0" / f"engine-{index}-server.log"
+    for process in psutil.process_iter(["cmdline"]):
+        if "rlpost.rollout.server" in (process.info["cmdline"] or []):
+            try:
+                if Path(os.readlink(f"/proc/{process.pid}/fd/1")) == log:
+                    return process
+            except OSError:
+                continue
+    raise AssertionError(f"no process writes {log}")
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True], ids=["own-gpus", "colocated"])
+def test_a_run_goes_on_without_a_gap_when_an_engine_is_killed(assets, tmp_path, shares_gpus):
+    """The engine is restarted, given the current weights, and every step trains every one of its samples."""
+    folder = tmp_path / "run"
+    record = ["--save-debug-rollout-data", str(tmp_path / "{rollout_id}.jsonl")]
+    flags = ["--colocate"] if shares_gpus else []
+    run = run_of(folder, "--rollout-health-check-interval", "1", *record, *flags)
+    try:
+        printed = read_until(run, r"step 2/")
+        engine_process(folder, 1).send_signal(signal.SIGKILL)
+        printed += read_until(run, rf"step {NUM_STEPS}/")
+        printed += run.stdout.readlines()
+        assert run.wait(timeout=120) == 0, "".join(printed)[-6000:]
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    text = "".join(printed)
+    assert "1 engines restarted, at policy version" in text
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    trained = [group for step in range(NUM_STEPS) for group in read_groups(str(tmp_path / "{rollout_id}.jsonl"), step)]
+    assert len({group.prompt_id for group in trained}) == len(trained) == NUM_STEPS * 32
+    assert {len(group.samples) for group in trained} == {8}
+    assert len(list((folder / "attempts").glob("[0-9]*"))) == 1, "the attempt itself never ended"
+    if shares_gpus:
+        log = (folder / "attempts/0/actor-0.log").read_text()
+        assert "offloaded weights" in log and "restored weights" in log

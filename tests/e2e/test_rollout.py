@@ -1,0 +1,102 @@
+"""The rollout of a whole run on this machine, with real engines, router, trainer and checkpoints.
+
+One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial answers, a tool in the
+middle of the answers, evaluation sets with settings of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.checkpoint.state import RunState
+from rlpost.metrics.writer import read_metrics
+from rlpost.rollout.recorded import read_groups
+from tests.e2e.runs import RECIPE, ROOT
+
+NUM_STEPS = 4
+BATCH, SAMPLES = 8, 8
+
+
+def submit(folder: Path, *settings: str) -> str:
+    """A run on this machine; returns what it said."""
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder), *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run; its prompts end before the "=", which the calculator waits for."""
+    folder = tmp_path_factory.mktemp("rollout")
+    lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
+    asked = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    heldout = assets / "heldout.jsonl"
+    (folder / "sets.toml").write_text(
+        f'[[datasets]]\nname = "greedy"\npath = "{heldout}"\ntemperature = 0.0\n'
+        f'[[datasets]]\nname = "drawn"\npath = "{heldout}"\nn_samples_per_eval_prompt = 4\ntemperature = 1.0\n'
+    )
+    submit(
+        folder / "run",
+        *("--num-rollout", f"{NUM_STEPS}", "--rollout-batch-size", f"{BATCH}", "--n-samples-per-prompt", f"{SAMPLES}"),
+        *("--prompt-data", str(folder / "train.jsonl"), "--rollout-max-response-len", "12"),
+        *("--rollout-mode", "fully_async", "--max-staleness", "2", "--partial-rollout"),
+        *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/plugins.py:has_a_call"),
+        *("--custom-generate-function-path", "rlpost.rollout.examples.calculator.generate"),
+        *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml"), "--eval-interval", "2"),
+        *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
+    )
+    return folder
+
+
+def test_every_way_of_the_async_rollout_ends_in_metrics(run: Path) -> None:
+    lines = read_metrics(run / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    for line in lines[1:]:
+        assert 0 <= line["rollout/staleness_mean"] <= line["rollout/staleness_max"] <= 2
+        assert line["train/rollout_logprob_abs_diff"] < 1e-4 or line["rollout/staleness_max"] > 0
+    assert max(line["rollout/staleness_max"] for line in lines[1:]) >= 1
+    assert sum(line["rollout/num_filtered"] for line in lines[1:]) > 0
+
+
+def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
+    evaluated = [line for line in read_metrics(run / "run/metrics.jsonl") if "eval/greedy/reward_mean" in line]
+    assert [line["step"] for line in evaluated] == [0, 2, NUM_STEPS]
+    for line in evaluated:
+        assert "eval/greedy/pass@1" not in line
+        assert line["eval/drawn/pass@1"] == pytest.approx(line["eval/drawn/reward_mean"])
+        assert line["eval/drawn/pass@1"] < line["eval/drawn/pass@2"] < line["eval/drawn/pass@4"]
+
+
+def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path) -> None:
+    """The trained groups: where the loss mask is 0 stands the sum, and the engine never gave it a log-prob."""
+    groups = [group for step in range(NUM_STEPS) for group in read_groups(str(run / "{rollout_id}.jsonl"), step)]
+    samples = [scored.sample for group in groups for scored in group.samples]
+    assert len(samples) == NUM_STEPS * BATCH * SAMPLES
+    called = [sample for sample in samples if sample.loss_mask is not None]
+    assert called
+    for sample in called:
+        told = [(mask, logprob) for mask, logprob in zip(sample.mask, sample.rollout_logprobs, strict=True)]
+        assert all(logprob == 0.0 for mask, logprob in told if not mask)
+        assert sum(mask == 0 for mask, _ in told) >= 1
+    right = [sample for sample in called if sample.text.startswith(sample.label or "?")]
+    assert right, "the calculator answered the question of the prompt"
+
+
+def test_partial_and_finished_groups_of_the_async_run_are_all_accounted_for(run: Path) -> None:
+    """Fetched = trained + filtered + what the last checkpoint holds, and each once."""
+    newest = sorted((run / "run/checkpoints").glob("iter_*"))[-1]
+    state = RunState.from_json((newest / "run_state.json").read_text())
+    trained = [
+        group.prompt_id for step in range(NUM_STEPS) for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
+    ]
+    backlog = state.backlog
+    assert state.step == NUM_STEPS and len(trained) == backlog.num_trained == NUM_STEPS * BATCH
+    assert len({*trained, *backlog.prompt_ids}) == len(trained) + len(backlog.prompt_ids)
+    assert backlog.num_fetched == backlog.num_trained + backlog.num_filtered + len(backlog.prompt_ids)

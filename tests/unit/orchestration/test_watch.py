@@ -1,0 +1,204 @@
+"""Engines that fail are ended, restarted, given the current weights and only then admitted; whatever is shared waits."""
+
+import asyncio
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.errors import EngineDied, SyncError
+from rlpost.orchestration.turns import Turns
+from rlpost.orchestration.watch import Watch
+
+INTERVAL_S = 0.01
+
+
+class FakeFleet:
+    """Two engines; a log of what was asked of them."""
+
+    def __init__(self, sick=()):
+        self.addresses, self.sick, self.log = ("a", "b"), set(sick), []
+        self.released = set()
+
+    async def unhealthy(self, *, generating):
+        return sorted(self.sick)
+
+    async def dismiss(self, index):
+        self.log.append(f"dismiss {index}")
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        self.sick.discard(index)
+
+    async def admit(self, index):
+        self.log.append(f"admit {index}")
+
+    async def release_memory(self, *tags):
+        self.released |= set(tags)
+        self.log.append(f"release {' '.join(tags)}")
+
+    async def restore_memory(self, *tags):
+        self.released -= set(tags)
+        self.log.append(f"restore {' '.join(tags)}")
+
+    def is_released(self, tag):
+        return tag in self.released
+
+    async def resume(self):
+        self.log.append("resume")
+
+
+class FakeWeights:
+    """Fails as often as it is told."""
+
+    def __init__(self, fleet, failures=0):
+        self.fleet, self.failures = fleet, failures
+
+    async def connect(self):
+        self.fleet.log.append("connect")
+
+    async def update(self, version, *, pause, ready):
+        self.fleet.log.append(f"update {version} {pause}")
+        if self.failures:
+            self.failures -= 1
+            raise SyncError("an engine did not take part")
+        await ready()
+
+
+def watch_over(fleet, *, failures=0, **cluster):
+    config = load([], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}).config
+    return Watch(config, fleet, FakeWeights(fleet, failures))
+
+
+async def nothing():
+    pass
+
+
+REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
+
+
+def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weights():
+    fleet = FakeFleet()
+    watch = watch_over(fleet)
+
+    async def run():
+        await watch.update(4, pause="abort", ready=nothing)
+        async with watch.over():
+            fleet.sick = {1}
+            while "admit 1" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
+    assert watch.num_restarts == 1
+
+
+def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
+    fleet = FakeFleet(sick={1})
+    asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", ready=nothing))
+    assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
+
+
+def test_an_update_that_fails_though_all_engines_answer_is_an_error():
+    fleet = FakeFleet()
+    with pytest.raises(SyncError):
+        asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", ready=nothing))
+    assert fleet.log == ["update 7 abort"]
+
+
+def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_next_update():
+    fleet = FakeFleet()
+    watch = watch_over(fleet, colocate=True)
+
+    async def run():
+        async with watch.over():
+            fleet.sick = {0}
+            while "dismiss 0" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(5 * INTERVAL_S)
+        assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
+        await watch.update(2, pause="abort", ready=nothing)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log[-4:] == ["restart 0", "connect", "update 2 abort", "admit 0"]
+
+
+def test_generation_ends_with_the_error_when_no_engine_can_come_back():
+    fleet = FakeFleet(sick={0, 1})
+
+    async def run():
+        async with watch_over(fleet, colocate=True).over():
+            await asyncio.Event().wait()
+
+    with pytest.raises(EngineDied, match="no engine is left"):
+        asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_a_cancelled_block_stays_cancelled():
+    async def run():
+        block = asyncio.create_task(hang())
+        await asyncio.sleep(INTERVAL_S)
+        block.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await block
+
+    async def hang():
+        async with watch_over(FakeFleet()).over():
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class FakeActors:
+    """Keeps what is on the device."""
+
+    def __init__(self, log):
+        self.here, self.log = {"weights", "grads", "optimizer"}, log
+
+    async def call(self, method, *parts):
+        change = {"memory.offload": self.here.difference_update, "memory.restore": self.here.update}
+        change.get(method, lambda parts: None)(parts)
+        self.log.append(method)
+
+
+@pytest.mark.parametrize("turn", ["train", "send", "generate"])
+def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
+    trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
+    engines_away = {"train": {"kv_cache", "cuda_graph", "weights"}, "send": {"kv_cache", "cuda_graph"}, "generate": set()}
+
+    async def run():
+        fleet = FakeFleet()
+        actors = FakeActors(fleet.log)
+        turns = Turns(load([], {"cluster": {"colocate": True}}).config, actors, fleet)
+        for each in ("generate", "train", "send", "generate", "train", "send")[: 4 if turn == "generate" else 6]:
+            await getattr(turns, each)()
+            if each == turn:
+                assert actors.here == trainer[each]
+                assert turn == "generate" or fleet.released == engines_away[each]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_as_it_was():
+    async def run():
+        fleet = FakeFleet()
+        actors = FakeActors(fleet.log)
+        turns = Turns(load([], {"cluster": {"colocate": True}}).config, actors, fleet)
+        await turns.generate()
+        async with turns.save():
+            assert actors.here == {"weights", "optimizer"} and fleet.released == {"kv_cache", "cuda_graph"}
+        assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
+
+    asyncio.run(run())
+
+
+def test_on_gpus_of_their_own_nobody_ever_leaves():
+    async def run():
+        fleet = FakeFleet()
+        turns = Turns(load([], {}).config, FakeActors(fleet.log), fleet)
+        for turn in (turns.train, turns.send, turns.generate):
+            await turn()
+        async with turns.save():
+            pass
+        assert fleet.log == []
+
+    asyncio.run(run())

@@ -1,0 +1,254 @@
+"""Every prompt fetched is trained, filtered or still in the book, once; whatever happens, in whatever order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpost.checkpoint.state import RunState
+from rlpost.rollout.book import Book, Ledger, Rules
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
+
+NOTHING = Backlog()
+
+
+def prompt(prompt_id: int) -> Prompt:
+    return Prompt(prompt_id, "", (1,))
+
+
+def answer(prompt_id: int, *versions: int, cut: bool = False) -> Sample:
+    """One token a version."""
+    spans = tuple((version, 1) for version in versions) if len(versions) > 1 else ()
+    tokens = tuple(range(len(versions)))
+    reason = "abort" if cut else "stop"
+    return Sample(prompt_id, 0, (1,), tokens, (-0.5,) * len(tokens), "", reason, versions[-1], version_spans=spans)
+
+
+def group(prompt_id: int, *versions: int) -> SampleGroup:
+    return SampleGroup(prompt_id, (ScoredSample(answer(prompt_id, *versions), 1.0),))
+
+
+def start(book: Book, prompt_ids: range) -> None:
+    book.fetched([prompt(prompt_id) for prompt_id in prompt_ids])
+    for prompt_id in prompt_ids:
+        book.started(prompt_id)
+
+
+def opened(rules: Rules, backlog: Backlog = NOTHING, step: int = 0) -> Book:
+    book = Book(rules, backlog, step=step)
+    book.is_open = True
+    return book
+
+
+def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -> None:
+    book = opened(Rules(batch_size=4, start_size=6, num_steps=9))
+    assert book.room() == 6
+    start(book, range(6))
+    assert book.room() == 0
+    for prompt_id in (0, 1):
+        book.finished(group(prompt_id, 0), wanted=False)
+    assert book.room() == 0  # four can still make a batch
+    book.finished(group(2, 0), wanted=False)
+    assert book.room() == 3  # three cannot: up to six again
+    start(book, range(6, 9))
+    for prompt_id in (8, 3, 4, 7, 5):
+        book.finished(group(prompt_id, 0), wanted=True)
+    taken = book.take()
+    assert taken is not None
+    assert [g.prompt_id for g in taken] == [3, 4, 7, 8]
+    assert book.counts() == {
+        "num_filtered": 3,
+        "num_aborted": 0,
+        "num_continued": 0,
+        "wasted_tokens": 3,
+        "num_held": 1,
+        "num_unfinished": 1,
+    }
+    assert book.take() is None
+
+
+@pytest.mark.parametrize("keep_partial", [True, False])
+def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -> None:
+    book = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
+    start(book, range(2))
+    partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
+    book.cut_off(partial)
+    assert book.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
+    assert book.counts()["wasted_tokens"] == (0 if keep_partial else 2)
+    again = book.started(1)
+    assert again.samples == (partial.samples if keep_partial else ())
+
+
+def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> None:
+    book = opened(Rules(batch_size=2, start_size=2, num_steps=9))
+    start(book, range(2))
+    for prompt_id in range(2):
+        book.finished(group(prompt_id, 0), wanted=True)
+    assert book.take() is not None
+    assert [g.prompt_id for g in book.backlog().finished] == [0, 1]
+    resumed = opened(book.rules, book.backlog())
+    assert resumed.take() == [group(0, 0), group(1, 0)]
+    book.trained()
+    assert book.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
+
+
+def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> None:
+    book = opened(Rules(batch_size=2, start_size=2, num_steps=3, max_staleness=1))
+    assert book.room() == 4
+    start(book, range(4))
+    for prompt_id in (0, 1):
+        book.finished(group(prompt_id, 0), wanted=True)
+    assert book.take() is not None and book.room() == 0
+    book.trained()
+    assert book.room() == 0  # the weights are still the old ones
+    book.version = 1
+    assert book.room() == 2
+    start(book, range(4, 6))
+    for prompt_id in range(2, 6):
+        book.finished(group(prompt_id, 0 if prompt_id < 4 else 1), wanted=True)
+    assert [g.prompt_id for g in book.take() or ()] == [2, 3]
+    book.trained()
+    book.version = 2
+    assert book.room() == 0
+
+
+def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> None:
+    """Without it the batch would be there, but group 2 began with version 0 and may be trained at version 1 at last."""
+    book = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
+    start(book, range(4))
+    for prompt_id in (0, 1):
+        book.finished(group(prompt_id, 0), wanted=True)
+    assert book.take() is not None
+    book.trained()
+    book.version = 1
+    start(book, range(4, 6))
+    for prompt_id in (3, 4, 5):
+        book.finished(group(prompt_id, 0 if prompt_id == 3 else 1), wanted=True)
+    assert not book.has_batch()
+    book.finished(group(2, 0, 1), wanted=True)
+    assert [g.prompt_id for g in book.take() or ()] == [2, 3]
+
+
+def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -> None:
+    held = Backlog((group(0, 1), group(1, 4)), (Unfinished(prompt(2), (answer(2, 1, cut=True),)),), 3, 0, 0, 2)
+    book = opened(Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True), held, step=5)
+    assert book.started(2) == Unfinished(prompt(2))
+    assert [g.prompt_id for g in book.take() or ()] == [1]
+    assert book.counts()["wasted_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Backlog((group(3, 0),), num_fetched=4, num_trained=2, newest_id=3),
+        Backlog((group(3, 0), group(3, 0)), num_fetched=2, newest_id=3),
+    ],
+    ids=["lost", "twice"],
+)
+def test_a_ledger_that_does_not_add_up_is_refused(broken: Backlog) -> None:
+    with pytest.raises(AssertionError):
+        Ledger(broken)
+
+
+def test_a_prompt_that_is_fetched_again_is_refused() -> None:
+    book = Book(Rules(1, 1, 1), Backlog(), step=0)
+    book.fetched([prompt(0)])
+    with pytest.raises(AssertionError, match="fetched twice"):
+        book.fetched([prompt(0)])
+
+
+class World:
+    """Engines, a trainer and a preemption that draw what happens next; it writes down what became of each prompt."""
+
+    def __init__(self, rules: Rules, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.rules, self.book = rules, opened(rules)
+        self.cursor, self.running = 0, {}
+        self.trained, self.filtered, self.staleness = [], [], [0]
+
+    def run(self) -> None:
+        while self.book.step < self.rules.num_steps:
+            event = self.draw.random()
+            if event < 0.03:
+                self.resume()
+            elif event < 0.1:
+                self.cut_off_all()
+            self.fill()
+            if not self.train() and self.running:
+                self.finish_one()
+
+    def fill(self) -> None:
+        self.book.is_open = True
+        while (room := self.book.room()) > 0:
+            entries = self.book.waiting[:room] or self.book.fetched([prompt(self.cursor + i) for i in range(room)])
+            self.cursor = max(self.cursor, *(entry.prompt.prompt_id + 1 for entry in entries))
+            for entry in entries:
+                entry = self.book.started(entry.prompt.prompt_id)
+                versions = [
+                    v
+                    for sample in entry.samples
+                    for v, n in sample.version_spans or [(sample.policy_version, 1)] * len(sample.response_ids)
+                    for _ in range(n)
+                ]
+                self.running[entry.prompt.prompt_id] = [*versions, self.book.version]
+
+    def finish_one(self) -> None:
+        prompt_id = self.draw.choice(list(self.running))
+        versions = self.running.pop(prompt_id)
+        wanted = self.draw.random() < 0.7
+        if not wanted:
+            self.filtered.append(prompt_id)
+        last = [self.book.version] if self.book.version != versions[-1] else []
+        self.book.finished(group(prompt_id, *versions, *last), wanted=wanted)
+
+    def cut_off_all(self) -> None:
+        for prompt_id, versions in self.running.items():
+            written = (answer(prompt_id, *versions, cut=True),) if self.draw.random() < 0.5 else ()
+            self.book.cut_off(Unfinished(prompt(prompt_id), written))
+        self.running = {}
+
+    def train(self) -> bool:
+        groups = self.book.take()
+        if groups is None:
+            return False
+        if self.draw.random() < 0.1:
+            self.resume()  # before the step was trained
+            return True
+        self.staleness += [self.book.version - each.oldest_version for each in groups]
+        self.trained += [each.prompt_id for each in groups]
+        self.book.trained()
+        if self.draw.random() < 0.1:
+            self.resume()  # trained, and the engines start with the new weights
+        self.book.version = self.book.step
+        return True
+
+    def resume(self) -> None:
+        """All that is known is what a checkpoint holds."""
+        self.running = {}
+        state = RunState(self.book.step).holding({}, self.book.backlog())
+        state = RunState.from_json(state.to_json())
+        self.book = opened(self.rules, state.backlog, step=state.step)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.sampled_from([None, 1, 2, 3]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_every_prompt_is_trained_filtered_or_held_once(
+    batch: int, more: int, staleness: int | None, partial: bool, seed: int
+) -> None:
+    """Whatever is dropped, cut off, saved and resumed; and never too old where there is a bound."""
+    world = World(Rules(batch, batch + more, 8, staleness, partial), seed)
+    world.run()
+    held = world.book.backlog()
+    assert len(world.trained) == 8 * batch
+    assert sorted([*world.trained, *world.filtered, *held.prompt_ids]) == list(range(world.cursor))
+    assert (held.num_trained, held.num_filtered) == (len(world.trained), len(world.filtered))
+    if staleness is not None:
+        assert max(world.staleness) <= staleness

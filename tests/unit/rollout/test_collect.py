@@ -1,0 +1,290 @@
+"""The real collector, writer and connection, engines that only talk: filters, surplus, partial answers, stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlpost.errors import DataError, Preempted, RolloutError
+from rlpost.reward.grader import InlineGrader
+from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.collect import Choices, Collector, Replay
+from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.filters import check_reward_nonzero_std, group_filter
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.recorded import write_groups
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Backlog, Prompt, SampleGroup
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
+
+NOTHING = Backlog()
+SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,))
+
+
+class Counter:
+    """An endless cursor; prompt i has the ids (i, 50)."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def take(self, n: int) -> list[Prompt]:
+        self.at += n
+        return [Prompt(i, f"p{i}", (i, 50), label=str(i)) for i in range(self.at - n, self.at)]
+
+    def state(self) -> dict[str, int]:
+        return {"offset": self.at}
+
+
+class LongTail(FakeEngine):
+    """Prompts of ``slow`` are written a token a tick until they are aborted; all others are answered at once.
+
+    The token of a slow answer is the number of tokens before it, so that a gap or a repetition shows.
+    """
+
+    def __init__(self, slow: Callable[[int], bool], **fields: Any) -> None:
+        super().__init__(**fields)
+        self.slow, self.aborted = slow, asyncio.Event()
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        from aiohttp import web
+
+        prompt_id, *rest = body["input_ids"]
+        if not self.slow(prompt_id):
+            return await super().generate(body)
+        self.log.append("generate")
+        self.bodies.append(body)
+        written, room = len(rest) - 1, body["sampling_params"]["max_new_tokens"]
+        ids = [written + at for at in range(min(3, room))]
+        reason = "length" if len(ids) == room else "abort"
+        self.under_way += 1
+        if reason == "abort":
+            await self.aborted.wait()
+        self.under_way -= 1
+        return web.json_response(generated(ids, version=self.version, text="".join(map(str, ids)), reason=reason))
+
+    async def handle(self, request: Any) -> Any:
+        if request.path == "/abort_request":
+            self.aborted.set()
+            self.aborted = asyncio.Event()
+        return await super().handle(request)
+
+
+async def collecting(
+    engine: FakeEngine, work: Callable[[Collector, Book], Any], rules: Rules, backlog: Backlog = NOTHING, **more: Any
+) -> Any:
+    """Run ``work`` with a collector whose cursor stands behind the backlog."""
+    n, stop = more.pop("n", 2), more.pop("stop_requested", lambda: False)
+    async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection:
+        grader = InlineGrader(more.pop("score", lambda text, label, metadata: float(text[:1] == label[:1])))
+        writer = GroupWriter(connection, SAMPLING, n=n, grader=grader)
+        book = Book(rules, backlog, step=more.pop("step", 0))
+        collector = Collector(
+            book, Counter(backlog.newest_id + 1), writer, choices=Choices(**more), stop_requested=stop
+        )
+        async with asyncio.timeout(30):
+            return await work(collector, book)
+
+
+def ids(groups: list[SampleGroup]) -> list[int]:
+    return [group.prompt_id for group in groups]
+
+
+def test_groups_that_are_not_wanted_are_replaced_until_the_batch_is_full() -> None:
+    """Prompts 0..5 are answered rightly by one of two samples only where the id is odd."""
+    turn = iter(range(10**6))
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        prompt_id = body["input_ids"][0]
+        return generated([1], text=str(prompt_id) if next(turn) % 2 or prompt_id % 2 == 0 else "no")
+
+    async def work(collector: Collector, book: Book) -> None:
+        assert ids(await collector.batch()) == [1, 3, 5]
+        counts = collector.counts()
+        assert (counts["rollout/num_filtered"], counts["rollout/wasted_tokens"]) == (3, 6)
+
+    engine = FakeEngine(answer=answer)
+    asyncio.run(collecting(engine, work, Rules(3, 3, 9), wanted=check_reward_nonzero_std))
+    assert engine.log.count("generate") == 12
+
+
+def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(collector: Collector, book: Book) -> None:
+        assert ids(await collector.batch()) == [40]
+
+    asyncio.run(collecting(FakeEngine(), work, Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40))
+    said = [record.getMessage() for record in caplog.records if record.name == "rlpost.rollout.collect"]
+    assert [int(line.split(" groups")[0].split()[-1]) for line in said] == [8, 16, 32]
+
+
+def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_again() -> None:
+    async def work(collector: Collector, book: Book) -> None:
+        assert len(await collector.batch()) == 2
+        collector.trained()
+        await collector.settle()
+        collector.synced(1)
+        held, sent = book.num_finished, engine.log.count("generate")
+        assert held >= 2
+        await collector.batch()
+        assert engine.log.count("generate") == sent
+
+    engine = FakeEngine()
+    asyncio.run(collecting(engine, work, Rules(2, 8, 9)))
+
+
+@pytest.mark.parametrize("keep_partial", [True, False])
+def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_partial: bool) -> None:
+    """Prompt 0 is slow: cut off in step 0 after 3 tokens, gone on with by version 1 up to the limit of 8."""
+
+    async def work(collector: Collector, book: Book) -> SampleGroup:
+        assert ids(await collector.batch()) == [1, 2]
+        collector.trained()
+        (waiting,) = book.waiting
+        assert waiting.prompt.prompt_id == 0
+        assert [sample.response_ids for sample in waiting.samples] == ([(0, 1, 2)] * 2 if keep_partial else [])
+        engine.version = "1"
+        collector.synced(1)
+        engine.slow = lambda prompt_id: prompt_id > 1000
+        batch = await collector.batch()
+        assert ids(batch)[0] == 0
+        return batch[0]
+
+    def finish(body: dict[str, Any]) -> dict[str, Any]:
+        before = len(body["input_ids"]) - 2
+        made = list(range(before, before + body["sampling_params"]["max_new_tokens"]))
+        return generated(made, version=engine.version, text="".join(map(str, made)), reason="length")
+
+    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=finish)
+    group = asyncio.run(collecting(engine, work, Rules(2, 3, 9, keep_partial=keep_partial)))
+    for scored in group.samples:
+        sample = scored.sample
+        assert sample.response_ids == tuple(range(8))
+        assert sample.text == "01234567"
+        assert (sample.finish_reason, sample.policy_version) == ("length", 1)
+        assert sample.version_spans == (((0, 3), (1, 5)) if keep_partial else ())
+        assert sample.rollout_logprobs[3:4] == ((-0.5,) if keep_partial else (-2.0,))
+
+
+def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
+    async def work(collector: Collector, book: Book) -> SampleGroup:
+        await collector.batch()
+        collector.trained()
+        engine.version = "1"
+        collector.synced(1)
+        engine.slow = lambda prompt_id: False
+        return (await collector.batch())[0]
+
+    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=lambda body: generated([9] * 2, version=engine.version))
+    rules = Rules(1, 2, 9, keep_partial=True)
+    group = asyncio.run(collecting(engine, work, rules, mask_older=True))
+    assert [scored.sample.mask for scored in group.samples] == [(0, 0, 0, 1, 1)] * 2
+
+
+def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
+    """An abort that nobody here asked for: the answer is gone on with at once, in spans of versions."""
+    first = {"at": True}
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if first.pop("at", False):
+            return generated([5, 6], version="3", text="ab", reason="abort")
+        return generated([7, 1], version="4", text="c")
+
+    async def work(collector: Collector, book: Book) -> SampleGroup:
+        return (await collector.batch())[0]
+
+    engine = FakeEngine(answer=answer)
+    (scored,) = asyncio.run(collecting(engine, work, Rules(1, 1, 9), n=1)).samples
+    assert engine.bodies[1]["input_ids"] == [0, 50, 5, 6]
+    assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 6
+    assert (scored.sample.text, scored.sample.response_ids) == ("abc", (5, 6, 7, 1))
+    assert scored.sample.version_spans == ((3, 2), (4, 2))
+
+
+def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None:
+    stop = asyncio.Event()
+
+    async def preempted(collector: Collector, book: Book) -> Backlog:
+        asking = asyncio.create_task(collector.batch())
+        while book.num_finished < 2:
+            await asyncio.sleep(0)
+        stop.set()
+        with pytest.raises(Preempted):
+            await asking
+        return collector.in_hand()[1]
+
+    engine = LongTail(lambda prompt_id: prompt_id == 1)
+    rules = Rules(3, 3, 9, keep_partial=True)
+    backlog = asyncio.run(collecting(engine, preempted, rules, stop_requested=stop.is_set))
+    assert sorted(group.prompt_id for group in backlog.finished) == [0, 2]
+    assert [len(sample.response_ids) for sample in backlog.unfinished[0].samples] == [3, 3]
+    assert engine.under_way == 0
+
+    async def resumed(collector: Collector, book: Book) -> list[SampleGroup]:
+        return await collector.batch()
+
+    again = FakeEngine()
+    assert ids(asyncio.run(collecting(again, resumed, rules, backlog))) == [0, 1, 2]
+    assert again.log.count("generate") == 2
+
+
+def test_generation_goes_on_while_nobody_waits_when_it_never_rests() -> None:
+    async def work(collector: Collector, book: Book) -> None:
+        assert len(await collector.batch()) == 2
+        while book.num_finished < 4:  # training would run here
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert engine.log.count("generate") == 2 * 6
+        await collector.stop()
+
+    engine = FakeEngine()
+    asyncio.run(collecting(engine, work, Rules(2, 2, 9, max_staleness=2)))
+
+
+def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        return generated([1], version="bad" if body["input_ids"][0] == 1 else "0")
+
+    async def work(collector: Collector, book: Book) -> None:
+        with pytest.raises(RolloutError, match="version 'bad'"):
+            await collector.batch()
+
+    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=answer)
+    asyncio.run(collecting(engine, work, Rules(2, 2, 9)))
+    assert engine.log[-1] == "abort_request" and engine.under_way == 0
+
+
+def test_the_paths_of_other_trainers_name_our_filters() -> None:
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    assert group_filter(path) is check_reward_nonzero_std
+
+
+def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:
+    async def work(collector: Collector, book: Book) -> None:
+        for step in range(2):
+            write_groups(template, step, await collector.batch())
+            collector.trained()
+            collector.synced(step + 1)
+
+    asyncio.run(collecting(engine, work, rules))
+
+
+def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any) -> None:
+    template, rules = str(tmp_path / "{rollout_id}.jsonl"), Rules(2, 2, 9)
+    recorded(FakeEngine(), rules, template)
+
+    async def replay(start: int) -> list[list[int]]:
+        book = Book(rules, Backlog(), step=0)
+        source, found = Replay(book, Counter(start), template, stop_requested=lambda: False), []
+        for step in range(2):
+            found.append(ids(await source.batch()))
+            source.trained()
+            source.synced(step + 1)
+        assert source.in_hand() == ({"offset": 4}, Backlog(num_fetched=4, num_trained=4, newest_id=3))
+        assert source.counts()["rollout/num_held"] == 0
+        return found
+
+    assert asyncio.run(replay(0)) == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match=r"recording of step 0 has 2 groups, of prompts 0\.\.1"):
+        asyncio.run(replay(1))
