@@ -41,7 +41,7 @@ format: install  ## mend the style
 jobs: install  ## write jobs/*.sbatch anew from their recipes
 	$(BIN)/python tools/make_jobs.py
 
-docs: install  ## write docs/settings.md anew from the settings
+docs: install  ## write the generated pages of docs/ anew
 	$(BIN)/python tools/make_docs.py
 
 clean:  ## forget the environment and what was made (runs/ stays)

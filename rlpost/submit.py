@@ -1,10 +1,21 @@
 """``python -m rlpost.submit``; see ``rlpost.cli.submit``."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 
-from rlpost.cli.submit import main
+from rlpost.cli.key_words import hide_keys
 
-__all__ = ["main"]
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of ``python -m rlpost.submit``."""
+    if arguments is None:
+        hide_keys()
+    from rlpost.cli.submit import main as submit  # loads the settings, which takes longer than a key may be seen
+
+    return submit(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

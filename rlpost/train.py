@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bootstrap.handoff import EXIT_CONFIG, Cluster
-from rlpost.check import check
+from rlpost.check import check, check_installed
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
+from rlpost.cli.key_words import hide_keys
 from rlpost.cli.secret_file import take_out
 from rlpost.cli.settings import parser, settings
 from rlpost.config.load import dump, parse_dump
@@ -28,6 +29,8 @@ EXIT_NO_CLUSTER = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``python -m rlpost.train``."""
+    if arguments is None:
+        hide_keys()
     words = sys.argv[1:] if arguments is None else arguments
     code = run_command(_train, words)
     return EXIT_CONFIG if code == EXIT_BAD_INPUT and FROM_AGENT in words else code
@@ -46,6 +49,7 @@ def _train(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     run = RunFolder(options.run_folder)
     config = _settled(run, loaded.config)
+    check_installed(config)
     take_out(run, os.environ)
     from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 

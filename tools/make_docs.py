@@ -1,27 +1,34 @@
-"""Write docs/settings.md from the tree of settings: ``python tools/make_docs.py [--check]``.
+"""Write settings.md, metrics.md and recipes.md of docs/ from code and recipes: ``python tools/make_docs.py [--check]``.
 
-With --check nothing is written; the exit code is 1 when the page differs from the tree.
+With --check nothing is written; the exit code is 1 when a page differs from the code.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from rlpost.config.show import reference
+from rlpost.cli.plan_page import recipes_page as recipes
+from rlpost.config.show import reference as settings
+from rlpost.metrics.names import reference as metrics
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes}
 
 
 def main() -> int:
-    """Write or check the page."""
+    """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    os.environ.pop("RLPOST_ASSETS", None)  # the same page on every machine
     if parser.parse_args().check:
-        return 0 if PAGE.exists() and PAGE.read_text() == reference() else 1
-    PAGE.write_text(reference())
-    print(PAGE.name)
+        current = {name: (DOCS / name).read_text() if (DOCS / name).exists() else "" for name in PAGES}
+        return 0 if all(current[name] == page() for name, page in PAGES.items()) else 1
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
+        print(name)
     return 0
 
 

@@ -28,8 +28,7 @@ from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.types import MicroBatch, StepResult, TrainBatch
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
-from rlpost.weights.importer import import_weights
-from rlpost.weights.quantise import read_quantisation
+from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.sync import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Actor:
         self.buckets = Buckets(
             self.exporter,
             bucket_bytes=settings.update_weight_buffer_size,
-            quantisation=read_quantisation(settings.hf_checkpoint),
+            quantisation=HuggingFaceFolder(settings.hf_checkpoint).quantisation,
         )
         self.sharing = Sharing(self.buckets)
         self.broadcast = Broadcast(

@@ -13,9 +13,10 @@ from pathlib import Path
 from rlpost.check import check
 from rlpost.cli.settings import parser, settings
 from rlpost.cli.submit import job_spec
-from rlpost.config.memory import engine_weights, num_parameters, trainer_memory
+from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, WeightError
+from rlpost.hf_shape import hf_shape, weight_bytes
 from slurm.errors import SpecError
 
 _INDENT = 14
@@ -24,7 +25,7 @@ _INDENT = 14
 def main(arguments: Sequence[str]) -> int:
     """Check and show."""
     options, loaded = settings(parser("rlpost check", "Check a recipe and show its arithmetic."), arguments)
-    if options.recipe is None:
+    if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     problems = []
     for look in (check, job_spec):
@@ -42,16 +43,17 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
     """How the sizes of a run that has nothing wrong follow from its settings: (what, the sum)."""
     cluster, rollout = config.cluster, config.rollout
     total, trains, generates = (
-        cluster.nodes * cluster.num_gpus_per_node,
+        config.num_nodes * cluster.num_gpus_per_node,
         config.actor_world_size,
-        cluster.rollout_num_gpus,
+        config.rollout_num_gpus,
     )
     data = config.data_parallel_size
     a_step = config.samples_per_rollout // config.num_steps_per_rollout
     lines = [
         (
             "GPUs",
-            f"{cluster.nodes} nodes x {cluster.num_gpus_per_node} = {total}: {trains} train, {generates} generate",
+            f"{config.num_nodes} nodes x {cluster.num_gpus_per_node} = {total}: {trains} train, "
+            f"{'the same' if cluster.colocate else generates} generate",
         ),
         ("trainer", f"{trains} ranks = {_layout(config)}"),
         ("engines", f"{generates} GPUs / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"),
@@ -84,10 +86,10 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
     hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     name = ", ".join(hf.get("architectures") or ["model"])
     try:
-        parameters = num_parameters(hf)
-    except KeyError as error:
-        return [("model", f"{name}: config.json has no {error}; memory is not estimated")]
-    memory = trainer_memory(config, parameters)
+        shape = hf_shape(hf)
+    except WeightError as error:
+        return [("model", f"{name}: {error}; memory is not estimated")]
+    parameters, memory = shape.parameters, fullest_held(config, shape)
     routed = f", {_count(parameters.expert)} of them in experts" if parameters.expert else ""
     return [
         ("model", f"{name}, {_count(parameters.total)} parameters{routed}"),
@@ -96,15 +98,21 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
             f"weights {_size(memory.weights)} + gradients {_size(memory.gradients)} + optimizer "
             f"{_size(memory.optimizer)} = {_size(memory.total)}, and activations",
         ),
-        ("engine GPU", f"weights {_size(engine_weights(config, hf, parameters))}, and KV cache"),
+        ("engine GPU", f"weights {_size(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache"),
     ]
 
 
 def _file_lines(config: Config) -> list[tuple[str, str]]:
-    files = [("prompts", config.rollout.prompt_data), *((f"eval {name}", path) for name, path in config.eval_sets)]
+    files = [("prompts", path) for path in config.rollout.prompt_data]
+    files += [(f"eval {name}", path) for name, path in config.eval_sets]
     weights = sorted(Path(config.checkpoint.hf_checkpoint).glob("*.safetensors"))
     found = f"{config.checkpoint.hf_checkpoint}: {len(weights)} files, {_size(sum(p.stat().st_size for p in weights))}"
-    return [("weights", found), *((name, f"{path}: {_size(Path(path).stat().st_size)}") for name, path in files)]
+    return [("weights", found), *((name, f"{path}: {_size(_stored(path))}") for name, path in files)]
+
+
+def _stored(path: str) -> int:
+    """Bytes of a prompt file; ``PATH@[A:B]`` is a slice of one."""
+    return Path(path.partition("@[")[0]).stat().st_size
 
 
 def _count(number: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, local_is_alive, slurm_job
+from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, job_ids, local_is_alive, slurm_job
 from rlpost.errors import ConfigError
 from slurm.client import cancel
 from slurm.local import request_stop
 from slurm.queue import ask_to_requeue, queue
+from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 
@@ -20,20 +21,28 @@ def cancel_main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     job_id = current_job(run)
-    if not job_id.startswith(LOCAL):
-        entry = queue([job_id])[job_id]
-        if entry.is_over:
-            raise ConfigError(f"{run.root.name}: job {job_id} is over already ({entry.state}); nothing to cancel")
-        cancel(job_id)
-    elif local_is_alive(job_id):
+    if job_id.startswith(LOCAL):
+        if not local_is_alive(job_id):
+            raise ConfigError(f"{run.root.name}: {job_id} has ended already; nothing to cancel")
+        run.ledger.append("cancelled", job_id=job_id)
         request_stop((run.attempts / "latest").resolve(strict=True), "cancel")
     else:
-        raise ConfigError(f"{run.root.name}: {job_id} has ended already; nothing to cancel")
-    run.ledger.append("cancelled", job_id=job_id)
+        _cancel_all(run, job_id)
     print(
         f"cancelled {run.root.name} ({job_id}); go on with it later: rlpost submit RECIPE --resume --run-folder FOLDER"
     )
     return 0
+
+
+def _cancel_all(run: RunFolder, job_id: str) -> None:
+    """Every job of the run that is not over: of a chain the next may wait already while the last ends."""
+    entry = queue([job_id])[job_id]
+    if entry.is_over:
+        raise ConfigError(f"{run.root.name}: job {job_id} is over already ({entry.state}); nothing to cancel")
+    run.ledger.append("cancelled", job_id=job_id)  # first: the batch script looks before it starts again
+    for found in queue(job_ids(run)).values():
+        if not found.is_over:
+            cancel(found.job_id)
 
 
 def requeue_main(arguments: Sequence[str]) -> int:

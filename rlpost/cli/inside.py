@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 
 from rlpost.cli.runs import add_run_options, find_run, last, slurm_job
-from rlpost.cli.secret_file import without_secrets
+from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.nodelist import expand
@@ -120,7 +120,7 @@ def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
 
 
 def _run(run: RunFolder, argv: Sequence[str]) -> int:
-    environ = {**without_secrets(os.environ), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
+    environ = {**without_keys(os.environ), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
     # Ray's own commands ask for the attempt's secret; this is its place.
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((run.attempts / "latest").resolve() / "secret")}
     return subprocess.run(argv, env=environ).returncode

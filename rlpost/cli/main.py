@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from rlpost.cli.entry import run_command
+from rlpost.cli.key_words import hide_keys
 from rlpost.errors import ConfigError, suggestion
 
 # verb: module and function, and what it does
@@ -22,7 +23,8 @@ VERBS = {
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
     ),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
-    "status": ("rlpost.cli.status:status_main", "where a run stands"),
+    "plan": ("rlpost.cli.plan:main", "what a recipe needs of GPUs, nodes and disks (--suggest: better layouts)"),
+    "status": ("rlpost.cli.status:status_main", "where a run stands (--watch: a live page)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": ("rlpost.cli.logs:main", "the log of the driver, or of a node's agent (-f, --node HOST)"),
     "attach": ("rlpost.cli.inside:attach_main", "a shell on a node of a run"),
@@ -30,7 +32,8 @@ VERBS = {
     "tunnel": ("rlpost.cli.inside:tunnel_main", "the ssh command for Ray's dashboard"),
     "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
     "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
-    "report": ("rlpost.cli.report:main", "reward picture and summary of a run"),
+    "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),
+    "compare": ("rlpost.cli.compare:main", "several runs over each other, as a page"),
     "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine"),
 }
 _DOCTOR = "bootstrap.doctor"
@@ -38,6 +41,8 @@ _DOCTOR = "bootstrap.doctor"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
+    if arguments is None and sys.argv[1:2] in (["submit"], ["check"], ["plan"]):
+        hide_keys()
     return run_command(_verb, arguments)
 
 

@@ -1,8 +1,9 @@
-"""``rlpost report``: the reward picture and a text of what came out of a run, also while it runs."""
+"""``rlpost report``: a run as a page and as text, also while it runs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -13,24 +14,23 @@ from rlpost.cli.status import rows, statuses
 from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics
+from rlpost.report.write import write_report
 from slurm.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw RUN/report/reward.png, write RUN/report/report.txt and print it."""
-    made = argparse.ArgumentParser(prog="rlpost report", description="Picture and summary of a run.")
+    """Write RUN/report/report.html, report.txt and, where there is matplotlib, reward.png; print the text."""
+    made = argparse.ArgumentParser(prog="rlpost report", description="A run as a page and as text.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     if not read_metrics(run.metrics):
         raise ConfigError(f"{run.metrics}: no step yet, so there is nothing to report; see rlpost status")
-    text = "\n".join(report_lines(run)) + "\n"
-    run.report.mkdir(mode=0o700, exist_ok=True)
-    (run.report / "report.txt").write_text(text)
-    try:
+    page = write_report(run)
+    if importlib.util.find_spec("matplotlib") is not None:
         plot_rewards(run.metrics, run.report / "reward.png")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"no picture without {error.name}: pip install {error.name}; the text: {text}") from error
+    text = "\n".join([*report_lines(run), "", f"page {page}"]) + "\n"
+    (run.report / "report.txt").write_text(text)
     print(text, end="")
     return 0
 

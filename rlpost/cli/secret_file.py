@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from rlpost.config.keys import KEYS, WANDB
 from rlpost.errors import ConfigError
 from slurm.run_folder import RunFolder, write_atomic
-
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
 def secrets_path(run: RunFolder) -> Path:
@@ -27,7 +26,7 @@ def put_away(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     Raises:
         ConfigError: a key holds a line break.
     """
-    given = {name: environ.pop(name) for name in SECRETS if environ.get(name)}
+    given = {name: environ.pop(name) for name in KEYS if environ.get(name)}
     for name, value in given.items():
         if not value.isprintable():
             raise ConfigError(f"{name} in the environment holds a line break or another control character; set it anew")
@@ -41,13 +40,16 @@ def take_out(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     environ.update(_read(secrets_path(run)))
 
 
-def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same environment without any key."""
-    return {name: value for name, value in environ.items() if name not in SECRETS}
+def has_wandb_key(run: RunFolder, environ: Mapping[str, str]) -> bool:
+    """Whether a key for Weights & Biases is known: in ``environ``, the run's file or the home folder (.netrc)."""
+    if environ.get(WANDB) or WANDB in _read(secrets_path(run)):
+        return True
+    netrc = Path(environ.get("HOME", "/")) / ".netrc"
+    return netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
 
 
 def _read(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     pairs = (line.partition("=") for line in path.read_text().splitlines())
-    return {name: value for name, _, value in pairs if name in SECRETS}
+    return {name: value for name, _, value in pairs if name in KEYS}

@@ -1,20 +1,29 @@
-"""The part of a command line that all commands share: a recipe, a cluster profile, flags for every setting."""
+"""The part of a command line that all commands share: a recipe, a model, a cluster profile, flags for every setting."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.cli.key_words import KEY_FLAGS, take_keys
 from rlpost.config import flags
-from rlpost.config.load import Loaded, load
+from rlpost.config.load import Loaded, files_of, load
 from rlpost.config.show import resolved
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with a flag for every setting, and --cluster."""
+    """A parser with a flag for every setting, --model and --cluster."""
     made = flags.parser(prog, description)
-    made.add_argument("--cluster", type=Path, metavar="FILE.toml", help="cluster profile; wins over the recipe")
+    made.add_argument("--model", metavar="MODEL", help="FILE.toml, or a name in jobs/models; the recipe wins over it")
+    made.add_argument(
+        "--cluster", metavar="PROFILE", help="FILE.toml, or a name in jobs/clusters; wins over the recipe"
+    )
+    for flag, variable in KEY_FLAGS.items():
+        made.add_argument(
+            flag, metavar="KEY", help=f"the same as the variable {variable}; kept in RUN/secrets.env only"
+        )
     made.add_argument(
         "--print-config", action="store_true", help="print every setting with its origin, as TOML, and do nothing else"
     )
@@ -22,14 +31,19 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Loaded]:
-    """Parse and merge: defaults < recipe < cluster profile < flags. Raises ConfigError.
+    """Parse and merge: defaults < model < recipe < cluster profile < flags. Raises ConfigError.
 
     With --print-config this prints the result and ends the command (SystemExit 0).
     """
-    namespace, values = flags.parse(made, arguments)
-    files = [Path(path) for path in (namespace.recipe, namespace.cluster) if path is not None]
-    loaded = load(files, values)
+    namespace, values = flags.parse(made, take_keys(arguments, os.environ))
+    recipe = None if namespace.recipe is None else Path(namespace.recipe)
+    loaded = load(files_of(recipe, {"model": namespace.model, "cluster": namespace.cluster}), values)
     if namespace.print_config:
-        print(resolved(loaded), end="")
+        keys = [
+            f"# {flag.removeprefix('--').replace('-', '_')} = ***"
+            for flag, name in KEY_FLAGS.items()
+            if name in os.environ
+        ]
+        print(resolved(loaded, {"wandb": keys}), end="")
         raise SystemExit(0)
     return namespace, loaded

@@ -33,7 +33,7 @@ from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 PACE_STEPS = 10  # the pace shown is that of the last steps
-_COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "FAILED": "red", "NODE_FAIL": "red"}
+STATE_COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "FAILED": "red", "NODE_FAIL": "red"}
 _OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, None: JobState.UNKNOWN}
 
 
@@ -72,10 +72,11 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
     """Where each of these runs stands; one question to Slurm for all of them."""
     ids = {run.root: (job_ids(run) or [None])[-1] for run in runs}
     entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
-    return [_status(run, ids[run.root], entries.get(ids[run.root] or "")) for run in runs]
+    return [status_of(run, ids[run.root], entries.get(ids[run.root] or "")) for run in runs]
 
 
-def _status(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
+def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
+    """Where a run stands, ``entry`` being what Slurm said of its job."""
     latest = run.attempts / "latest"
     verdict = _text(latest / "verdict")
     entry = entry or QueueEntry("", _local_state(job_id, verdict))
@@ -183,7 +184,7 @@ def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else 400)
 
     def cell(name: str, value: str) -> Text:
-        return Text(value, style=_COLOURS.get(value, "") if name == "state" else "")
+        return Text(value, style=STATE_COLOURS.get(value, "") if name == "state" else "")
 
     if one:
         table = Table(box=None, show_header=False, pad_edge=False)
@@ -199,12 +200,19 @@ def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
 
 
 def status_main(arguments: Sequence[str]) -> int:
-    """``rlpost status [RUN] [--json]``."""
+    """``rlpost status [RUN] [--json | --watch]``."""
     made = argparse.ArgumentParser(prog="rlpost status", description="Where a run stands.")
     add_run_options(made)
-    made.add_argument("--json", action="store_true", help="for machines")
+    how = made.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="for machines")
+    how.add_argument("--watch", action="store_true", help="a page in the terminal that follows the run; Ctrl-C leaves")
     options = made.parse_args(arguments)
-    show(statuses([find_run(options.run, options.runs_dir)]), as_json=options.json, one=True)
+    run = find_run(options.run, options.runs_dir)
+    if options.watch:
+        from rlpost.cli.watch import watch
+
+        return watch(run)
+    show(statuses([run]), as_json=options.json, one=True)
     return 0
 
 

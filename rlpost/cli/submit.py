@@ -17,7 +17,7 @@ from pathlib import Path
 from rlpost.check import check
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import follow
-from rlpost.cli.secret_file import put_away
+from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.load import dump
@@ -49,11 +49,16 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
         agent_args += ["--socket-ifname", cluster.socket_ifname]
     if cluster.ray_object_store_memory is not None:
         agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
+    if cluster.preflight_bandwidth_gbps is not None:
+        agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
+    container = container_of(cluster)
+    for target in container.targets if container is not None else ():
+        agent_args += ["--needed-path", target]
     if cluster.ray_dashboard:
-        agent_args.append("--ray-dashboard")
+        agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
     return JobSpec(
         job_name=cluster.job_name,
-        nodes=cluster.nodes,
+        nodes=config.num_nodes,
         spare_nodes=cluster.spare_nodes,
         num_gpus_per_node=cluster.num_gpus_per_node,
         gpu_request=cluster.gpu_request,
@@ -70,7 +75,7 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
         max_failures=cluster.max_failures,
         max_stalled_attempts=cluster.max_stalled_attempts,
         python=cluster.python,
-        container=container_of(cluster),
+        container=container,
         environment=tuple(cluster.environment.items()),
         setup_commands=cluster.setup_commands,
         signal_lead_s=cluster.signal_lead_s,
@@ -93,7 +98,7 @@ def submit_main(arguments: Sequence[str]) -> int:
     _add_options(made)
     options, loaded = settings(made, arguments)
     config = loaded.config
-    if options.recipe is None:
+    if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     check(config)
     try:
@@ -107,10 +112,9 @@ def submit_main(arguments: Sequence[str]) -> int:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
         local = options.local or not is_available()
-        if local and config.cluster.nodes > 1:
-            raise ConfigError(
-                f"cluster.nodes = {config.cluster.nodes}: without Slurm there is only this machine; use 1"
-            )
+        if local and config.num_nodes > 1:
+            raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
+        _check_wandb_key(config, RunFolder(root))
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
@@ -120,6 +124,14 @@ def submit_main(arguments: Sequence[str]) -> int:
     print(f"submitted {job_id}\nrun folder {run.root}")
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def _check_wandb_key(config: Config, run: RunFolder) -> None:
+    if config.wandb.is_on and config.wandb.wandb_mode == "online" and not has_wandb_key(run, os.environ):
+        raise ConfigError(
+            "wandb.use_wandb = true (--use-wandb): no key for Weights & Biases; give --wandb-key, set WANDB_API_KEY, "
+            "or use --wandb-mode offline"
+        )
 
 
 def _tested(spec: JobSpec) -> str:

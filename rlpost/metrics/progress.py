@@ -11,10 +11,10 @@ def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], *, st
     """``step 12/60  reward 0.531  ...  eta 0:42``; the pace is that of the ``steps_done`` steps of this attempt."""
     parts = [f"step {step}/{num_steps}", f"reward {metrics['reward/mean']:.3f}"]
     parts += [f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)]
+    parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
+    if "train/loss" in metrics:  # not with --debug-rollout-only
+        parts += [f"loss {metrics['train/loss']:+.4f}", f"grad {metrics['train/grad_norm']:.3f}"]
     parts += [
-        f"len {metrics['rollout/response_length_mean']:.1f}",
-        f"loss {metrics['train/loss']:+.4f}",
-        f"grad {metrics['train/grad_norm']:.3f}",
         f"{metrics['time/tokens_per_s']:,.0f} tok/s",
         f"{metrics['time/step_s']:.2f} s",
         f"eta {duration(elapsed_s / max(1, steps_done) * (num_steps - step))}",

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from rlpost.types import SampleGroup
 
 
 class MetricsWriter:
     """Appends to one file; a line is on disk when ``write`` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        also: Callable[[int, Mapping[str, float]], None] | None = None,
+        show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
+    ) -> None:
+        """``also`` gets every line that is written, once it is on disk; ``show`` the groups of every step."""
         self._path = path
+        self._also = also
+        self._show = show
 
     def rewind(self, step: int) -> None:
         """Forget every line after ``step``, and a torn last line."""
@@ -27,13 +39,25 @@ class MetricsWriter:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # else a crash of the machine may bring the old lines back
+        finally:
+            os.close(folder)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if self._also is not None:
+            self._also(step, metrics)
+
+    def show(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """These groups are about to be trained in ``step``."""
+        if self._show is not None:
+            self._show(step, groups)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -43,9 +67,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     lines = []
     for text in path.read_text().splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
             break
+        if not isinstance(line, dict) or "step" not in line:
+            break
+        lines.append(line)
     return lines
 
 

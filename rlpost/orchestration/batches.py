@@ -15,8 +15,8 @@ from rlpost.algorithm.advantage import Advantage, Penalties, custom_advantages, 
 from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
 from rlpost.config.check import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
-from rlpost.config.memory import num_parameters
 from rlpost.config.tree import Config
+from rlpost.hf_shape import hf_shape
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
@@ -74,7 +74,7 @@ def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even:
 def model_break_even(hf: Mapping[str, Any]) -> float:
     """The length of a sequence at which attention costs the model of a ``config.json`` as much as its matrices."""
     heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    count = num_parameters(hf)
+    count = hf_shape(hf).parameters
     used = hf.get("num_experts_per_tok", 0) / next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
     looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     return break_even_length(

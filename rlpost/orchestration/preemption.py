@@ -6,6 +6,7 @@ the loop polls it here; a poll costs one ``stat``.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rlpost.errors import Preempted
@@ -23,4 +24,11 @@ class StopRequest:
     def check(self) -> None:
         """Raise Preempted, with the reason that the file gives, when a stop was requested."""
         if self.requested():
-            raise Preempted(f"stop requested: {self._path.read_text().strip()}")
+            raise Preempted(f"stop requested: {self._reason()}")
+
+    def _reason(self) -> str:
+        text = self._path.read_text().strip()
+        try:
+            return str(json.loads(text)["reason"])
+        except (ValueError, KeyError, TypeError):
+            return text or "no reason given"

@@ -1,8 +1,8 @@
 """Import: Hugging Face safetensors into the parameters of this rank's Megatron model, at any layout.
 
-In: a folder with config.json and safetensors. Out: every weight this rank holds filled. Streamed: the host holds the
-tensors of one parameter at a time. Invariant: every parameter is filled and every tensor of the folder is used, or
-WeightError says which is not; a wrong model is never trained silently.
+In: a folder with config.json and safetensors, in FP8 blocks or not. Out: every weight this rank holds filled.
+Streamed: the host holds the tensors of one parameter at a time. Invariant: every parameter is filled and every tensor
+of the folder is used, or WeightError says which is not; a wrong model is never trained silently.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from rlpost.errors import WeightError
 from rlpost.weights import layouts
 from rlpost.weights.inventory import Inventory
+from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,13 @@ class HuggingFaceFolder:
         """Read which file holds what; raises WeightError when the folder has no safetensors."""
         self.folder = Path(folder)
         index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return
+        file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else self._only_file()
+        self.file_of: dict[str, str] = {name: file for name, file in file_of.items() if not name.endswith(SUFFIX)}
+        self._scales = {name: file for name, file in file_of.items() if name.endswith(SUFFIX)}
+        quantised = frozenset(name.removesuffix(SUFFIX) for name in self._scales)
+        self.quantisation = read_quantisation(self.folder, quantised)
+
+    def _only_file(self) -> dict[str, str]:
         single = self.folder / "model.safetensors"
         if not single.is_file():
             raise WeightError(
@@ -43,13 +48,21 @@ class HuggingFaceFolder:
                 "point it at a Hugging Face folder saved in safetensors format"
             )
         with safe_open(single, framework="pt") as opened:
-            self.file_of = dict.fromkeys(opened.keys(), single.name)
+            return dict.fromkeys(opened.keys(), single.name)
 
     def read(self, name: str) -> torch.Tensor:
-        """One full tensor on the CPU; raises WeightError when the folder lacks it."""
+        """One full tensor on the CPU, in float32 where the folder has it in FP8; raises WeightError when the folder
+        lacks it."""
         if name not in self.file_of:
             raise WeightError(f"{self.folder} has no tensor {name!r}; is config.json that of these weights?")
-        with safe_open(self.folder / self.file_of[name], framework="pt") as opened:
+        tensor = self._stored(name, self.file_of[name])
+        if self.quantisation is None or name not in self.quantisation.names:
+            return tensor
+        scales = self._stored(name + SUFFIX, self._scales[name + SUFFIX])
+        return dequantise(tensor, scales, self.quantisation.block)
+
+    def _stored(self, name: str, file: str) -> torch.Tensor:
+        with safe_open(self.folder / file, framework="pt") as opened:
             return opened.get_tensor(name)
 
 

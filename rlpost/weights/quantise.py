@@ -43,12 +43,11 @@ class BlockFp8:
         return {name: values, name + SUFFIX: scales}
 
 
-def read_quantisation(folder: str | Path) -> BlockFp8 | None:
-    """How the engines of this checkpoint want their weights; None when as they are.
+def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
+    """How ``config.json`` of a checkpoint says that the weights ``names`` are stored; None when as they are.
 
     Raises WeightError for a kind of quantisation that is not block-wise FP8.
     """
-    folder = Path(folder)
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if settings is None:
         return None
@@ -58,19 +57,7 @@ def read_quantisation(folder: str | Path) -> BlockFp8 | None:
             f"{folder}/config.json: quantization_config {settings} is not block-wise FP8 (quant_method 'fp8' with a "
             "weight_block_size of two numbers); take a checkpoint in bfloat16 or in block-wise FP8"
         )
-    return BlockFp8(frozenset(_quantised_names(folder)), (int(block[0]), int(block[1])))
-
-
-def _quantised_names(folder: Path) -> Set[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"])
-    else:
-        from safetensors import safe_open
-
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            names = set(file.keys())
-    return {name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)}
+    return BlockFp8(frozenset(names), (int(block[0]), int(block[1])))
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The memory estimate counts as many parameters as transformers makes, within its promise of one part in a thousand."""
+"""The planner counts exactly as many parameters as transformers makes."""
 
 import pytest
 
-from rlpost.config.memory import num_parameters
+from rlpost.hf_shape import hf_shape
 
 SIZES = {"pad_token_id": 0, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8000}
 DENSE = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 1408}
@@ -25,7 +25,7 @@ def test_parameters_are_counted_as_transformers_counts_them(model):
     config = AutoConfig.for_model(model, **MODELS[model])
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
-    counted = num_parameters(config.to_dict())
+    counted = hf_shape(config.to_dict() | {"architectures": [type(made).__name__]}).parameters
     experts = sum(p.numel() for name, p in made.named_parameters() if ".experts." in name)
-    assert counted.total == pytest.approx(made.num_parameters(), rel=1e-3)
+    assert counted.total == made.num_parameters()
     assert counted.expert == experts

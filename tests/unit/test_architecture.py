@@ -17,6 +17,8 @@ HEAVY = {"torch", "ray", "numpy", "transformers", "megatron", "sglang", "sglang_
 FORBIDDEN = {
     "slurm": HEAVY | {"rlpost", "bootstrap", "pydantic"},
     "bootstrap": HEAVY | {"rlpost", "slurm", "submitit", "pydantic"},
+    "bootstrap.ray_process": (HEAVY - {"ray"}) | {"rlpost", "slurm", "submitit", "pydantic"},
+    "bootstrap.bandwidth_probe": (HEAVY - {"torch"}) | {"rlpost", "slurm", "submitit", "pydantic"},
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"rlpost", "slurm", "bootstrap"},
     "rlpost.config": HEAVY
@@ -24,6 +26,7 @@ FORBIDDEN = {
     "rlpost.data": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.reward": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.metrics": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    "rlpost.report": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
     "rlpost.algorithm": (HEAVY - {"torch"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.rollout": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
@@ -128,6 +131,6 @@ def test_public_functions_are_typed_and_documented(path):
         assert all(a.annotation for a in arguments), f"{node.name} has an argument without a type"
 
 
-def test_only_one_file_imports_ray():
+def test_only_one_file_of_the_trainer_imports_ray_and_of_the_agents_only_the_process_that_becomes_ray():
     users = [module_name(path) for path in FILES if any(name.split(".")[0] == "ray" for name in imports(path))]
-    assert users == ["rlpost.orchestration.workers"]
+    assert users == ["bootstrap.ray_process", "rlpost.orchestration.workers"]

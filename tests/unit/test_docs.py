@@ -7,9 +7,12 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,10 @@ import pytest
 from rlpost.cli import main as door
 from rlpost.config.flags import fields, flag
 from rlpost.config.show import reference
+from rlpost.metrics.writer import MetricsWriter
 from rlpost.rollout.server_args import server_arg_names
+from slurm.run_folder import create_run_folder
+from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -55,7 +61,7 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     known = {**door.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
-    if words[0] in ("submit", "check"):
+    if words[0] in ("submit", "check", "plan"):
         print_config(words[0], words[1:])
         return
     if words[0] == "doctor":
@@ -101,6 +107,75 @@ def test_a_command_of_the_docs_can_be_typed(command, monkeypatch):
         assert all((ROOT / file).exists() for file in files)
     elif Path(words[0]).name.startswith("python"):
         parse_python(words[1:], monkeypatch)
+
+
+RUN = "runs/tiny-20261120-144720"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder as a reader has it: the recipes, the tiny model and its prompts, a run that has trained two steps."""
+    folder = make_project(tmp_path_factory.mktemp("site"))
+    (folder / "jobs").symlink_to(ROOT / "jobs")
+    (folder / "assets").mkdir()
+    (folder / "model").rename(folder / "assets/tiny")
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (folder / "assets/tiny" / name).write_bytes((folder / "prompts.jsonl").read_bytes())
+    run = create_run_folder(folder / RUN, json.dumps({"rollout": {"num_rollout": 60}}))
+    run.ledger.append("submitted", job_id="local-1", nodes=1)
+    for step in (1, 2):
+        MetricsWriter(run.metrics).write(step, {"reward/mean": step / 4, "time/step_s": 1.0, "time/tokens_per_s": 9.0})
+    (run.new_attempt() / "driver.log").write_text("step 2/60\n")
+    return folder
+
+
+def runs_anywhere(words: list[str]) -> bool:
+    """Whether a command of ours needs neither a cluster nor a run that is under way."""
+    if words[:1] == ["rlpost"]:
+        verb, rest = words[1], words[2:]
+    elif words[1:2] == ["-m"] and words[2] in ("rlpost", "rlpost.submit", "rlpost.train"):
+        verb, *rest = [*words[2].split(".")[1:], *words[3:]] or [""]
+    else:
+        return words[1:3] == ["-m", "bootstrap.network"]
+    if "--print-config" in rest:
+        return True
+    if verb == "submit":
+        return "--dry-run" in rest[1:]
+    if verb == "check":
+        return bool(rest)
+    return verb in ("status", "list", "logs", "report") and rest in ([], ["--json"])
+
+
+RUNNABLE = [case for case in CASES if runs_anywhere(shlex.split(case.values[0], comments=True))]
+
+
+def test_commands_of_each_kind_are_run():
+    text = "\n".join(case.values[0] for case in RUNNABLE)
+    for word in ("check RECIPE", "--dry-run", "--print-config", "status --json", "logs", "report", "bootstrap.network"):
+        assert word in text
+
+
+@pytest.mark.parametrize("command", RUNNABLE)
+def test_a_command_of_the_docs_that_needs_no_cluster_runs(command, site, monkeypatch):
+    """As it stands there; it leaves with 0."""
+    monkeypatch.chdir(site)
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command, comments=True)]
+    module, rest = ("rlpost", words[1:]) if words[0] == "rlpost" else (words[2], words[3:])
+    if module.startswith("bootstrap"):
+        assert_python_runs(module, rest)
+        return
+    main = importlib.import_module(f"{module}.__main__" if module == "rlpost" else module).main
+    try:
+        code = main(rest)
+    except SystemExit as left:
+        code = left.code
+    assert code == 0
+
+
+def assert_python_runs(module: str, words: list[str]) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", module, *words], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
 
 
 def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,13 @@ def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple
     return on_gpu, round(state * HOST_BYTES * away)
 
 
+def fullest_held(config: Config, shape: Shape) -> RankMemory:
+    """Weights, gradients and optimizer of the rank that has most of them."""
+    layout = layout_of(config)
+    stages = [rank_parameters(shape, layout, stage) for stage in range(layout.pipeline)]
+    return max((held_memory(config, layout, one)[0] for one in stages), key=lambda held: held.total)
+
+
 def forward_pass(config: Config) -> tuple[Pass, int]:
     """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone in its own."""
     perf, rollout = config.perf, config.rollout
@@ -212,16 +219,23 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
     )
 
 
-def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
-    """With data-parallel attention the attention's weights are cut among fewer GPUs, and so are the KV heads."""
-    args, gpus = config.sglang.server_args, config.cluster.rollout_num_gpus_per_engine
-    replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    attention_ranks = max(1, gpus // replicas)
+def engine_weights(config: Config, shape: Shape, width: int) -> int:
+    """What weights of so many bytes take on each GPU of an engine."""
+    gpus = config.cluster.rollout_num_gpus_per_engine
     projections = shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
-    rest = shape.parameters.total - projections
-    weights = width * (rest // gpus + projections // attention_ranks)
-    fraction = float(args.get("mem_fraction_static", MEM_FRACTION))
-    heads = max(1.0, shape.groups / attention_ranks)
+    return width * ((shape.parameters.total - projections) // gpus + projections * _replicas(config) // gpus)
+
+
+def _replicas(config: Config) -> int:
+    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among fewer GPUs."""
+    args = config.sglang.server_args
+    return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+
+
+def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
+    replicas, weights = _replicas(config), engine_weights(config, shape, width)
+    fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
+    heads = max(1.0, shape.groups * replicas / config.cluster.rollout_num_gpus_per_engine)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
     cache = int(fraction * gpu_bytes) - weights
     return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
@@ -252,12 +266,14 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
 
 
 def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
-    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, and the reference's weights
-    with the policy's own beside them while it computes."""
+    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the reference's weights with
+    the policy's own beside them while it computes, and what an asynchronous checkpoint copies."""
     uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
     each = 0
     for rank in ranks:
         own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
         own += rank.held.weights + rank.held.optimizer if config.offload_train else 0
+        if config.checkpoint.async_save:
+            own += rank.held.weights + (0 if config.checkpoint.no_save_optim else rank.held.optimizer)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node

@@ -11,7 +11,7 @@ from rich.console import Console
 from rlpost.cli import watch as live
 from rlpost.cli.main import main
 from rlpost.cli.watch import is_over, mean_phases, page, phase_bar, read_view, sparkline, warnings_in
-from slurm.queue import QueueEntry
+from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.run_folder import RunFolder
 from slurm.states import JobState
 from tests.unit.report.runs import make_run
@@ -72,6 +72,8 @@ def test_a_run_is_over_when_it_is_done_or_slurm_says_so(view):
     going = replace(view, told=None)
     assert not is_over(going)
     assert is_over(replace(going, status=replace(view.status, state="CANCELLED")))
+    assert is_over(replace(going, status=replace(view.status, state="UNKNOWN", reason=FORGOTTEN)))
+    assert not is_over(replace(going, status=replace(view.status, state="UNKNOWN", reason="squeue did not answer")))
 
 
 def test_a_sparkline_is_as_long_as_there_is_room_and_rises_with_its_values():
@@ -99,13 +101,14 @@ def test_warnings_are_shown_once_and_the_newest_last():
     assert warnings_in(log) == ["08:00:01 WARNING a", "08:00:02 ERROR b"]
 
 
-def test_slurm_is_asked_once_in_a_while_however_often_the_page_is_drawn(run, monkeypatch):
-    """Ten minutes of a running job on a clock of our own: a question every POLL_S at most."""
+def test_slurm_is_asked_once_in_a_while_however_often_the_page_is_drawn(tmp_path, monkeypatch):
+    """Two minutes of a running job on a clock of our own: a question every POLL_S at most."""
+    run = make_run(tmp_path / "short", num_steps=2, preempted_at=())
     clock, asked = [0.0], []
 
     def ask(ids):
         asked.append(clock[0])
-        state = JobState.RUNNING if clock[0] < 600 else JobState.CANCELLED
+        state = JobState.RUNNING if clock[0] < 120 else JobState.CANCELLED
         return {ids[0]: QueueEntry(ids[0], state)}
 
     def sleep(seconds):
@@ -117,7 +120,7 @@ def test_slurm_is_asked_once_in_a_while_however_often_the_page_is_drawn(run, mon
     monkeypatch.setattr(live, "timeline", lambda events, until: None)
     monkeypatch.setattr(live.sys.stdout, "isatty", lambda: True, raising=False)
     assert live.watch(run) == 0
-    assert clock[0] >= 600
+    assert clock[0] >= 120
     assert min(b - a for a, b in itertools.pairwise(asked)) >= live.POLL_S
 
 

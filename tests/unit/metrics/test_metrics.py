@@ -1,5 +1,9 @@
 """Metrics on disk: every step once, also after a crash; progress lines; the summary."""
 
+import os
+import stat
+from pathlib import Path
+
 from rlpost.metrics.progress import duration, progress_line
 from rlpost.metrics.writer import MetricsWriter, eval_rewards, read_metrics
 
@@ -29,6 +33,24 @@ def test_rewinding_forgets_later_steps_and_a_torn_last_line(tmp_path):
 def test_rewinding_before_anything_was_written_is_fine(tmp_path):
     MetricsWriter(tmp_path / "metrics.jsonl").rewind(0)
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_rewound_file_stays_rewound_when_the_machine_goes_down(tmp_path, monkeypatch):
+    """Its content is on disk before it takes the name, and the folder that holds the name afterwards."""
+    done = []
+
+    def fsync(descriptor):
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", lambda path, target: done.append("renamed") or os.replace(path, target))
+    MetricsWriter(tmp_path / "metrics.jsonl").rewind(0)
+    assert done == ["file", "renamed", "folder"]
+
+
+def test_what_is_no_line_ends_the_file(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1}\nnull\n{"step": 2}\n')
+    assert read_metrics(tmp_path / "m") == [{"step": 1}]
 
 
 def test_numbers_read_back_exactly(tmp_path):

@@ -104,8 +104,14 @@ def test_context_parallel_padding_counts_against_the_limit():
 def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
     """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with experts those used."""
     qwen = dict(
-        hidden_size=3584, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, vocab_size=152064
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_hidden_layers=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
     )
     assert model_break_even(qwen | {"intermediate_size": 18944}) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)
-    sparse = qwen | dict(intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8)
+    sparse = qwen | dict(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
+    sparse |= dict(intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8)
     assert model_break_even(sparse) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.errors import WeightError
-from rlpost.weights.quantise import FP8, BlockFp8, dequantise, quantise, read_quantisation, scale_shape
+from rlpost.weights.importer import HuggingFaceFolder
+from rlpost.weights.quantise import FP8, BlockFp8, dequantise, quantise, scale_shape
 
 BLOCK = (128, 128)
+FILE = "model.safetensors"
 
 
 def block_by_block(weight, block):
@@ -56,23 +58,38 @@ def checkpoint(folder, quantization):
     config = {"architectures": ["Qwen3ForCausalLM"]} | ({"quantization_config": quantization} if quantization else {})
     (folder / "config.json").write_text(json.dumps(config))
     weights = {"a.weight": torch.zeros(4, 4), "a.weight_scale_inv": torch.ones(1, 1), "norm.weight": torch.zeros(4)}
-    save_file(weights, folder / "model.safetensors")
+    save_file(weights, folder / FILE)
+
+
+BLOCKWISE = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def test_a_checkpoint_says_which_weights_are_quantised(tmp_path):
-    checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
-    assert read_quantisation(tmp_path) == BlockFp8(frozenset({"a.weight"}), (128, 128))
+    checkpoint(tmp_path, BLOCKWISE)
+    folder = HuggingFaceFolder(tmp_path)
+    assert folder.quantisation == BlockFp8(frozenset({"a.weight"}), (128, 128))
+    assert set(folder.file_of) == {"a.weight", "norm.weight"}, "scales are no weights of the model"
+
+
+def test_a_quantised_weight_is_read_as_an_engine_computes_with_it(tmp_path):
+    checkpoint(tmp_path, BLOCKWISE)
+    weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(5))
+    values, scales = quantise(weight, BLOCK)
+    save_file({"a.weight": values, "a.weight_scale_inv": scales, "norm.weight": weight[0]}, tmp_path / FILE)
+    folder = HuggingFaceFolder(tmp_path)
+    assert torch.equal(folder.read("a.weight"), dequantise(values, scales, BLOCK))
+    assert torch.equal(folder.read("norm.weight"), weight[0])
 
 
 def test_a_checkpoint_in_full_precision_is_left_alone(tmp_path):
     checkpoint(tmp_path, None)
-    assert read_quantisation(tmp_path) is None
+    assert HuggingFaceFolder(tmp_path).quantisation is None
 
 
 def test_another_quantisation_is_refused_by_name(tmp_path):
     checkpoint(tmp_path, {"quant_method": "awq", "bits": 4})
     with pytest.raises(WeightError, match=r"'awq'.*block-wise FP8"):
-        read_quantisation(tmp_path)
+        HuggingFaceFolder(tmp_path)
 
 
 def test_shapes_foretell_the_tensors():

@@ -1,0 +1,218 @@
+"""``rlpost plan RECIPE``: what a run needs of its GPUs, nodes and disks, before there is any of them.
+
+In: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are not
+here yet. Out: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2); with
+--suggest the best layouts for so many GPUs. Imports neither torch nor anything of the training stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlpost.cli.settings import parser, settings
+from rlpost.config.check import layout_problems
+from rlpost.config.flags import flag
+from rlpost.config.plan.estimate import Estimate, Phase, estimate
+from rlpost.config.plan.layouts import Choice, nearest, suggest
+from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, WeightError
+from rlpost.hf_shape import hf_shape, weight_bytes
+
+EXIT_NO_FIT = 2
+GPU_MEMORY = "80GB"
+WRITE_GBPS = 2.0
+NUM_SUGGESTED = 5
+WIDTH, BAR = 110, 60
+UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
+GLYPHS = {
+    "weights": ("█", "blue"), "gradients": ("▓", "cyan"), "optimizer": ("▒", "magenta"), "activations": ("░", "green"),
+    "logits": ("≡", "yellow"), "KV cache": ("○", "green"), "engine": ("●", "blue"), "buffers": ("=", "yellow"),
+    "CUDA, NCCL": ("·", "white"), "engine's CUDA": ("·", "white"),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the plan of a recipe."""
+    made = parser("rlpost plan", "What a recipe needs of GPUs, nodes and disks.")
+    made.add_argument("--gpus", type=int, metavar="N", help="GPUs that train, in place of those of the recipe")
+    made.add_argument("--gpu-memory", default=GPU_MEMORY, metavar="SIZE", help=f"of one GPU (default: {GPU_MEMORY})")
+    made.add_argument(
+        "--write-gbps", type=float, default=WRITE_GBPS, metavar="GB/S", help="of a node to its disks (default: 2)"
+    )
+    made.add_argument("--suggest", action="store_true", help="the best layouts for the model on so many GPUs")
+    options, loaded = settings(made, arguments)
+    if options.recipe is None and not loaded.origins:
+        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
+    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    shape, width = model_of(config)
+    console = Console(file=sys.stdout, width=WIDTH, highlight=False)
+    return show(
+        console,
+        config,
+        shape,
+        gpu_bytes=parse_size(options.gpu_memory),
+        options=(width, options.suggest, options.write_gbps),
+    )
+
+
+def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, options: tuple[int, bool, float]) -> int:
+    """Print the plan; ``options``: bytes of an engine's weight, whether to suggest, GB/s of a node's disk."""
+    width, wants_suggestions, write_gbps = options
+    problems = layout_problems(config)
+    fits = False
+    if not problems:
+        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+        problems, fits = list(made.problems), not made.problems
+        console.print(table(made, write_gbps))
+        console.print(bars(made))
+        console.print()
+    choices = [] if fits and not wants_suggestions else suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+    for problem in problems:
+        console.print(f"does not fit: {problem}", style="red")
+    if fits:
+        console.print("fits", style="green")
+    elif near := nearest(config, choices):
+        console.print(f"the nearest layout that fits: {near.words}\n  {flags_of(near, config)}")
+    else:
+        console.print("no layout of this model fits so many GPUs: take more of them (--gpus), or shorter answers")
+    if wants_suggestions and choices:
+        console.print(suggestions(choices[:NUM_SUGGESTED]))
+    return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
+
+
+def on_gpus(config: Config, gpus: int) -> Config:
+    """The recipe with so many GPUs that train. Raises ConfigError when they are no whole nodes."""
+    a_node = min(gpus, config.cluster.num_gpus_per_node)
+    if gpus < 1 or gpus % a_node:
+        raise ConfigError(f"--gpus {gpus}: no multiple of cluster.num_gpus_per_node = {a_node}; give whole nodes")
+    update = {"actor_num_nodes": gpus // a_node, "actor_num_gpus_per_node": a_node, "nodes": None}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
+
+
+def model_of(config: Config) -> tuple[Shape, int]:
+    """The model's shape and the bytes of a weight in its engines: from config.json, or from [model]."""
+    folder = Path(config.checkpoint.hf_checkpoint)
+    path = folder / "config.json"
+    if not path.is_file():
+        return shape_of(config.model.model_dump()), 1 if folder.name.endswith("FP8") else 2
+    try:
+        hf = json.loads(path.read_text())
+        return hf_shape(hf), weight_bytes(hf)
+    except (ValueError, WeightError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``80GB`` or ``79.6GiB``. Raises ConfigError."""
+    found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G|)", text)
+    try:
+        return int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ConfigError(f"--gpu-memory {text}: write a size such as 80GB or 141GB") from None
+
+
+def table(made: Estimate, write_gbps: float) -> Table:
+    """What there is, in rows."""
+    config, layout, rank = made.config, made.layout, made.fullest
+    shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    shown.add_column(style="bold", no_wrap=True)
+    shown.add_column()
+    parameters = made.shape.parameters
+    experts = f", {_count(parameters.expert)} of them in experts" if parameters.expert else ""
+    offloaded = f" and {_gb(rank.optimizer_host)} on the host" if rank.optimizer_host else ""
+    again = config.perf.recompute_granularity or "nothing"
+    rows = [
+        ("model", f"{_count(parameters.total)} parameters{experts}"),
+        ("trainer", f"{layout.world} GPUs: {Choice(made, 0.0).words}"),
+        ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {_count(rank.parameters.total)} parameters"),
+        ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
+        ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
+        ("activations", f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}"),
+        ("logits", _gb(rank.logits) if rank.logits else f"on the last stage: {_gb(made.ranks[-1].logits)}"),
+    ]
+    if made.engine is not None:
+        engine = made.engine
+        rows.append(("engine GPU", f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}"))
+        answers = max(0, engine.kv_tokens) // made.longest
+        text = f"{max(0, engine.kv_tokens):,} tokens an engine: {answers} answers of {made.longest} tokens at once"
+        rows.append(("KV cache", text))
+    seconds = made.checkpoint_bytes / (write_gbps * 1e9 * config.actor_num_nodes)
+    rows += [
+        ("host memory", f"{_gb(made.host_bytes_per_node)} a node, beside what Ray and Python take"),
+        ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {write_gbps:g} GB/s a node"),
+        ("weight sync", f"{_gb(made.sync_bytes)} to each of {config.num_engines} engines a step"),
+    ]
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def bars(made: Estimate) -> Text:
+    """A bar for each phase, as long as its part of a GPU, and what its marks mean."""
+    text = Text("\n")
+    seen: dict[str, None] = {}
+    for phase in made.phases:
+        text.append(f"{phase.name:<12}")
+        text.append_text(_bar(phase, made.gpu_bytes))
+        text.append(f" {_gb(phase.total)} of {_gb(made.gpu_bytes)}\n")
+        seen |= dict.fromkeys(name for name, size in phase.parts if size)
+    length = WIDTH
+    for name in seen:
+        if length + len(name) + 4 > WIDTH:
+            text.append(("" if length == WIDTH else "\n") + " " * 12)
+            length = 12
+        glyph, style = GLYPHS[name]
+        text.append(glyph, style=style)
+        text.append(f" {name}  ")
+        length += len(name) + 4
+    return text
+
+
+def _bar(phase: Phase, gpu_bytes: int) -> Text:
+    bar, filled, end = Text(), 0.0, 0
+    for name, size in phase.parts:
+        filled += size / gpu_bytes * BAR
+        glyph, style = GLYPHS[name]
+        count = min(BAR + 4, round(filled)) - end
+        bar.append(glyph * max(0, count), style=style)
+        end += max(0, count)
+    bar.append(" " * (BAR - end) + "|" if end <= BAR else ">")
+    return bar
+
+
+def suggestions(choices: Sequence[Choice]) -> Table:
+    """The best layouts and why."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("layout", "why"):
+        shown.add_column(name)
+    for choice in choices:
+        shown.add_row(choice.words, choice.reasons)
+    return shown
+
+
+def flags_of(choice: Choice, given: Config) -> str:
+    """The flags that make this layout of the recipe: what differs."""
+    changed = []
+    for group in ("perf", "cluster", "optimizer"):
+        before, after = getattr(given, group), getattr(choice.config, group)
+        for key, value in after:
+            if value is not None and value != getattr(before, key):
+                changed.append(f"{flag(key)} {str(value).lower()}")
+    return " ".join(changed)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 10**9 else f"{number / 1e6:.1f}M"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e12:.2f} TB" if size >= 1e12 else f"{size / 1e9:.1f} GB"

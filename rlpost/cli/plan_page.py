@@ -1,0 +1,122 @@
+"""docs/recipes.md: the recipes of jobs/recipes and what ``rlpost plan`` says of each.
+
+In: the recipes, their models by the table [model]. Out: the text of the page, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from rlpost.cli.plan import GPU_MEMORY, WIDTH, WRITE_GBPS, bars, model_of, parse_size, table
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.plan.estimate import ENGINE_CONTEXT, RESERVE, TRAINER_CONTEXT, Estimate, estimate
+from rlpost.config.plan.layouts import Choice
+
+WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
+
+_HEAD = """\
+# Recipes
+
+Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of its name in `jobs/`.
+
+Once per site, in **one** place: fill `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
+
+```bash
+export RLPOST_IMAGE=/shared/images/rlpost.sqsh   # container image
+export RLPOST_ASSETS=/shared/assets              # folder with models and data
+export SBATCH_ACCOUNT=rl                         # read by sbatch itself; not where there are no accounts
+sbatch jobs/qwen3_4b.sbatch
+```
+
+A job that misses one of the first two says which and ends with exit code 78. What the recipes expect in
+`$RLPOST_ASSETS` are the folders of the Hugging Face hub by their last names (`Qwen3-4B`, `dapo-math-17k`, `aime-2024`)
+and, for `--ref-load`, what `tools/convert_hf_to_torch_dist.py` makes of a model; the model's own folder does as well.
+
+`rlpost check RECIPE` says what is wrong with one, `rlpost plan RECIPE` what it needs. The values are those of the
+published scripts; where these contradict each other or arithmetic, a comment in the recipe says which is right and why.
+`tests/golden/recipes.md` holds both side by side, key by key.
+
+"""
+
+_PLAN = """\
+## The planner
+
+```bash
+rlpost plan RECIPE
+rlpost plan RECIPE --gpus 16 --gpu-memory 141GB
+rlpost plan RECIPE --suggest
+```
+
+It needs neither GPUs nor the weights: the model is that of `config.json`, or of the recipe's `[model]`. Exit code 2
+says that something does not fit; then the nearest layout that does is named with its flags. `--suggest` looks through
+all layouts of the model on that many GPUs.
+
+| | how it is counted | checked against |
+|---|---|---|
+| parameters | matrix by matrix, for each pipeline stage, experts apart | Megatron-core's modules at full size on the meta device: equal |
+| weights, gradients, optimizer | ZeRO ([1910.02054](https://arxiv.org/abs/1910.02054)): 2 + 4 + 12 bytes a parameter in BF16, the 12 over all ranks with the same weights; in host memory 16 | memory under the tensors after a step: within a tenth |
+| activations | Korthikanti et al. ([2205.05198](https://arxiv.org/abs/2205.05198)) for gated MLPs, grouped queries, experts, attention without stored scores | what autograd keeps for small models: within a tenth |
+| micro-batches under way | Narayanan et al. ([2104.04473](https://arxiv.org/abs/2104.04473)) | |
+| KV cache | `mem_fraction_static` of the GPU less the weights; 2 x layers x KV heads x width x 2 bytes a token | |
+| CUDA, NCCL | an allowance: {trainer:.0f} GB for the trainer, {engine:.0f} GB for an engine | not checked |
+| what fits | sums up to {reserve:.0%} of a GPU | |
+
+Not in the sums: experts that get more tokens than others, fragments beyond that reserve, what DeepEP and CUDA graphs of
+unusual sizes take. TransformerEngine's fused kernels are counted by what they are documented to keep: that was
+checked without them only. The order of `--suggest` is a rule of thumb, not a measurement.
+
+## All recipes on GPUs of {memory}
+
+| recipe | parameters | trainer | peak of a GPU | host a node | checkpoint |
+|---|---|---|---|---|---|
+{rows}
+"""  # noqa: E501
+
+
+def recipes_page() -> str:
+    """The text of docs/recipes.md."""
+    names = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != WITHOUT_PLAN)
+    plans = {name: _planned(name) for name in names}
+    rows = "\n".join(_row(name, made) for name, made in plans.items())
+    text = _HEAD + _PLAN.format(
+        trainer=TRAINER_CONTEXT / 1e9, engine=ENGINE_CONTEXT / 1e9, reserve=RESERVE, memory=GPU_MEMORY, rows=rows
+    )
+    return text + "".join(_section(name, made) for name, made in plans.items())
+
+
+def _planned(name: str) -> Estimate:
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    shape, width = model_of(config)
+    return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
+
+
+def _row(name: str, made: Estimate) -> str:
+    peak = max(made.phases, key=lambda phase: phase.total)
+    layout = Choice(made, 0.0).words
+    cells = (
+        f"[{name}](../jobs/recipes/{name}.toml)",
+        f"{made.shape.parameters.total / 1e9:.2f}B",
+        f"{made.layout.world} GPUs: {layout}",
+        f"{peak.total / 1e9:.0f} GB ({peak.name})",
+        f"{made.host_bytes_per_node / 1e9:.0f} GB",
+        f"{made.checkpoint_bytes / 1e9:.0f} GB",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _section(name: str, made: Estimate) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
+    console.print(table(made, WRITE_GBPS))
+    console.print(bars(made))
+    body = "\n".join(line.rstrip() for line in out.getvalue().strip().splitlines())
+    return f"\n## {name}\n\n{_head_of(name)}\n\n```text\n{body}\n```\n"
+
+
+def _head_of(name: str) -> str:
+    """The comment at the beginning of a recipe, which says what it is."""
+    lines = (JOBS / "recipes" / f"{name}.toml").read_text().splitlines()
+    head = lines[: next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+    return "\n".join(line.removeprefix("#").strip() for line in head)

@@ -1,0 +1,227 @@
+"""``rlpost status --watch``: a page in the terminal that follows a run.
+
+In: a run folder, read every REFRESH_S, and what Slurm says of its job, asked every POLL_S. Out: a page made by a pure
+function of a ``View``; it stays when the run is over.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rlpost.cli.runs import LOCAL, job_ids
+from rlpost.cli.status import PACE_STEPS, STATE_COLOURS, Status, status_of
+from rlpost.errors import ConfigError
+from rlpost.metrics.progress import duration
+from rlpost.metrics.writer import read_metrics
+from rlpost.report.panels import PHASES
+from rlpost.report.series import points, short
+from rlpost.report.timeline import Timeline, timeline
+from slurm.client import POLL_S
+from slurm.queue import FORGOTTEN, QueueEntry, queue
+from slurm.run_folder import RunFolder
+from slurm.states import JobState
+
+REFRESH_S = 5.0
+MAX_WARNINGS = 4
+MAX_ATTEMPTS = 6
+LOG_TAIL = 1 << 16  # bytes
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PHASE_COLOURS = ("blue", "dark_orange", "cyan", "magenta")
+_WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the page shows. ``engines`` are seconds since each engine last wrote to its log, by its name."""
+
+    status: Status
+    now: datetime
+    told: Timeline | None = None
+    lines: Sequence[Mapping[str, float]] = ()
+    engines: Mapping[str, float] | None = None
+    warnings: Sequence[str] = ()
+
+
+def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> View:
+    """What a run's folder says now, and ``entry`` of its job."""
+    now, latest = datetime.now(UTC), run.attempts / "latest"
+    events = [event for event in run.ledger.read() if "time" in event and "event" in event]
+    logs = sorted(latest.glob("engine-*-server.log"))
+    return View(
+        status=status_of(run, job_id, entry),
+        now=now,
+        told=timeline(events, now),
+        lines=read_metrics(run.metrics),
+        engines={log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime) for log in logs},
+        warnings=warnings_in(_tail(latest / "driver.log")),
+    )
+
+
+def is_over(view: View) -> bool:
+    """The run will not go on by itself."""
+    done = view.told is not None and any(mark.kind == "done" for mark in view.told.marks[-1:])
+    return done or JobState(view.status.state).is_over or view.status.reason == FORGOTTEN
+
+
+def watch(run: RunFolder) -> int:
+    """Show the page until the run is over or a person leaves; returns 0. Raises ConfigError without a terminal."""
+    if not sys.stdout.isatty():
+        raise ConfigError("rlpost status --watch needs a terminal; rlpost status --json is for programs")
+    console, asked_at, entry = Console(), -POLL_S, None
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            while True:
+                job_id = (job_ids(run) or [None])[-1]
+                if job_id and not job_id.startswith(LOCAL) and time.monotonic() - asked_at >= POLL_S:
+                    asked_at, entry = time.monotonic(), queue([job_id])[job_id]
+                view = read_view(run, job_id, entry)
+                live.update(page(view, console.width), refresh=True)
+                if is_over(view):
+                    return 0
+                time.sleep(REFRESH_S)
+        except KeyboardInterrupt:
+            return 0
+
+
+# -- shown: pure ------------------------------------------------------------------------------------------------
+
+
+def page(view: View, width: int = 100) -> RenderableType:
+    """The page, for a terminal of ``width`` letters."""
+    status = view.status
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _rows(view, max(20, width - 24)):
+        table.add_row(name, value)
+    parts: list[RenderableType] = [table]
+    if view.told is not None and view.told.attempts:
+        parts += [Text(), _attempts(view.told)]
+    if view.warnings:
+        parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in view.warnings)]
+    title = Text.assemble((status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, "")))
+    subtitle = f"{view.now:%H:%M:%S} UTC, Ctrl-C leaves and the run goes on"
+    return Panel(Group(*parts), title=title, subtitle=Text(subtitle, style="dim"), title_align="left", width=width)
+
+
+def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
+    status, lines = view.status, view.lines
+    found: list[tuple[str, RenderableType]] = [("job", Text(_job(status)))]
+    found.append(("step", _steps(status, min(room, 40))))
+    for name, metric in (("reward", "reward/mean"), ("length", "rollout/response_length_mean")):
+        values = [value for _, value in points(lines, metric)]
+        if values:
+            curve = Text(sparkline(values, min(room - 12, 60)), style="green" if name == "reward" else "cyan")
+            found.append((name, Text.assemble(curve, f"  {short(values[-1])}")))
+    if status.evals:
+        found.append(("evaluation", Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()))))
+    if status.tokens_per_s is not None:
+        pace = "" if status.step_s is None else f", {status.step_s:.2f} s a step"
+        found.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}")))
+    if phases := mean_phases(lines[-PACE_STEPS:]):
+        found.append(("phases", phase_bar(phases, min(room, 60))))
+    if view.engines:
+        found.append(("engines", Text(", ".join(f"{name} {_ago(age)}" for name, age in view.engines.items()))))
+    found.append(("checkpoint", _checkpoint(view)))
+    if status.verdict:
+        found.append(("verdict", Text(f"{status.verdict}: {status.cause}")))
+    return found
+
+
+def _job(status: Status) -> str:
+    left = "" if status.time_left_s is None else f"{duration(status.time_left_s)} left"
+    start = f"expected start {status.expected_start}" if status.expected_start else ""
+    words = [status.job_id or "never submitted", status.nodelist, left, status.reason, start]
+    return ", ".join(word for word in words if word)
+
+
+def _steps(status: Status, room: int) -> Text:
+    if not status.num_steps:
+        return Text(str(status.step))
+    filled = round(room * min(1.0, status.step / status.num_steps))
+    eta = "" if status.eta_s is None else f", done in {duration(status.eta_s)}"
+    bar = [("━" * filled, "green"), ("━" * (room - filled), "dim")]
+    return Text.assemble(*bar, f"  {status.step}/{status.num_steps}{eta if status.eta_s else ''}")
+
+
+def _checkpoint(view: View) -> Text:
+    status = view.status
+    if status.checkpoint is None or status.checkpoint_time is None:
+        return Text("none yet", style="dim")
+    age = (view.now - datetime.fromisoformat(status.checkpoint_time)).total_seconds()
+    return Text(f"{status.checkpoint}, {_ago(age)}")
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(max(0.0, seconds))} ago"
+
+
+def _attempts(told: Timeline) -> Table:
+    table = Table("attempt", "nodes", "ready after", "from", "saved", "lasted", "end", box=None, header_style="dim")
+    for one in told.attempts[-MAX_ATTEMPTS:]:
+        ready = "" if one.startup_s is None else duration(one.startup_s)
+        first, saved = ("" if step is None else str(step) for step in (one.first_step, one.last_saved))
+        end = Text(one.ended or "under way", style="" if one.ended else "green")
+        cells = [Text(word) for word in (one.name, one.nodes, ready, first, saved, duration(one.lasted_s))]
+        table.add_row(*cells, end)
+    return table
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in one line of at most ``width`` letters, each the mean of as many values.
+
+    >>> sparkline([0, 1, 2, 3], 4)
+    '▁▃▆█'
+    """
+    count = min(len(values), max(1, width))
+    means = [fmean(values[n * len(values) // count : (n + 1) * len(values) // count]) for n in range(count)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BLOCKS[3] * count
+    return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in means)
+
+
+def mean_phases(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean seconds a step of each phase that took any; an evaluation counts for the steps between, too."""
+    trained = [line for line in lines if "time/step_s" in line]
+    sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
+    return {label: total / len(trained) for label, total in sums.items() if total} if trained else {}
+
+
+def phase_bar(phases: Mapping[str, float], width: int) -> Text:
+    """Where a step's time goes, as a bar and in words."""
+    whole = sum(phases.values())
+    colours = dict(zip((label for label, _ in PHASES), _PHASE_COLOURS, strict=True))
+    bar = [("█" * max(1, round(width * s / whole)), colours[label]) for label, s in phases.items()]
+    words: list[str | tuple[str, str]] = []
+    for label, seconds in phases.items():
+        words += [("  ■ ", colours[label]), f"{label} {seconds / whole:.0%}"]
+    return Text.assemble(*bar, "\n", *words)
+
+
+def warnings_in(log: str) -> list[str]:
+    """The newest lines of a driver's log that complain, each once."""
+    found = [line for line in log.splitlines() if _WARNING.match(line)]
+    return list(dict.fromkeys(found))[-MAX_WARNINGS:]
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

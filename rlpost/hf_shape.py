@@ -1,0 +1,47 @@
+"""The shape of the model in a Hugging Face folder, as the planner counts with it. Standard library only.
+
+In: a parsed ``config.json``. Out: a ``Shape``. What is special to a family stands in ``rlpost.weights.families``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpost.actor.architecture import head_dim
+from rlpost.config.plan.shape import Shape
+from rlpost.errors import WeightError
+from rlpost.weights.families import family
+
+
+def hf_shape(hf: Mapping[str, Any]) -> Shape:
+    """The shape of a known architecture. Raises WeightError for one that is not, or that lacks one of its sizes."""
+    known = family((hf.get("architectures") or ["none given"])[0])
+    try:
+        fields = known.fields(hf)
+        return Shape(
+            hidden=hf["hidden_size"],
+            ffn=hf["intermediate_size"],
+            heads=hf["num_attention_heads"],
+            groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=head_dim(hf),
+            vocab=hf["vocab_size"],
+            sparse=tuple(map(bool, fields.get("moe_layer_freq", (0,) * hf["num_hidden_layers"]))),
+            tied=hf.get("tie_word_embeddings", False),
+            qkv_bias=fields.get("add_qkv_bias", False),
+            qk_norm=fields.get("qk_layernorm", False),
+            sandwich=known.sandwich_norms,
+            num_experts=fields.get("num_moe_experts", 0),
+            expert_ffn=fields.get("moe_ffn_hidden_size", 0),
+            shared_ffn=fields.get("moe_shared_expert_intermediate_size") or 0,
+            topk=fields.get("moe_router_topk", 0),
+        )
+    except KeyError as error:
+        raise WeightError(f"config.json has no {error}, which every {hf['architectures'][0]} has") from None
+
+
+def weight_bytes(hf: Mapping[str, Any]) -> int:
+    """Bytes of a weight in engines that load this folder: 1 for FP8, 4 for float32, else 2."""
+    if (hf.get("quantization_config") or {}).get("quant_method") == "fp8":
+        return 1
+    return 4 if str(hf.get("dtype") or hf.get("torch_dtype")) == "float32" else 2

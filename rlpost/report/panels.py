@@ -1,0 +1,126 @@
+"""Which plots a report has and what is in each. Pure.
+
+In: the lines of ``metrics.jsonl``, of one run or of several. Out: panels, only those that there are numbers for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpost.metrics.writer import eval_rewards
+from rlpost.report.series import points
+from rlpost.report.svg import Curve
+
+Lines = Sequence[Mapping[str, float]]
+
+PHASES = (
+    ("generate", "time/generate_s"),
+    ("train", "time/train_s"),
+    ("sync", "time/sync_s"),
+    ("evaluate", "time/eval_s"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    is_stacked: bool = False
+
+
+# title, unit, and what is drawn: (label, metric); the first of a panel alone is what runs are compared by
+_PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Answer length",
+        "tokens",
+        (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
+    ),
+    ("Entropy", "nats", (("entropy", "train/entropy"),)),
+    (
+        "KL",
+        "nats",
+        (
+            ("to the reference (loss)", "train/ref_kl"),
+            ("to the reference (reward)", "train/reward_kl"),
+            ("to the old policy", "train/ppo_kl"),
+        ),
+    ),
+    ("Gradient norm", "", (("gradient norm", "train/grad_norm"),)),
+    ("Loss", "", (("loss", "train/loss"), ("policy gradient", "train/pg_loss"))),
+    (
+        "Clipped",
+        "share of tokens",
+        (("low", "train/clip_frac_low"), ("high", "train/clip_frac_high"), ("dual", "train/dual_clip_frac")),
+    ),
+    (
+        "Trainer against engine",
+        "nats",
+        (("log-prob difference", "train/rollout_logprob_abs_diff"), ("k3", "train/rollout_k3")),
+    ),
+    ("Truncated", "share of answers", (("truncated", "rollout/truncated_frac"),)),
+    (
+        "Groups",
+        "number",
+        (
+            ("no spread", "rollout/zero_std_groups"),
+            ("filtered", "rollout/num_filtered"),
+            ("aborted", "rollout/num_aborted"),
+        ),
+    ),
+    ("Staleness", "versions", (("mean", "rollout/staleness_mean"), ("oldest", "rollout/staleness_max"))),
+    ("Throughput", "tokens/s", (("throughput", "time/tokens_per_s"),)),
+    ("Learning rate", "", (("learning rate", "train/lr"),)),
+)
+_AS_IT_IS = ("Learning rate",)  # has no noise that a smoothed curve could take away
+
+
+def panels(lines: Lines) -> list[Panel]:
+    """The plots of one run: reward first, then time, memory if it was measured, then the rest."""
+    found = [_reward(lines)]
+    found += [_panel(lines, *plot) for plot in _PLOTS]
+    trained = [line for line in lines if "time/step_s" in line]
+    phases = [Curve(label, points(trained, name), n) for n, (label, name) in enumerate(PHASES)]
+    found.insert(-1, Panel("Phases of a step", "s", tuple(curve for curve in phases if curve.points), is_stacked=True))
+    memory = sorted({name for line in lines for name in line if name.startswith("memory/")})
+    curves = tuple(Curve(name.removeprefix("memory/"), points(lines, name), n) for n, name in enumerate(memory))
+    found.append(Panel("Memory", "as its name says", curves))
+    return [panel for panel in found if panel.curves]
+
+
+def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
+    """The plots of several runs over each other: of each plot its first metric that any of them has."""
+    wanted = [("Reward of the rollout", "mean", "reward/mean")]
+    evals = sorted({name for _, lines in runs for line in lines for name in eval_rewards(line)})
+    wanted += [(f"Evaluation: {name.split('/')[1]}", "mean reward", name) for name in evals]
+    for title, unit, plotted in _PLOTS:
+        there = [name for _, name in plotted if any(name in line for _, lines in runs for line in lines)]
+        wanted += [(title, unit, there[0])] if there else []
+    wanted += [("Time of a step", "s", "time/step_s")]
+    wanted += [(f"Time: {label}", "s", name) for label, name in PHASES]
+    found = []
+    for title, unit, name in wanted:
+        of_runs = [(label, points(lines, name), n) for n, (label, lines) in enumerate(runs)]
+        dots, soften = name.startswith("eval/"), title not in _AS_IT_IS
+        curves = tuple(Curve(label, own, n, dots=dots, soften=soften) for label, own, n in of_runs if own)
+        found.append(Panel(title, f"{name}, {unit}" if unit else name, curves))
+    return [panel for panel in found if panel.curves]
+
+
+def _reward(lines: Lines) -> Panel:
+    evals = sorted({name for line in lines for name in eval_rewards(line)})
+    curves = [Curve("rollout, mean", points(lines, "reward/mean"), 0)]
+    curves += [
+        Curve(name.split("/")[1], points(lines, name), n, dots=True, soften=False) for n, name in enumerate(evals, 1)
+    ]
+    return Panel("Reward", "mean", tuple(curve for curve in curves if curve.points))
+
+
+def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str]]) -> Panel:
+    curves = [(label, points(lines, name)) for label, name in plotted]
+    there = [(label, own) for label, own in curves if own]
+    soften = title not in _AS_IT_IS
+    return Panel(title, unit, tuple(Curve(label, own, n, soften=soften) for n, (label, own) in enumerate(there)))

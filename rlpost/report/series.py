@@ -1,0 +1,95 @@
+"""Curves: from the lines of ``metrics.jsonl`` to few points, axes and numbers that a person reads. Pure.
+
+In: lines and names. Out: points (x, y), finite, in order of x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+Point = tuple[float, float]
+
+MAX_POINTS = 300  # of one curve: what a picture of this width can show
+SMOOTH_FROM = 30  # points from which a smoothed curve is worth drawing
+_NUMBERS = (int, float)
+_SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def points(lines: Sequence[Mapping[str, float]], name: str) -> list[Point]:
+    """The values of a metric over steps; what is missing or no finite number is left out."""
+    found = ((line["step"], line[name]) for line in lines if name in line)
+    return [(float(x), float(y)) for x, y in found if type(y) in _NUMBERS and math.isfinite(y)]
+
+
+def thin(curve: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+    """A curve of fewer points that looks the same: of each stretch its lowest and its highest point, so that no peak is
+    lost, and the two ends."""
+    if len(curve) <= at_most:
+        return list(curve)
+    num_stretches = max(1, at_most // 2 - 1)
+    inner = curve[1:-1]
+    kept = [curve[0]]
+    for n in range(num_stretches):
+        stretch = inner[n * len(inner) // num_stretches : (n + 1) * len(inner) // num_stretches]
+        extremes = {min(stretch, key=_height), max(stretch, key=_height)} if stretch else set()
+        kept += sorted(extremes)
+    return [*kept, curve[-1]]
+
+
+def _height(point: Point) -> float:
+    return point[1]
+
+
+def smooth(curve: Sequence[Point], span: float) -> list[Point]:
+    """The exponential moving average over about ``span`` points, corrected for its beginning."""
+    weight = math.exp(-1 / span)
+    total = norm = 0.0
+    found = []
+    for x, y in curve:
+        total, norm = weight * total + y, weight * norm + 1
+        found.append((x, total / norm))
+    return found
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers that cover low..high: multiples of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
+    rough = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((size * power for size in (1, 2, 5) if size * power >= rough * (1 - 1e-9)), 10 * power)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A number in few letters.
+
+    >>> [short(x) for x in (0, 0.25, 12.0, 1234.0, 2.5e6, 3e-5)]
+    ['0', '0.25', '12', '1.23k', '2.5M', '3e-5']
+    """
+    if value == 0:
+        return "0"
+    for size, letter in _SIZES:
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    if abs(value) >= 1e-3:
+        return f"{value:.3g}"
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def seconds(value: float) -> str:
+    """A time in its two largest units.
+
+    >>> [seconds(x) for x in (0.25, 12, 75, 3725, 190000)]
+    ['0.25 s', '12 s', '1 min 15 s', '1 h 2 min', '2 d 4 h']
+    """
+    if value < 60:
+        return f"{value:.3g} s"
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if value >= size:
+            rest = int(value % size // below)
+            return f"{int(value // size)} {unit}" + (f" {rest} {small}" if rest else "")
+    raise AssertionError(value)

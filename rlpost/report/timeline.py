@@ -1,0 +1,165 @@
+"""What a run did with its time, from its ledger. Pure.
+
+In: the ledger's entries and the moment until which one is still under way. Out: spans, each with what the run did in
+it, without a gap from the first entry to the last; marks; one row an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+Doing = Literal["waiting", "starting", "training", "ending"]
+_NEXT: dict[str, Doing] = {
+    "submitted": "waiting",
+    "attempt": "starting",
+    "started": "starting",
+    "ready": "training",
+    "preempted": "ending",
+    "verdict": "waiting",
+    "chained": "waiting",
+}
+
+
+COMES_BACK = ("again",)  # the answers of slurm.supervise after which the run goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds since the first entry."""
+
+    doing: Doing
+    begin_s: float
+    end_s: float
+    attempt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment: a commit, a preemption, a failure or the end."""
+
+    kind: Literal["committed", "preempted", "failed", "done"]
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the job. None is what did not happen, or not yet."""
+
+    name: str
+    began: datetime
+    nodes: str = ""
+    startup_s: float | None = None
+    first_step: int | None = None
+    last_saved: int | None = None
+    lasted_s: float = 0.0
+    ended: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All of it; ``begin`` is the moment of the first entry."""
+
+    begin: datetime
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def end_s(self) -> float:
+        """When the last span ends."""
+        return self.spans[-1].end_s if self.spans else 0.0
+
+    @property
+    def num_preemptions(self) -> int:
+        """So far."""
+        return sum(mark.kind == "preempted" for mark in self.marks)
+
+    def spent_s(self, doing: Doing) -> float:
+        """Seconds in all."""
+        return sum(span.end_s - span.begin_s for span in self.spans if span.doing == doing)
+
+
+def timeline(events: Sequence[Mapping[str, Any]], until: datetime) -> Timeline | None:
+    """None for an empty ledger."""
+    entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events]
+    if not entries:
+        return None
+    begin = entries[0][0]
+    spans: list[Span] = []
+    doing, since, attempt = None, 0.0, None
+    for when, entry in entries:
+        at_s, following = (when - begin).total_seconds(), _following(doing, entry)
+        if following != doing:
+            if doing is not None and at_s > since:
+                spans.append(Span(doing, since, at_s, attempt))
+            doing, since = following, at_s
+        attempt = attempt if entry.get("attempt") is None else str(entry["attempt"])
+    now_s = (until - begin).total_seconds()
+    if doing is not None and now_s > since:
+        spans.append(Span(doing, since, now_s, attempt))
+    marks = [mark for when, entry in entries if (mark := _mark(entry, (when - begin).total_seconds()))]
+    return Timeline(begin, tuple(spans), tuple(marks), _attempts(entries, until))
+
+
+def _following(doing: Doing | None, entry: Mapping[str, Any]) -> Doing | None:
+    event = entry["event"]
+    over = event == "verdict" and entry.get("answer") not in COMES_BACK
+    if event == "done" or over or (doing is None and event in ("verdict", "committed")):
+        return None
+    return _NEXT.get(event, doing)
+
+
+def _mark(entry: Mapping[str, Any], at_s: float) -> Mark | None:
+    match entry["event"]:
+        case "committed":
+            return Mark("committed", at_s, f"checkpoint at step {entry.get('step')}")
+        case "preempted":
+            return Mark("preempted", at_s, f"preempted: {entry.get('reason', '')}")
+        case "verdict" if entry.get("verdict") not in ("done", "requeue"):
+            return Mark("failed", at_s, f"{entry.get('verdict')}: {entry.get('cause', '')}")
+        case "done":
+            return Mark("done", at_s, f"done at step {entry.get('step')}")
+    return None
+
+
+def _attempts(entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: datetime) -> tuple[Attempt, ...]:
+    found: list[Attempt] = []
+    is_open = False
+    for when, entry in entries:
+        event, name = entry["event"], entry.get("attempt")
+        if event in ("attempt", "started") and not (is_open and found[-1].name == str(name)):
+            found.append(Attempt(str(name), when))
+            is_open = True
+        if not found:
+            continue
+        now = found[-1]
+        match event:
+            case "attempt":
+                now = replace(now, nodes=str(entry.get("nodes") or ""))
+            case "started":
+                nodes = entry.get("nodes") or []
+                now = replace(now, nodes=", ".join(map(str, nodes)), first_step=entry.get("step"))
+            case "ready":
+                now = replace(now, startup_s=(when - now.began).total_seconds())
+            case "committed":
+                now = replace(now, last_saved=entry.get("step"))
+            case "preempted":
+                now = replace(now, ended=f"preempted: {entry.get('reason', '')}")
+            case "verdict":
+                cause = now.ended or f"{entry.get('verdict')}: {entry.get('cause', '')}"
+                answer = entry.get("answer")
+                now = replace(now, ended=f"{cause}; comes back" if answer in COMES_BACK else cause)
+            case "done":
+                now = replace(now, ended="done")
+        if is_open:
+            now = replace(now, lasted_s=(when - now.began).total_seconds())
+        if event in ("verdict", "done"):
+            is_open = event == "done" and is_open
+        found[-1] = now
+    if found and is_open and not found[-1].ended:
+        found[-1] = replace(found[-1], lasted_s=max(found[-1].lasted_s, (until - found[-1].began).total_seconds()))
+    return tuple(found)

@@ -1,0 +1,39 @@
+"""A folder of assets as a site has it after downloading: models by their published config.json, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.unit.config.test_models import PUBLISHED
+
+MODELS = {
+    "Qwen3-4B": "qwen3_4b",
+    "Qwen3-4B-FP8": "qwen3_4b",
+    "GLM-Z1-9B-0414": "glm4_9b",
+    "GLM-4.5": "glm45_355b",
+    "Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "tiny": "qwen3_4b",
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def make_assets(folder: Path) -> Path:
+    """Write what the recipes of jobs/recipes name; the folder."""
+    for name, model in MODELS.items():
+        path = folder / name
+        path.mkdir(parents=True)
+        more = {"dtype": "bfloat16", "eos_token_id": 1} | (FP8 if name.endswith("FP8") else {})
+        (path / "config.json").write_text(json.dumps(PUBLISHED[model] | more))
+        (path / "tokenizer.json").write_text("{}")
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+        (path / "model.safetensors").write_bytes(b"")
+        converted = folder / f"{name}_torch_dist"
+        converted.mkdir()
+        (converted / "model.safetensors").write_bytes(b"")
+    line = json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}) + "\n"
+    for name in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(line * 2)
+    return folder

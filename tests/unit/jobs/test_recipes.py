@@ -1,0 +1,251 @@
+"""The recipes of jobs/: each loads, has nothing wrong, makes its batch script, and says what was published."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.check import check
+from rlpost.cli import plan
+from rlpost.cli.plan_page import recipes_page
+from rlpost.cli.submit import job_spec
+from rlpost.config.flags import fields
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from slurm.container import Container
+from slurm.errors import SpecError
+from slurm.render import render_sbatch
+from tests.unit.config.test_seeds import resolved, without, words_of
+from tests.unit.jobs.assets import make_assets
+
+RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
+LARGE = [name for name in RECIPES if name != "tiny"]
+
+NODES = {"tiny": 1, "glm45_355b": 8}
+LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
+    "qwen3_4b": (8, 8, 4, 4),
+    "qwen3_4b_fp8": (8, 8, 4, 4),
+    "qwen3_4b_decoupled": (2, 6, 3, 1),
+    "qwen3_4b_async": (2, 6, 3, 1),
+    "glm_z1_9b": (4, 4, 2, 1),
+    "glm45_355b": (64, 64, 2, 1),
+    "qwen3_30b_a3b": (8, 8, 1, 2),
+}
+
+# Which of the published command lines a recipe is made of, those that win last.
+SOURCES = {
+    "qwen3_4b": ["qwen3-4b"],
+    "qwen3_4b_decoupled": ["qwen3-4b", "qwen3-4b-decoupled"],
+    "qwen3_4b_async": ["qwen3-4b", "qwen3-4b-decoupled"],
+    "qwen3_4b_fp8": ["qwen3-4b", "qwen3-4b-fp8"],
+    "glm_z1_9b": ["glm-z1-9b"],
+    "glm45_355b": ["glm45-355b", "partial-rollout", "checkpoint", "wandb"],
+}
+A_RUN_S_OWN = "into the run's own folder: two runs must not share one"
+DIFFERENT = {  # key: why a recipe does not say what its source says
+    "save": A_RUN_S_OWN,
+    "load": A_RUN_S_OWN,
+    "colocate": "not in the decoupled variants, which are made from the colocated one",
+    "dynamic_sampling_filter_path": "the same function here",
+    "buffer_filter_path": "the same function here",
+    "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
+    "use_wandb": "needs a key: --use-wandb",
+}
+
+
+def read(name: str, assets: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Config:
+    """A recipe at a site that keeps its models in ``assets``."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(assets))
+    return load(files_of(JOBS / "recipes" / f"{name}.toml", {}), flags).config
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_has_nothing_wrong(name, assets, monkeypatch):
+    """Arithmetic, the model against its published config.json, prompts, rewards, options of SGLang and Megatron."""
+    config = read(name, assets, monkeypatch)
+    check(config)
+    assert config.num_nodes == NODES.get(name, 1)
+    assert LAYOUTS[name] == (
+        config.actor_world_size,
+        config.rollout_num_gpus,
+        config.num_engines,
+        config.data_parallel_size,
+    )
+
+
+def test_every_recipe_has_its_layout_here():
+    assert LAYOUTS.keys() == set(LARGE)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_without_its_assets_says_which_variable_is_missing(name, monkeypatch):
+    monkeypatch.delenv("RLPOST_ASSETS", raising=False)
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("$RLPOST_ASSETS is not set") and "--assets-dir" in line and "rollout.prompt_data" in line
+
+
+def test_assets_dir_is_the_variable(assets, monkeypatch):
+    monkeypatch.setenv("RLPOST_ASSETS", "/elsewhere")
+    config = load(
+        files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}), {"cluster": {"assets_dir": str(assets)}}
+    ).config
+    assert config.checkpoint.hf_checkpoint == str(assets / "Qwen3-4B")
+    assert config.eval_sets == (("aime-2024", str(assets / "aime-2024/aime-2024.jsonl")),)
+    assert config.cluster.container_mounts == (str(assets),)
+
+
+def script(name: str) -> str:
+    return (JOBS / f"{name}.sbatch").read_text()
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
+    text = script(name)
+    assert len(text.splitlines()) <= 80
+    assert f"#SBATCH --nodes={NODES.get(name, 1)} " in text and f"jobs/recipes/{name}.toml --cluster site" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "RLPOST_IMAGE RLPOST_ASSETS"),
+        ({"RLPOST_IMAGE": "/i.sqsh"}, "RLPOST_ASSETS"),
+        ({"RLPOST_ASSETS": "/a"}, "RLPOST_IMAGE"),
+    ],
+)
+def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing, tmp_path):
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-8]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["bash", str(JOBS / "glm45_355b.sbatch")], env=environ | given, capture_output=True, text=True
+    )
+    assert done.returncode == 78
+    assert f"not set: {missing};" in done.stdout
+
+
+def test_a_profile_with_everything_in_it_leaves_no_variable(assets, monkeypatch, tmp_path):
+    """jobs/clusters/site.toml filled in: the script holds the values, and asks for nothing."""
+    site = tmp_path / "site.toml"
+    site.write_text(
+        f"[cluster]\naccount = 'rl'\nassets_dir = '{assets}'\ncontainer = 'pyxis'\ncontainer_image = '/i/x.sqsh'\n"
+        "container_mounts = ['$RLPOST_ASSETS']\n"
+    )
+    monkeypatch.delenv("RLPOST_ASSETS", raising=False)
+    config = load(files_of(JOBS / "recipes/glm45_355b.toml", {"cluster": str(site)}), {}).config
+    check(config)
+    text = render_sbatch(job_spec(config))
+    assert "RLPOST_ASSETS" not in text and "not set" not in text
+    assert "--account=rl" in text and f",{assets}:{assets}" in text and "image=/i/x.sqsh" in text
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_plan_is_the_same_with_the_model_s_config_and_without_it(name, assets, monkeypatch):
+    """jobs/models and the published config.json describe one shape; FP8 is known by either."""
+    there = plan.model_of(read(name, assets, monkeypatch))
+    assert there == plan.model_of(read(name, Path("/nowhere"), monkeypatch))
+
+
+def test_a_plan_is_made_from_the_command_line(assets, monkeypatch, capsys):
+    monkeypatch.setenv("RLPOST_ASSETS", str(assets))
+    recipe = str(JOBS / "recipes/qwen3_4b.toml")
+    assert plan.main([recipe, "--gpus", "16", "--gpu-memory", "141GB"]) == 0
+    assert "16 GPUs: TP 2 x PP 1 x CP 1 x DP 8" in capsys.readouterr().out
+    assert (
+        plan.main([recipe, "--gpu-memory", "20GB", "--tensor-model-parallel-size", "1", "--sequence-parallel", "no"])
+        == 2
+    )
+    assert "does not fit: train" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--gpus 12: no multiple of"):
+        plan.main([recipe, "--gpus", "12"])
+
+
+def test_a_config_without_a_size_is_named(assets, monkeypatch, tmp_path):
+    config = read("qwen3_4b", assets, monkeypatch)
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}')
+    broken = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"hf_checkpoint": str(tmp_path)})}
+    )
+    with pytest.raises(ConfigError, match=r"config\.json has no 'hidden_size', which every Qwen3ForCausalLM has"):
+        plan.model_of(broken)
+
+
+def test_the_page_of_recipes_is_that_of_the_recipes(monkeypatch):
+    monkeypatch.delenv("RLPOST_ASSETS", raising=False)
+    assert (JOBS.parent / "docs/recipes.md").read_text() == recipes_page(), "docs/recipes.md is old; run make docs"
+
+
+def said(config: Config, key: str) -> Any:
+    group = fields().get(key, "sglang" if key.startswith("sglang_") else "megatron")
+    return getattr(getattr(config, group), key, None)
+
+
+def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
+    """(key, what the sources say, what the recipe says, why it differs) for each key that the sources name."""
+    published: dict[str, Any] = {}
+    for source in SOURCES[name]:
+        published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
+    rows = []
+    for key, value in sorted(published.items()):
+        ours = said(config, key)
+        rows.append((key, value, ours, "" if ours == value else DIFFERENT.get(key, "?")))
+    return rows
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_recipe_says_what_was_published_or_why_not(name, monkeypatch):
+    """Every flag of the published command lines is in the recipe with its value; a difference has a reason."""
+    config = read(name, Path("/root"), monkeypatch)
+    rows = compared(name, config)
+    assert len(rows) > 20
+    assert [row for row in rows if row[3] == "?"] == []
+
+
+def test_the_table_of_recipes_against_what_was_published(golden: Callable[[str, str], None], monkeypatch):
+    lines = ["| recipe | setting | published | here | why |", "|---|---|---|---|---|"]
+    for name in SOURCES:
+        for key, published, ours, why in compared(name, read(name, Path("/root"), monkeypatch)):
+            lines.append(f"| {name} | {key} | {published} | {ours} | {why} |")
+    golden("recipes.md", "\n".join(lines) + "\n")
+
+
+def test_what_the_sources_get_wrong_is_right_here(monkeypatch):
+    """The product of sizes has no EP in it; 160 experts, not 32; 6 bytes a parameter would not need offloading."""
+    config = read("glm45_355b", Path("/root"), monkeypatch)
+    assert config.model_parallel_size == config.actor_world_size == 64
+    assert config.model.num_experts == 160 and config.model.num_experts % config.perf.expert_model_parallel_size == 0
+    assert config.model.num_layers % config.perf.pipeline_model_parallel_size == 0
+    assert config.samples_per_rollout // config.num_steps_per_rollout == 256
+
+
+@pytest.mark.parametrize(
+    "bad", ["$(touch x)", "$lower/x", "$A b", "${A}", "$A;touch x", "`x`", "$A:$(x)", "$A:rel", ":/x", "$Ax"]
+)
+def test_nothing_but_a_variable_s_name_reaches_the_shell(bad):
+    with pytest.raises(SpecError, match="container_mounts"):
+        Container("pyxis", "$RLPOST_IMAGE", (bad,))
+    with pytest.raises(SpecError, match=r"container_image|image_cache"):
+        Container("pyxis", bad)
+
+
+def test_variables_of_a_container_are_named_once():
+    made = Container("enroot", "$RLPOST_IMAGE", ("$RLPOST_ASSETS/models:/models:ro", "$RLPOST_ASSETS", "/data"))
+    assert made.variables == ("RLPOST_IMAGE", "RLPOST_ASSETS")
+    assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")

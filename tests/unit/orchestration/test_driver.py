@@ -1,0 +1,37 @@
+"""An attempt ends with an exit code and a report, however it ends."""
+
+import json
+
+import pytest
+
+from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from rlpost.config.load import dump, load
+from rlpost.errors import ConfigError, Preempted, RlpostError
+from rlpost.orchestration import driver
+from slurm.run_folder import create_run_folder
+
+ENDS = [
+    (None, EXIT_DONE),
+    (Preempted("SIGUSR2"), EXIT_PREEMPTED),
+    (ConfigError("no such model"), EXIT_CONFIG),
+    (RlpostError("an engine is gone"), driver.EXIT_FAILED),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), ENDS)
+def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp_path, monkeypatch):
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+
+    async def attempt(config, run, cluster, stop, also):
+        run.ledger.append("started", attempt="0", step=0, nodes=["n01"])
+        run.metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.25}) + "\n")
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    cluster = Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)
+    assert driver.drive(config, run, cluster) == code
+    page = (run.report / "report.html").read_text()
+    assert "1 / 3" in page and "0.250" in page
+    assert ("preempted: SIGUSR2" in page) == isinstance(error, Preempted)

@@ -1,0 +1,169 @@
+"""The page of a run: everything is on it, nothing of the run can act on it, and half a run has one as well."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from rlpost.config.load import load, parse_dump
+from rlpost.report.compare import compare_page
+from rlpost.report.facts import Setting, compared, network_table, read_facts
+from rlpost.report.page import report_page
+from rlpost.report.write import recipe, try_to_write_report, write_report
+from slurm.run_folder import RunFolder
+from tests.unit.report.runs import HOSTILE, make_run
+
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+class Reader(HTMLParser):
+    """Elements, their attributes and their text; asserts that every element is closed where it should be."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "seven-b")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return write_report(run).read_text()
+
+
+def test_everything_a_person_asks_for_is_on_the_page(page):
+    read = Reader(page)
+    text = " ".join(read.text)
+    titles = {attrs["aria-label"] for tag, attrs in read.elements if tag == "svg"}
+    assert titles >= {"Reward", "Answer length", "Entropy", "KL", "Throughput", "Phases of a step"}
+    for word in ("240 / 240", "attempts, 2 preempted", "preempted: SIGUSR2", "mlx5_0,mlx5_1", "rlpost requeue", "done"):
+        assert word in text, word
+    marks = [attrs["class"] for tag, attrs in read.elements if attrs.get("class", "").startswith("mark")]
+    assert (marks.count("mark preempted"), marks.count("mark committed"), marks.count("mark done")) == (2, 14, 1)
+    assert "rollout.num_rollout" in text and "What is" in text
+
+
+def test_the_page_brings_all_it_needs(page):
+    """No element names another file, and the policy forbids what an element could not be seen to do."""
+    for tag, attrs in Reader(page).elements:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            assert attrs.get(name, "#").startswith(("#", "data:,")), (tag, attrs)
+    assert "@import" not in page and "url(" not in page
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)[1]
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+
+
+def test_what_a_model_says_stays_text(page):
+    read = Reader(page)
+    assert HOSTILE in read.text
+    assert not [tag for tag, attrs in read.elements if tag == "img" or "onerror" in attrs]
+    assert sum(tag == "script" for tag, _ in read.elements) == 1
+
+
+def test_a_plot_has_the_values_of_the_metrics(run, page):
+    plots = {a["aria-label"]: json.loads(a["data-plot"]) for tag, a in Reader(page).elements if "data-plot" in a}
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    curves = {curve["label"]: curve["points"] for curve in plots["Reward"]["curves"]}
+    assert curves["aime"] == [
+        [line["step"], pytest.approx(line["eval/aime/reward_mean"], rel=1e-4)]
+        for line in lines
+        if "eval/aime/reward_mean" in line
+    ]
+    spike = max(plots["Gradient norm"]["curves"][0]["points"], key=lambda point: point[1])
+    assert spike[0] == 61
+
+
+def test_settings_stand_beside_their_defaults_and_keys_are_left_out():
+    found = compared({"rollout": {"num_rollout": 9}, "cluster": {"environment": {"HF_TOKEN": "secret", "A": "b"}}})
+    assert Setting("rollout.num_rollout", "9", "1") in found
+    assert "secret" not in str(found) and '"A": "b"' in str(found)
+
+
+def test_the_recipe_beside_the_page_comes_to_the_same_settings(run, page):
+    loaded = load([run.report / "recipe.toml"], {}).config
+    assert loaded == parse_dump(run.run_json.read_text())
+    assert "rollout_max_response_len" not in (run.report / "recipe.toml").read_text(), (
+        "what has its default is left out"
+    )
+    assert recipe([Setting("a.b", "null", "1")]) == ""
+
+
+@pytest.mark.parametrize("torn", ["", '{"torn', "[]", "null"])
+def test_half_a_run_has_a_page(tmp_path, torn):
+    run = RunFolder(tmp_path / "half")
+    (run.attempts / "0").mkdir(parents=True)
+    (run.attempts / "latest").symlink_to("0")
+    run.report.mkdir()
+    for name in ("run.json", "metrics.jsonl", "ledger.jsonl", "attempts/0/preflight.json", "report/samples.jsonl"):
+        (run.root / name).write_text(torn)
+    Reader(report_page(read_facts(run)))
+
+
+def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
+    (tmp_path / "report").write_text("a file where the folder should be")
+    try_to_write_report(RunFolder(tmp_path))
+    assert "no report this time" in caplog.text
+
+
+def test_recorded_groups_are_shown_where_no_answers_were_kept(tmp_path):
+    sample = {"prompt_id": 3, "text": "forty-two", "response_ids": [1, 2], "finish_reason": "stop", "label": "42"}
+    group = {"prompt_id": 3, "samples": [{"sample": sample, "reward": reward} for reward in (0.5, 0.0, 1.0)]}
+    for number in (1, 12):
+        (tmp_path / f"r{number}.jsonl").write_text(json.dumps(group) + "\n{torn\n")
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    run.run_json.write_text(json.dumps({"debug": {"save_debug_rollout_data": str(tmp_path / "r{rollout_id}.jsonl")}}))
+    found = read_facts(run).samples
+    assert [(one["step"], one["reward"], one["num_tokens"]) for one in found] == [
+        (12, 1.0, 2),
+        (12, 0.0, 2),
+        (1, 1.0, 2),
+        (1, 0.0, 2),
+    ]
+    assert {one["answer"] for one in found} == {"forty-two"}
+
+
+def test_the_network_of_a_node_is_the_block_below_its_title():
+    log = "08:00:00.100 INFO agent[a] network of this node\nx  1\ny  2\n08:00:00.200 INFO agent[a] preflight\nhost\n"
+    assert network_table(log) == "x  1\ny  2"
+    assert network_table("08:00:00.200 INFO agent[a] preflight\nhost\n") == ""
+
+
+def test_runs_are_compared_by_one_curve_each_and_by_the_settings_that_differ(run, tmp_path):
+    other = make_run(tmp_path / "other", num_steps=100, preempted_at=(), seed=1)
+    read = Reader(compare_page([read_facts(run), read_facts(other)]))
+    plots = {
+        attrs["aria-label"]: json.loads(attrs["data-plot"]) for tag, attrs in read.elements if "data-plot" in attrs
+    }
+    for title, plot in plots.items():
+        assert [curve["label"] for curve in plot["curves"]] == ["seven-b", "other"], title
+    assert max(x for x, _ in plots["Entropy"]["curves"][1]["points"]) == 100
+    text = " ".join(read.text)
+    assert "rollout.num_rollout" in text and "cluster.job_name" not in text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [make_run(tmp_path / folder / "same", num_steps=3, preempted_at=()) for folder in ("a", "b")]
+    read = Reader(compare_page([read_facts(run) for run in runs]))
+    assert str(tmp_path / "a/same") in read.text and str(tmp_path / "b/same") in read.text

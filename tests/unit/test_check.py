@@ -1,0 +1,72 @@
+"""What is found wrong about a model before a job starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpost.check import check
+from rlpost.config.load import load
+from rlpost.errors import ConfigError
+from tests.unit.cli.projects import MODEL, make_project
+
+
+def problems(folder: Path, **groups) -> list[str]:
+    config = load([folder / "recipe.toml"], groups, base=folder).config
+    try:
+        check(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def write_model(folder: Path, **changes) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | changes))
+
+
+def test_an_architecture_that_is_not_known_is_named_with_those_that_are(tmp_path):
+    write_model(make_project(tmp_path), architectures=["MixtralForCausalLM"])
+    (problem,) = problems(tmp_path)
+    assert "'MixtralForCausalLM' is not known" in problem and "Qwen3ForCausalLM" in problem
+
+
+def test_an_option_that_the_model_here_does_not_compute_is_named(tmp_path):
+    write_model(make_project(tmp_path), use_sliding_window=True)
+    (problem,) = problems(tmp_path)
+    assert "use_sliding_window=True is not supported" in problem
+
+
+def test_a_recipe_for_another_model_is_found_out_value_by_value(tmp_path):
+    write_model(make_project(tmp_path), rope_theta=1e6, rms_norm_eps=1e-6)
+    assert problems(tmp_path, model={"num_layers": 2, "rotary_base": 1000000}) == []
+    found = problems(tmp_path, model={"num_layers": 3, "rotary_base": 10000})
+    assert [line.split(" = ")[0] for line in found] == [
+        "model.num_layers (--num-layers)",
+        "model.rotary_base (--rotary-base)",
+    ]
+    assert "says 2" in found[0] and "--override-hf-config rotary_base" in found[1]
+    allowed = {"rotary_base": 10000, "override_hf_config": ["rotary_base"]}
+    assert problems(tmp_path, model=allowed) == []
+
+
+@pytest.mark.parametrize("files", [[], ["latest_checkpointed_iteration.txt"]])
+def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one(tmp_path, files):
+    make_project(tmp_path)
+    (tmp_path / "reference").mkdir()
+    for name in files:
+        (tmp_path / "reference" / name).write_text("release")
+    (problem,) = problems(tmp_path, checkpoint={"ref_load": "reference"})
+    assert "checkpoint.ref_load" in problem and "convert_hf_to_torch_dist.py" in problem
+
+
+@pytest.mark.parametrize(("word", "part"), [("release", "release"), ("20", "iter_0000020"), (None, ".")])
+def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itself(tmp_path, word, part):
+    make_project(tmp_path)
+    made = tmp_path / "reference" / part
+    made.mkdir(parents=True)
+    (made / "metadata.json").write_text("{}")
+    if word is not None:
+        (tmp_path / "reference" / "latest_checkpointed_iteration.txt").write_text(word + "\n")
+    assert problems(tmp_path, checkpoint={"ref_load": "reference"}) == []

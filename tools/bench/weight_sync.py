@@ -1,0 +1,281 @@
+"""Weight sync: seconds of an update of a real engine, beside a plain copy of the same bytes over the same medium.
+
+    python -m tools.bench.weight_sync [--hidden 512] [--layers 8] [--repeat 5] [--write]
+
+One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and brings them over by each
+mover: a broadcast (gloo), memory of this machine, files. The plain copy moves the same bytes once between two processes
+over the same medium and does nothing else: no requests, no names, no loading into a model. Rounds are interleaved; the
+median counts. --write puts the table into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlpost.rollout.engine import Engine
+from rlpost.rollout.weight_update import (
+    BroadcastMover,
+    DiskMover,
+    Mover,
+    SharingMover,
+    WeightUpdate,
+    num_engine_ranks,
+    stage_group,
+)
+from rlpost.types import Bucket
+from rlpost.weights.sync import Sharing, as_bytes, place
+from tools.bench.page import put_section
+
+HEADING = "## Weight sync"
+GROUP = "bench"
+GOAL = 1.5
+
+
+def make_model(folder: Path, *, hidden: int, layers: int) -> dict[str, torch.Tensor]:
+    """A random Qwen3 in a Hugging Face folder with the tokenizer of the tiny one; returns its weights."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    tiny = Path(__file__).parents[2] / "assets/tiny"
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+class Trainer:
+    """A trainer of one rank: weights in buckets, without gathering."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+        self.weights = weights
+        parts: list[list[str]] = []
+        room = 0
+        for name, tensor in weights.items():
+            if not parts or tensor.nbytes > room:
+                parts.append([])
+                room = bucket_bytes
+            parts[-1].append(name)
+            room -= tensor.nbytes
+        self.buckets = [
+            Bucket(tuple(part), tuple(tuple(weights[n].shape) for n in part), ("float32",) * len(part))
+            for part in parts
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        return {name: self.weights[name] for name in self.buckets[index].names}
+
+    def largest_bytes(self) -> int:
+        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
+
+    def flat(self, index: int) -> torch.Tensor:
+        return torch.cat([as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
+    """Joined with the engine."""
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+    port, size, name = free_port(), 1 + num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
+    wait = timedelta(seconds=120)
+
+    def join() -> dist.ProcessGroup:
+        store = PrefixStore(name, dist.TCPStore("127.0.0.1", port, size, is_master=True, timeout=wait))
+        group, _ = _new_process_group_helper(
+            size, 0, [], Backend("gloo"), store, group_name=name, backend_options=None, timeout=wait
+        )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        return group
+
+    async def send(index: int) -> None:
+        await asyncio.to_thread(dist.broadcast, trainer.flat(index), group=group, group_src=0)
+
+    mover = BroadcastMover(trainer.buckets, send, group_name=GROUP)
+    connecting = mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
+    group, _ = await asyncio.gather(asyncio.to_thread(join), connecting)
+    return mover
+
+
+def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover]:
+    """Through memory and through files."""
+    from safetensors.torch import save_file
+
+    sharing = Sharing(trainer)
+
+    async def share(index: int) -> list[str]:
+        return [sharing.share(index)]
+
+    async def write(version: int) -> list[str]:
+        for file in model.glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        await asyncio.to_thread(save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"})
+        return [str(folder)]
+
+    return {"memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)), "disk": DiskMover(write)}
+
+
+def reader(orders: Connection, memory: torch.Tensor, port: int, path: str) -> None:
+    """The other process of a plain copy: takes the bytes by the medium it is told, and says when it has them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    own = torch.empty_like(memory)
+    while (order := orders.recv()) is not None:
+        medium, size = order
+        if medium == "memory":
+            own[:size].copy_(memory[:size])
+        elif medium == "broadcast":
+            dist.broadcast(own[:size], src=0)
+        else:
+            with open(path, "rb") as file:
+                file.readinto(own[:size].numpy())
+        orders.send(True)
+
+
+class PlainCopy:
+    """Moves the buckets' bytes to another process of ours."""
+
+    def __init__(self, trainer: Trainer, path: Path) -> None:
+        self.flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
+        self.path = path
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        self.memory = torch.empty(max(map(len, self.flats)), dtype=torch.uint8).share_memory_()
+        self.orders, theirs = multiprocessing.Pipe()
+        port = free_port()
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=reader, args=(theirs, self.memory, port, str(path)), daemon=True)
+        self.process.start()
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+
+    def move(self, medium: str) -> None:
+        for flat in self.flats:
+            if medium == "memory":
+                self.memory[: len(flat)].copy_(flat)
+            elif medium == "disk":
+                with self.path.open("wb") as file:
+                    file.write(memoryview(flat.numpy()))
+            self.orders.send((medium, len(flat)))
+            if medium == "broadcast":
+                dist.broadcast(flat, src=0)
+            self.orders.recv()
+
+    def close(self) -> None:
+        self.orders.send(None)
+        self.process.join()
+        dist.destroy_process_group()
+
+
+async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int) -> Any:
+    """Seconds of each round: medium -> (updates, plain copies)."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {medium: ([], []) for medium in movers}
+    version = 0
+
+    async def timed(work: Callable[[], Awaitable[Any]]) -> float:
+        started = time.perf_counter()
+        await work()
+        return time.perf_counter() - started
+
+    for round_number in range(repeat + 1):
+        for medium, mover in movers.items():
+            version += 1
+            update = await timed(lambda mover=mover, version=version: whole.update(version, mover))
+            plain = await timed(lambda medium=medium: asyncio.to_thread(copy.move, medium))
+            if round_number:  # the first makes buffers and warms caches
+                seconds[medium][0].append(update)
+                seconds[medium][1].append(plain)
+    return seconds
+
+
+async def run(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Start the engine, measure, and make the table."""
+    model, files = folder / "model", folder / "files"
+    files.mkdir()
+    trainer = Trainer(make_model(model, hidden=options.hidden, layers=options.layers), options.bucket_mib * 2**20)
+    settings = {"max_total_tokens": 2048, "max_running_requests": 8}
+    engine = Engine(model_path=str(model), api_key=GROUP, server_args=settings, log_path=folder / "engine.log")
+    try:
+        address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
+        whole = WeightUpdate([address], api_key=GROUP)
+        copy = PlainCopy(trainer, folder / "plain")
+        movers = {"broadcast": await broadcast_mover(trainer, whole), **other_movers(trainer, model, files)}
+        seconds = await measure(trainer, whole, movers, copy, options.repeat)
+        copy.close()
+    finally:
+        engine.stop()
+    size = trainer.num_bytes
+    lines = [
+        f"{size / 2**20:.0f} MiB in {len(trainer.buckets)} buckets of at most {options.bucket_mib} MiB:",
+        "",
+        "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for medium, (updates, plains) in seconds.items():
+        update, plain = statistics.median(updates), statistics.median(plains)
+        lines.append(
+            f"| {medium} | {update:.3f} | {size / 2**20 / update:.0f} | {plain:.3f} | {size / 2**20 / plain:.0f} | "
+            f"{update / plain:.2f} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size (default: 512)")
+    parser.add_argument("--layers", type=int, default=8, help="layers (default: 8)")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="largest bucket (default: 64 MiB)")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        table = asyncio.run(run(options, Path(folder)))
+    introduction = [
+        "`python -m tools.bench.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
+        "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
+        "same medium: a gloo broadcast, memory of this machine, a file. CPU, float32. Load of the machine (2 cores) at",
+        f"the start: {load:.1f}.",
+    ]
+    section = "\n".join([HEADING, "", *introduction, "", *table, ""])
+    print(section)
+    if options.write:
+        put_section(HEADING, section)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
