@@ -68,7 +68,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo-kl": {"advantage_estimator": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "cispo": {"advantage_estimator": "cispo", "calculate_per_token_loss": True},
     "entropy-tis": {
-        "entropy_coef": 0.1, "use_tis": True, "tis_level": "geometric", "tis_clip": 0.1, "tis_clip_low": 0.02,
+        "entropy_coef": 0.1,
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_clip": 0.1,
+        "tis_clip_low": 0.02,
     },
 }
 

@@ -49,7 +49,8 @@ GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0, stop_token_ids=
 
 
 def held_out(model: Path, count: int) -> list[Prompt]:
-    prompts = PromptSet(model / "heldout.jsonl", tokenize=PromptTokenizer(model), fields=PromptFields("prompt", "label"))
+    fields = PromptFields("prompt", "label")
+    prompts = PromptSet(model / "heldout.jsonl", tokenize=PromptTokenizer(model), fields=fields)
     return PromptCursor(prompts).take(count)
 
 

@@ -119,7 +119,6 @@ class FakeStages:
         return self.background_succeeds
 
 
-
 def config(**rollout):
     return load(
         [],

@@ -90,9 +90,7 @@ def test_an_engine_that_is_late_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path) -> None:
-    router = Router(
-        policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log", metrics_port=free_port()
-    )
+    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log", metrics_port=free_port())
     nobody = f"http://127.0.0.1:{free_port()}"
     try:
         router.start("127.0.0.1", free_port(), deadline_s=60)
