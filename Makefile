@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
-PYTEST_ARGS ?=  # with more than two cores: -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs docs clean
 

@@ -45,7 +45,9 @@ class Fleet:
         self.api_key = os.environ.get(EXTERNAL_KEY, "") if self._external else cluster.secret
         self.addresses: tuple[EngineAddress, ...] = ()
         self._workers: list[WorkerGroup] = []
-        self._released: set[str] = set()
+        self._released: dict[int, set[str]] = {}
+        self.dismissed: set[int] = set()
+        """Engines that were ended because they were dead or hung, and are not started anew yet."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start engines and router. ``visible_gpus[rank]``: the GPU of each trainer rank, for engines that share it.
@@ -77,7 +79,8 @@ class Fleet:
         )
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Engines that do not answer in time; ``generating``: they are not paused and can be asked for a token."""
+        """Engines that do not answer in time, beside those dismissed; ``generating``: they are not paused and can be
+        asked for a token."""
         path = "/health_generate" if generating else "/health"
         timeout_s = self._config.sglang.rollout_health_check_timeout
 
@@ -89,8 +92,9 @@ class Fleet:
                 return False
             return True
 
-        healthy = await asyncio.gather(*(is_healthy(address) for address in self.addresses))
-        return [index for index, fine in enumerate(healthy) if not fine]
+        present = self._present()
+        healthy = await asyncio.gather(*(is_healthy(self.addresses[index]) for index in present))
+        return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
         """Take engine ``index`` out of the router and end its process: what it was asked goes to others.
@@ -103,6 +107,8 @@ class Fleet:
         logger.warning("engine %s is dead or hangs; it is ended", address.url)
         await asyncio.to_thread(self._router.remove_engine, address.url)
         await self._workers[index].call("stop")
+        self.dismissed.add(index)
+        self._released.pop(index, None)  # its memory went with it, and comes with the next one
 
     async def restart(self, index: int) -> None:
         """Start a dismissed engine anew, with the weights of its model folder; ``admit`` lets it serve.
@@ -115,35 +121,56 @@ class Fleet:
         """Let the router send requests to engine ``index`` again."""
         url = self.addresses[index].url
         await asyncio.to_thread(self._router.add_engines, (url,), deadline_s=self._deadline_s)
+        self.dismissed.discard(index)
 
     async def release_memory(self, *tags: str) -> None:
-        """Let all engines give up memory (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused."""
-        if leaving := [tag for tag in tags if tag not in self._released]:
-            await asyncio.gather(*(client.release_memory(leaving) for client in self._clients()))
-            self._released.update(leaving)
+        """Let all engines give up memory (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused. One that is
+        found dead has given up everything: it is dismissed."""
+
+        async def release(index: int) -> None:
+            held = [tag for tag in tags if tag not in self._released.get(index, ())]
+            if not held:
+                return
+            try:
+                await self._client(index).release_memory(held)
+            except EngineDied as error:
+                logger.warning("%s", error)
+                await self.dismiss(index)
+            else:
+                self._released.setdefault(index, set()).update(held)
+
+        await asyncio.gather(*(release(index) for index in self._present()))
 
     async def restore_memory(self, *tags: str) -> None:
         """Let all engines take it again; weights come back undefined and have to be sent. SGLang fails over what was
         never released: that is left alone."""
-        if coming := [tag for tag in tags if tag in self._released]:
-            await asyncio.gather(*(client.restore_memory(coming) for client in self._clients()))
-            self._released.difference_update(coming)
+
+        async def restore(index: int) -> None:
+            gone = self._released.get(index, set())
+            if coming := [tag for tag in tags if tag in gone]:
+                await self._client(index).restore_memory(coming)
+                gone.difference_update(coming)
+
+        await asyncio.gather(*(restore(index) for index in self._present()))
 
     def is_released(self, tag: str) -> bool:
-        """Whether the engines have given this up."""
-        return tag in self._released
+        """Whether an engine has given this up."""
+        return any(tag in gone for gone in self._released.values())
 
     async def resume(self) -> None:
         """Let paused engines generate again."""
-        await asyncio.gather(*(client.resume() for client in self._clients()))
+        await asyncio.gather(*(self._client(index).resume() for index in self._present()))
 
     def close(self) -> None:
         """End the router; engines end with their workers."""
         if hasattr(self, "_router"):
             self._router.stop()
 
-    def _clients(self) -> list[EngineClient]:
-        return [EngineClient(address.url, self.api_key, timeout_s=self._deadline_s) for address in self.addresses]
+    def _present(self) -> list[int]:
+        return [index for index in range(len(self.addresses)) if index not in self.dismissed]
+
+    def _client(self, index: int) -> EngineClient:
+        return EngineClient(self.addresses[index].url, self.api_key, timeout_s=self._deadline_s)
 
     def _address(self, index: int) -> EngineAddress:
         parts = self._placement.engines[index]

@@ -31,7 +31,6 @@ class Watch:
         self._fleet = fleet
         self._weights = weights
         self._busy = asyncio.Lock()
-        self._dismissed: set[int] = set()
         self._version = 0
         self.num_restarts = 0
 
@@ -42,8 +41,8 @@ class Watch:
         """
         async with self._busy:
             self._version = version
-            if self._dismissed:
-                await self._repair(sorted(self._dismissed), version, pause=pause, ready=ready)
+            if self._fleet.dismissed:
+                await self._repair(sorted(self._fleet.dismissed), version, pause=pause, ready=ready)
                 return
             try:
                 await self._weights.update(version, pause=pause, ready=ready)
@@ -86,30 +85,26 @@ class Watch:
 
     async def _look(self) -> None:
         async with self._busy:
-            sick = [index for index in await self._fleet.unhealthy(generating=True) if index not in self._dismissed]
-            if not sick:
-                return
-            if not self._shares_gpus:
+            sick = await self._fleet.unhealthy(generating=True)
+            if sick and not self._shares_gpus:
                 await self._repair(sick, self._version, pause="retract", ready=_nothing)
                 return
             for index in sick:
                 await self._fleet.dismiss(index)
-            self._dismissed.update(sick)
-            if len(self._dismissed) == len(self._fleet.addresses):
+            if len(self._fleet.dismissed) == len(self._fleet.addresses):
                 raise EngineDied("no engine is left, and on GPUs that the trainer shares none can come back before it")
 
     async def _repair(
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]
     ) -> None:
         self.num_restarts += len(sick)
-        for index in sick:
+        for index in set(sick) - self._fleet.dismissed:
             await self._fleet.dismiss(index)
         await asyncio.gather(*(self._fleet.restart(index) for index in sick))
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         for index in sick:
             await self._fleet.admit(index)
-        self._dismissed.difference_update(sick)
         logger.info("%d engines restarted, at policy version %d", len(sick), version)
 
 

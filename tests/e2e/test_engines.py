@@ -14,7 +14,7 @@ from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.recorded import read_groups
 from tests.e2e.runs import RECIPE, ROOT
 
-NUM_STEPS = 6
+NUM_STEPS = 5
 
 
 def run_of(folder, *flags):

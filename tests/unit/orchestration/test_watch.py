@@ -17,13 +17,14 @@ class FakeFleet:
 
     def __init__(self, sick=()):
         self.addresses, self.sick, self.log = ("a", "b"), set(sick), []
-        self.released = set()
+        self.released, self.dismissed = set(), set()
 
     async def unhealthy(self, *, generating):
-        return sorted(self.sick)
+        return sorted(self.sick - self.dismissed)
 
     async def dismiss(self, index):
         self.log.append(f"dismiss {index}")
+        self.dismissed.add(index)
 
     async def restart(self, index):
         self.log.append(f"restart {index}")
@@ -31,6 +32,7 @@ class FakeFleet:
 
     async def admit(self, index):
         self.log.append(f"admit {index}")
+        self.dismissed.discard(index)
 
     async def release_memory(self, *tags):
         self.released |= set(tags)
@@ -120,6 +122,13 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log[-4:] == ["restart 0", "connect", "update 2 abort", "admit 0"]
+
+
+def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
+    fleet = FakeFleet()
+    fleet.dismissed = {1}
+    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", ready=nothing))
+    assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
 
 
 def test_generation_ends_with_the_error_when_no_engine_can_come_back():
