@@ -13,7 +13,8 @@ from typing import Any
 
 from rlpost.actor.description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
-from rlpost.config.check import (
+from rlpost.config.checks.algorithm import algorithm_problems
+from rlpost.config.checks.arithmetic import (
     batch_problems,
     debug_problems,
     eval_problems,
@@ -21,9 +22,8 @@ from rlpost.config.check import (
     model_problems,
     rollout_problems,
 )
-from rlpost.config.check_algorithm import algorithm_problems
-from rlpost.config.check_container import container_problems
-from rlpost.config.check_optimizer import optimizer_problems
+from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpost.cli.settings import parser, settings
-from rlpost.config.check import layout_problems
+from rlpost.config.checks.arithmetic import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlpost.cli.follow import summary
 from rlpost.cli.runs import add_run_options, find_run
-from rlpost.cli.status import rows, statuses
+from rlpost.cli.standing import statuses
+from rlpost.cli.status import rows
 from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpost.cli.runs import LOCAL, job_ids
-from rlpost.cli.status import PACE_STEPS, STATE_COLOURS, Status, status_of
+from rlpost.cli.standing import PACE_STEPS, STATE_COLOURS, Status, status_of
 from rlpost.errors import ConfigError
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import read_metrics

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlpost.algorithm.advantage import Advantage, Penalties, custom_advantages, estimate
 from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
-from rlpost.config.check import EXPERT_KEYS
+from rlpost.config.checks.arithmetic import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.hf_shape import hf_shape

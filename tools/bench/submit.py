@@ -16,16 +16,15 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
+from tools.bench.page import put_section
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs/benchmarks.md"
 SIZES = (2, 16, 64)
 HEADING = "## Submission"
 
@@ -115,18 +114,6 @@ def count(site: Site) -> list[str]:
     return lines
 
 
-def write(section: str) -> None:
-    """Put the section in the place of the old one, or at the end of the page."""
-    text = PAGE.read_text() if PAGE.exists() else "# Benchmarks\n"
-    before, found, rest = text.partition(HEADING + "\n")
-    after = re.search(r"^## ", rest, re.MULTILINE)
-    tail = rest[after.start() :] if found and after else ""
-    with tempfile.NamedTemporaryFile("w", dir=PAGE.parent, delete=False) as file:
-        file.write(before.rstrip() + "\n\n" + section + ("\n" + tail if tail else ""))
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(PAGE)
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,7 +128,7 @@ def main() -> int:
     section = "\n".join([HEADING, "", *_INTRODUCTION, "", *tables, ""])
     print(section)
     if options.write:
-        write(section)
+        put_section(HEADING, section)
     return 0
 
 

@@ -2,7 +2,13 @@
 
 import pytest
 
-from rlpost.config.check import batch_problems, debug_problems, eval_problems, layout_problems, model_problems
+from rlpost.config.checks.arithmetic import (
+    batch_problems,
+    debug_problems,
+    eval_problems,
+    layout_problems,
+    model_problems,
+)
 from rlpost.config.load import load
 
 

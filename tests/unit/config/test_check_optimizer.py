@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.config.check_optimizer import optimizer_problems
+from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.load import load
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.check import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.arithmetic import debug_problems, eval_problems, rollout_problems
 from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.load import load, parse_dump

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.config.check_container import container_problems
+from rlpost.config.checks.container import container_problems
 from rlpost.config.load import load
 
 

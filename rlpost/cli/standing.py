@@ -1,0 +1,129 @@
+"""Where runs stand: what their folders and one question to Slurm tell. Printed by ``status``, followed by ``watch``.
+
+In: run folders and what the queue says. Out: ``Status`` values. Whatever cannot be read is left blank: a status never
+fails on half a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rlpost.cli.runs import LOCAL, job_ids, last, local_is_alive, settings_of
+from rlpost.metrics.writer import eval_rewards, read_metrics
+from slurm.queue import QueueEntry, queue
+from slurm.run_folder import RunFolder
+from slurm.states import JobState
+
+PACE_STEPS = 10  # the pace shown is that of the last steps
+STATE_COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "FAILED": "red", "NODE_FAIL": "red"}
+_OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, None: JobState.UNKNOWN}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One run. ``state`` is Slurm's; ``verdict`` that of the newest attempt; None and empty mean not known (yet).
+
+    ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the newest
+    mean reward of each evaluation set.
+    """
+
+    name: str
+    folder: str
+    job_id: str | None
+    state: str
+    reason: str = ""
+    expected_start: str = ""
+    nodelist: str = ""
+    time_left_s: int | None = None
+    attempt: str | None = None
+    verdict: str | None = None
+    cause: str = ""
+    step: int = 0
+    num_steps: int | None = None
+    reward: float | None = None
+    evals: dict[str, float] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    eta_s: float | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int | None = None
+    checkpoint_time: str | None = None
+
+
+def statuses(runs: Sequence[RunFolder]) -> list[Status]:
+    """Where each of these runs stands; one question to Slurm for all of them."""
+    ids = {run.root: (job_ids(run) or [None])[-1] for run in runs}
+    entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
+    return [status_of(run, ids[run.root], entries.get(ids[run.root] or "")) for run in runs]
+
+
+def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
+    """Where a run stands, ``entry`` being what Slurm said of its job."""
+    latest = run.attempts / "latest"
+    verdict = _text(latest / "verdict")
+    entry = entry or QueueEntry("", _local_state(job_id, verdict))
+    committed = last(run.ledger.read(), "committed")
+    return Status(
+        name=run.root.name,
+        folder=str(run.root),
+        job_id=job_id,
+        state=str(entry.state),
+        reason=entry.reason,
+        expected_start=entry.expected_start if entry.state is JobState.PENDING else "",
+        nodelist=entry.nodelist,
+        time_left_s=entry.time_left_s,
+        attempt=latest.resolve().name if latest.exists() else None,
+        verdict=verdict,
+        cause=_cause(latest / "verdict.json"),
+        checkpoint=committed.get("checkpoint"),
+        checkpoint_step=committed.get("step"),
+        checkpoint_time=committed.get("time"),
+        **_progress(run),
+    )
+
+
+def _progress(run: RunFolder) -> dict[str, Any]:
+    lines = read_metrics(run.metrics)
+    total = settings_of(run).get("rollout", {}).get("num_rollout")
+    if not lines:
+        return {"num_steps": total}
+    step = int(lines[-1]["step"])
+    paces = [line["time/step_s"] for line in lines[-PACE_STEPS:] if "time/step_s" in line]
+    pace = mean(paces) if paces else None
+    evals = {name.split("/")[1]: line[name] for line in lines for name in eval_rewards(line)}
+    return {
+        "step": step,
+        "num_steps": total,
+        "reward": lines[-1].get("reward/mean"),
+        "evals": evals,
+        "tokens_per_s": lines[-1].get("time/tokens_per_s"),
+        "step_s": pace,
+        "eta_s": None if pace is None or total is None else pace * (total - step),
+    }
+
+
+def _local_state(job_id: str | None, verdict: str | None) -> JobState:
+    if job_id is None or not job_id.startswith(LOCAL):
+        return JobState.UNKNOWN
+    if local_is_alive(job_id):
+        return JobState.RUNNING
+    return _OUTCOME_STATES.get(verdict, JobState.FAILED)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _cause(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text()).get("cause", ""))
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,1 @@
+"""What can be known wrong from settings alone, one file a subject. ``rlpost.check`` adds what reads files."""
