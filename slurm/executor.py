@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import submitit
 
-from slurm.errors import SubmitError
+from slurm.errors import SlurmError, SubmitError
 from slurm.local import LocalAttempt
 from slurm.render import render_sbatch
 from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
+
+Where = Literal["slurm", "local", "debug"]
 
 
 class RunExecutor(submitit.SlurmExecutor):
@@ -65,21 +70,22 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
     )
 
 
-def submit(spec: JobSpec, run: RunFolder, *, home: Path, local: bool) -> str:
+def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     """Submit a run and return its job id: Slurm's, or ``local-PID`` for a run on this machine.
 
     Args:
         spec: the job; places it leaves open are filled by ``completed``.
         run: the run's folder, made already.
         home: folder with the code to run, as a rule ``run.code``.
-        local: run here, under submitit's LocalExecutor.
+        where: on the cluster, on this machine under submitit's LocalExecutor, or in this very process under its
+            DebugExecutor: then the run is over when this returns, and a failure enters the debugger.
 
     Raises:
         SubmitError: sbatch refused (holds what it said), or several nodes were asked for on this machine.
     """
     spec = completed(spec, run, home=home)
-    if local:
-        return _submit_locally(spec, run)
+    if where != "slurm":
+        return _submit_locally(spec, run, debug=where == "debug")
     script = render_sbatch(spec)
     write_atomic(run.script, script, mode=0o700)
     try:
@@ -90,12 +96,18 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, local: bool) -> str:
     return job_id
 
 
-def _submit_locally(spec: JobSpec, run: RunFolder) -> str:
+def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
     if spec.nodes != 1:
         raise SubmitError(f"nodes={spec.nodes} but without Slurm (none found, or --local) there is only this one")
     if spec.container:
         raise SubmitError(f"container={spec.container.backend!r} needs Slurm; without it (or with --local) use 'none'")
     assert spec.home and spec.python
+    if debug:
+        job_id = f"local-{os.getpid()}"
+        run.ledger.append("submitted", job_id=job_id, nodes=1)
+        with suppress(SlurmError):  # the attempt's folder says how it ended
+            submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
+        return job_id
     # The process must import this package wherever the user stands.
     python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])
     executor = submitit.LocalExecutor(folder=run.submitit, python=python)

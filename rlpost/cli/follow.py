@@ -42,7 +42,7 @@ def follow(run: RunFolder, job_id: str, *, log_name: str = "driver.log", started
                 raise
             interrupted = True
             print("stopping; the run commits a checkpoint first (Ctrl-C again: leave now)")
-    return _conclude(run)
+    return conclude(run)
 
 
 class _LogTail:
@@ -90,7 +90,8 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
     return is_over
 
 
-def _conclude(run: RunFolder) -> int:
+def conclude(run: RunFolder) -> int:
+    """Print how a run that is over ended and what came out; returns its exit code."""
     verdict_file = run.attempts / "latest" / "verdict"
     verdict = verdict_file.read_text().strip() if verdict_file.exists() else "failed"
     if verdict != "done":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlpost.check import check
 from rlpost.cli.entry import run_command
-from rlpost.cli.follow import follow
+from rlpost.cli.follow import conclude, follow
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
 from rlpost.config.groups.cluster import ClusterConfig
@@ -26,7 +26,7 @@ from rlpost.errors import ConfigError
 from slurm.client import is_available
 from slurm.container import Container
 from slurm.errors import SlurmError
-from slurm.executor import completed, submit
+from slurm.executor import Where, completed, submit
 from slurm.queue import expected_start
 from slurm.render import render_sbatch
 from slurm.run_folder import RunFolder, create_run_folder
@@ -111,17 +111,20 @@ def submit_main(arguments: Sequence[str]) -> int:
         if options.test_only:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
-        local = options.local or not is_available()
+        local = options.local or options.debug or not is_available()
         if local and config.num_nodes > 1:
             raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
         _check_wandb_key(config, RunFolder(root))
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
-        job_id = submit(spec, run, home=run.code, local=local)
+        where: Where = "debug" if options.debug else "local" if local else "slurm"
+        job_id = submit(spec, run, home=run.code, where=where)
     except SlurmError as error:
         raise ConfigError(str(error)) from error
     print(f"submitted {job_id}\nrun folder {run.root}")
+    if options.debug:
+        return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
 
@@ -146,6 +149,9 @@ def _tested(spec: JobSpec) -> str:
 
 def _add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--local", action="store_true", help="run on this machine; the default where there is no Slurm")
+    made.add_argument(
+        "--debug", action="store_true", help="run on this machine in this very process; a failure enters the debugger"
+    )
     made.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     made.add_argument(
         "--test-only", action="store_true", help="ask Slurm when and where the job would start and submit nothing"

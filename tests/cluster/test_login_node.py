@@ -32,7 +32,7 @@ SUBMIT = """\
 import sys; from pathlib import Path
 from slurm.executor import submit; from slurm.run_folder import RunFolder; from slurm.spec import JobSpec
 spec = JobSpec(nodes=2, time="10", driver_args=(sys.argv[2],))
-print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), local=False))
+print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), where="slurm"))
 """
 FOLLOW = """\
 import sys; from slurm import client; from slurm.states import JobState

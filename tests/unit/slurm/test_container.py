@@ -66,7 +66,7 @@ def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_system
 def test_without_slurm_a_container_is_refused_rather_than_left_out(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
     with pytest.raises(SubmitError, match="pyxis"):
-        submit(JobSpec(container=Container("pyxis", IMAGE)), run, home=tmp_path, local=True)
+        submit(JobSpec(container=Container("pyxis", IMAGE)), run, home=tmp_path, where="local")
 
 
 @pytest.mark.parametrize(

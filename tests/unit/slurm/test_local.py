@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJob[str]]:
     run = create_run_folder(tmp_path / "run", "{}")
     spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=(behaviour,), python=sys.executable)
-    job_id = submit(spec, run, home=home, local=True)
+    job_id = submit(spec, run, home=home, where="local")
     return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
 
 
@@ -76,10 +76,25 @@ def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, 
     assert str(run.attempts / "0") in str(job.exception())
 
 
+def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
+    run = create_run_folder(tmp_path / "run", "{}")
+    spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=("done",), python=sys.executable)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert submit(spec, run, home=home, where="debug") == f"local-{os.getpid()}"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (run.attempts / "0/verdict").read_text().strip() == "done"
+    facts = json.loads(next((run.attempts / "0").glob("argv-*.json")).read_text())
+    assert facts["agent"][:2] == ["--attempt-dir", str(run.attempts / "0")]
+    assert [entry["event"] for entry in run.ledger.read()] == ["submitted"]
+
+
 def test_several_nodes_need_slurm(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
     with pytest.raises(SubmitError, match="nodes=2"):
-        submit(JobSpec(nodes=2), run, home=tmp_path, local=True)
+        submit(JobSpec(nodes=2), run, home=tmp_path, where="local")
 
 
 def test_the_agent_of_a_local_run_sees_no_scheduler() -> None:
