@@ -33,6 +33,7 @@ WITHOUT_CUDA: Mapping[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_custom_all_reduce": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # an idle scheduler would spin on a core that the trainer needs
     "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
     "max_running_requests": 64,

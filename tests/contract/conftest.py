@@ -52,7 +52,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
     """Two engines and a router on 127.0.0.1, started together, ended whatever happens."""
     logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
