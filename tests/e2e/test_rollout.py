@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,7 @@ def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, as
     called = [sample for sample in samples if sample.loss_mask is not None]
     assert called
     for sample in called:
-        parts = [(mask, list(part)) for mask, part in groupby(range(len(sample.mask)), lambda at: sample.mask[at])]
-        told = [part for mask, part in parts if not mask]
+        told = [[at for at, _ in part] for mask, part in groupby(enumerate(sample.mask), itemgetter(1)) if not mask]
         assert told, "an answer with a mask holds words of the tool"
         assert all(sample.rollout_logprobs[at] == 0.0 for part in told for at in part)
         for part in told:
