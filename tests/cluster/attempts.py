@@ -36,7 +36,8 @@ def work(when):
         print(when, *ray.get(where.options(resources={f"node:{node.ip}": 0.01}).remote()), flush=True)
 
 work("at first")
-pathlib.Path(cluster.attempt_dir, "cluster").write_text(line)
+pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
+os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
 while not cluster.stop_file.exists():
     time.sleep(0.1)
 work("after STOP")
@@ -45,13 +46,14 @@ sys.exit(75)
 
 # The same without Ray: it only waits.
 IDLE_DRIVER = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 from bootstrap.handoff import Cluster
 line = sys.stdin.readline()
 if not line:
     sys.exit("no cluster")
 cluster = Cluster.from_json(line)
-pathlib.Path(cluster.attempt_dir, "cluster").write_text(line)
+pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
+os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
 while not cluster.stop_file.exists():
     time.sleep(0.05)
 sys.exit(75)

@@ -1,8 +1,16 @@
 """Functions that runs of the tests name in their settings."""
 
-from rlpost.types import SampleGroup
+from rlpost.rollout.draft import Draft
+from rlpost.rollout.examples.calculator import with_results
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt, Sample, SampleGroup
 
 
-def has_a_call(group: SampleGroup) -> bool:
-    """Keep every third group, and those in which a tool was called."""
-    return group.prompt_id % 3 == 0 or any(scored.sample.loss_mask is not None for scored in group.samples)
+def two_of_three(group: SampleGroup) -> bool:
+    """Drop every third group."""
+    return group.prompt_id % 3 != 0
+
+
+async def asks_by_a_digit(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
+    """The calculator, called by what the tiny model surely writes: it has never learned to ask with "="."""
+    return await with_results(draft, prompt, calls=tuple("0123456789"))

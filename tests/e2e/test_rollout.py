@@ -36,13 +36,14 @@ def submit(folder: Path, *settings: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run; its prompts end before the "=", which the calculator waits for."""
+    """The run; its prompts end before the "=", so that the calculator finds a sum when it is asked."""
     folder = tmp_path_factory.mktemp("rollout")
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     asked = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     heldout = assets / "heldout.jsonl"
     (folder / "sets.toml").write_text(
+        '[defaults]\ncustom_generate_function_path = "rlpost.rollout.examples.calculator.generate"\n'
         f'[[datasets]]\nname = "greedy"\npath = "{heldout}"\ntemperature = 0.0\n'
         f'[[datasets]]\nname = "drawn"\npath = "{heldout}"\nn_samples_per_eval_prompt = 4\ntemperature = 1.0\n'
     )
@@ -51,8 +52,8 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--num-rollout", f"{NUM_STEPS}", "--rollout-batch-size", f"{BATCH}", "--n-samples-per-prompt", f"{SAMPLES}"),
         *("--prompt-data", str(folder / "train.jsonl"), "--rollout-max-response-len", "12"),
         *("--rollout-mode", "fully_async", "--max-staleness", "2", "--partial-rollout"),
-        *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/plugins.py:has_a_call"),
-        *("--custom-generate-function-path", "rlpost.rollout.examples.calculator.generate"),
+        *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/plugins.py:two_of_three"),
+        *("--custom-generate-function-path", f"{ROOT}/tests/e2e/plugins.py:asks_by_a_digit"),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml"), "--eval-interval", "2"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
@@ -91,12 +92,11 @@ def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, as
         told = [[at for at, _ in part] for mask, part in groupby(enumerate(sample.mask), itemgetter(1)) if not mask]
         assert told, "an answer with a mask holds words of the tool"
         assert all(sample.rollout_logprobs[at] == 0.0 for part in told for at in part)
-        for part in told:
-            before = decode([*sample.prompt_ids, *sample.response_ids[: part[0]]])
-            said = decode([sample.response_ids[at] for at in part])
-            is_cut = part[-1] == len(sample.mask) - 1  # there was no room for the rest
-            wanted = result(before.removesuffix("="))
-            assert said == wanted or (is_cut and wanted.startswith(said)), (before, said)
+        first = told[0]
+        before = decode([*sample.prompt_ids, *sample.response_ids[: first[0] - 1]])  # less the digit that asked
+        said, wanted = decode([sample.response_ids[at] for at in first]), result(before)
+        is_cut = first[-1] == len(sample.mask) - 1  # there was no room for the rest
+        assert said == wanted or (is_cut and wanted.startswith(said)), (before, said)
 
 
 def test_partial_and_finished_groups_of_the_async_run_are_all_accounted_for(run: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlpost.rollout.draft import Draft
 from rlpost.rollout.sampling import SamplingParams
@@ -31,9 +31,14 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 async def generate(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """Turns of the model with a result after each call, until it ends its answer or has asked often enough."""
+    return await with_results(draft, prompt, calls=(CALL,))
+
+
+async def with_results(draft: Draft, prompt: Prompt, *, calls: Sequence[str]) -> Sample:
+    """The same for a model that asks by any of ``calls``."""
     for _ in range(MAX_CALLS):
-        await draft.write(stop=(CALL,))
-        if draft.stopped_at != CALL:
+        await draft.write(stop=tuple(calls))
+        if draft.stopped_at not in calls:
             return draft.sample()
         draft.insert(result(prompt.text + draft.text))
     await draft.write()
