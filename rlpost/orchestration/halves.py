@@ -18,10 +18,8 @@ from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.loop import Rollouts
-from rlpost.orchestration.placement import Placement, Ports, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.stages import ClusterStages
-from rlpost.orchestration.workers import connect
 from rlpost.rollout.client import EngineClient
 from rlpost.types import SampleGroup
 
@@ -41,7 +39,7 @@ class RolloutOnly(ClusterStages):
 
     async def start(self, checkpoint: Path | None) -> None:
         """Bring up engines and router."""
-        placement, ports = _layout(self._config, self._cluster)
+        placement, ports = self._layout()
         self._fleet = Fleet(self._config, self._cluster, placement, ports)
         await self._within_deadline(self._fleet.start([""] * len(placement.actors)))
         await self._generation.connect(self._fleet.router)
@@ -72,7 +70,7 @@ class TrainOnly(ClusterStages):
 
     async def start(self, checkpoint: Path | None) -> None:
         """Bring up the actors; load ``checkpoint``, or the Hugging Face weights without one."""
-        placement, ports = _layout(self._config, self._cluster)
+        placement, ports = self._layout()
         self._actors = self._actor_workers(placement)
         await self._within_deadline(self._start_actors(placement, ports, checkpoint))
 
@@ -93,14 +91,3 @@ class TrainOnly(ClusterStages):
 
     def _at_rest(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
-
-
-def _layout(config: Config, cluster: Cluster) -> tuple[Placement, Ports]:
-    placement = place(connect(cluster), config)
-    ports = service_ports(
-        cluster.port_base,
-        cluster.port_count,
-        num_engines=len(placement.engines),
-        num_stages=config.perf.pipeline_model_parallel_size,
-    )
-    return placement, ports

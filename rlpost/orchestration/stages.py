@@ -57,13 +57,7 @@ class ClusterStages:
         """Bring up actors, engines and router; load ``checkpoint``, or the Hugging Face weights without one."""
         started = time.monotonic()
         config, cluster = self._config, self._cluster
-        placement = place(connect(cluster), config)
-        ports = service_ports(
-            cluster.port_base,
-            cluster.port_count,
-            num_engines=len(placement.engines),
-            num_stages=config.perf.pipeline_model_parallel_size,
-        )
+        placement, ports = self._layout()
         logger.info("starting %d actor ranks and %d engines", len(placement.actors), len(placement.engines))
         self._fleet = Fleet(config, cluster, placement, ports)
         self._actors = self._actor_workers(placement)
@@ -78,6 +72,15 @@ class ClusterStages:
         self._watch = Watch(config, self._fleet, weights)
         await self._within_deadline(weights.connect())
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
+
+    def _layout(self) -> tuple[Placement, Ports]:
+        """Join Ray; who runs where, and on which ports."""
+        config, cluster = self._config, self._cluster
+        placement = place(connect(cluster), config)
+        num_engines, num_stages = len(placement.engines), config.perf.pipeline_model_parallel_size
+        return placement, service_ports(
+            cluster.port_base, cluster.port_count, num_engines=num_engines, num_stages=num_stages
+        )
 
     async def _within_deadline(self, *starting: Awaitable[Any]) -> None:
         deadline_s = self._config.cluster.bringup_deadline_s
