@@ -57,6 +57,10 @@ class RolloutOnly(ClusterStages):
         clients = [EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses]
         await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
 
+    async def evaluate(self) -> Mapping[str, float]:
+        """Metrics on held-out prompts; an engine that dies ends the run, for nobody could give it weights."""
+        return await self._generation.evaluate()
+
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Nothing: there are no weights but those of --hf-checkpoint."""
 
