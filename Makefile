@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 ASSETS := assets/tiny
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: help install system assets quickstart test test-fast test-gpu lint format jobs docs clean
+.PHONY: help install system assets quickstart test test-fast test-gpu lint format hooks jobs docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -24,15 +24,16 @@ quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core,
 test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: install  ## unit and golden tests, seconds
-	$(BIN)/python -m pytest tests/unit tests/golden
+test-fast: install  ## unit and golden tests, about a minute
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/unit tests/golden
 
 test-gpu: install  ## the checks that need CUDA
 	$(BIN)/python -m pytest tests/gpu -m gpu
 
-lint: install  ## style
+lint: install  ## style and types, seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: install  ## mend the style
 	$(BIN)/ruff check --fix .
@@ -43,6 +44,9 @@ jobs: install  ## write jobs/*.sbatch anew from their recipes
 
 docs: install  ## write the generated pages of docs/ anew
 	$(BIN)/python tools/make_docs.py
+
+hooks: install  ## style and types before each commit
+	$(BIN)/pre-commit install
 
 clean:  ## forget the environment and what was made (runs/ stays)
 	rm -rf $(VENV) assets build dist *.egg-info

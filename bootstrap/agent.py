@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from bootstrap.deadline import JobClock
 from bootstrap.facts import Facts, FactsError, read_facts
 from bootstrap.files import write_first
 from bootstrap.handoff import SECRET_FILE, VERDICT_FILE
@@ -53,7 +54,8 @@ def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
 
 
 async def _run(facts: Facts, options: Options, secret: bytes) -> None:
-    stop = StopRequest(options.attempt_dir, facts.host)
+    clock = JobClock(os.environ if facts.in_slurm else {}, lead_s=options.signal_lead_s)
+    stop = StopRequest(options.attempt_dir, facts.host, clock, is_head=facts.is_head)
     stop.listen_to(*_STOP_SIGNALS)
     role = HeadAgent if facts.is_head else NodeAgent
     await role(facts, options, secret, stop).run()

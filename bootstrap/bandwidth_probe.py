@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 from bootstrap.bandwidth import rounds_of
 
@@ -58,7 +59,7 @@ def measure(options: argparse.Namespace) -> float:
             if rank in members:
                 mine, num_members = group, len(members)
         if any(options.rank in pair for pair in pairs):
-            seconds = _seconds(lambda group=mine: dist.all_reduce(tensor, group=group), device)
+            seconds = _seconds(partial(dist.all_reduce, tensor, group=mine), device)
             best = max(best, 2 * (num_members - 1) / num_members * _NUM_BYTES[device] / seconds / 1e9)
         dist.barrier()
     dist.destroy_process_group()

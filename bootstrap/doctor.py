@@ -1,12 +1,14 @@
-"""Looks at this host as the agents do before a run: ``python -m bootstrap.doctor [--num-gpus N] [--json]``
+"""Looks at hosts as the agents do before a run: ``python -m bootstrap.doctor [--num-gpus N] [--json]``
 
 Comes in: this host and, inside a job, Slurm's environment. Goes out: the preflight table or its JSON on standard
-output; exit code 0 when the host is fit, 1 when it is not. Starts nothing and leaves nothing behind.
+output, one for all nodes of a step (``srun --ntasks-per-node=1``); exit code 0 when all are fit, 1 when one is not.
+Starts nothing and leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import shutil
 import socket
@@ -15,7 +17,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootstrap.facts import read_facts
+from bootstrap.examination import NobodyCame, examine_all, meeting_folder
+from bootstrap.facts import Facts, read_facts
+from bootstrap.network import NetworkError
+from bootstrap.options import Options
+from bootstrap.ports import PortError
 from bootstrap.preflight import Preflight, Wanted
 from bootstrap.preflight_checks import check_host
 from bootstrap.preflight_probe import CANARY_DIR, raise_limits, read_host
@@ -38,15 +44,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store")
     parser.add_argument("--folder", type=Path, help="where runs are kept; a temporary folder unless given")
     parser.add_argument("--needed-path", type=Path, action="append", default=[], help="what a run has to see here")
+    parser.add_argument("--wait-s", type=float, default=60.0, help="for the other nodes of a step to come")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     raise_limits()
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    if "SLURM_STEP_NODELIST" in os.environ and len((step := read_facts(os.environ, host)).hosts) > 1:
+        return _with_others(step, options)
+    return _alone(host, options)
+
+
+def _alone(host: str, options: argparse.Namespace) -> int:
     wanted = Wanted(options.num_gpus, options.object_store_memory)
     with tempfile.TemporaryDirectory() as scratch:
         preflight = examine(host, options.folder or Path(scratch), wanted, options.needed_path)
     print(preflight.to_json() if options.json else preflight.table())
     return 1 if preflight.unfit else 0
+
+
+def _with_others(step: Facts, options: argparse.Namespace) -> int:
+    """One table for all nodes of the step, from the first; a node that it does not hear of speaks for itself."""
+    if os.environ.get("SLURM_LOCALID", "0") != "0":
+        return 0  # another task of this node looks
+    meeting = meeting_folder((options.folder or Path.cwd()).resolve(), step, os.environ.get("SLURM_STEP_ID", "0"))
+    orders = Options(
+        meeting,
+        options.num_gpus,
+        socket_ifname=None,
+        bringup_deadline_s=options.wait_s,
+        stop_grace_s=0.0,
+        loss_grace_s=0.0,
+        object_store_memory=options.object_store_memory,
+        spare_nodes=0,
+        driver=(),
+        needed_paths=tuple(options.needed_path),
+    )
+    try:
+        found = asyncio.run(examine_all(step, orders, options.wait_s))
+    except (NobodyCame, NetworkError, PortError, OSError) as error:
+        print(f"{step.host}: {error}; what follows is of this host alone", file=sys.stderr)
+        _alone(step.host, options)
+        return 1
+    if found is None:
+        return 0
+    print(found.to_json() if options.json else found.table())
+    return 1 if found.preflight.unfit or found.preflight.fatal else 0
 
 
 if __name__ == "__main__":

@@ -109,6 +109,16 @@ class Gathering:
         Raises:
             BringupError: too few are fit, or what is asked for fits no host.
         """
+        preflight = await self.judge(head_ip)
+        write_atomic(self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
+        logger.info("preflight\n%s", preflight.table())
+        absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
+        self.used = choose_hosts(self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue)
+        for host, why in {**preflight.unfit, **absent}.items():
+            logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+
+    async def judge(self, head_ip: str) -> Preflight:
+        """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one."""
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
         read = {facts.host: await self._own}
@@ -123,16 +133,14 @@ class Gathering:
             canary_seen = None if found.canary is None else found.canary in canaries
             seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
-        absent = {host: "it did not join" for host in self._reception.missing()} | self._absent
+        absent = self._absent_hosts()
         fit = [host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent]
         for host, check in (await self._measure(fit)).items():
             checks[host].append(check)
-        preflight = Preflight.of({host: checks[host] for host in read}, absent)
-        write_atomic(attempt_dir / PREFLIGHT_JSON, preflight.to_json())
-        logger.info("preflight\n%s", preflight.table())
-        self.used = choose_hosts(facts.hosts, self._num_needed, preflight, absent, can_requeue=facts.in_slurm)
-        for host, why in {**preflight.unfit, **absent}.items():
-            logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+        return Preflight.of({host: checks[host] for host in read}, absent)
+
+    def _absent_hosts(self) -> dict[str, str]:
+        return {host: "it did not join" for host in self._reception.missing()} | self._absent
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
         """Bandwidth between the hosts that are fit so far, where a threshold is set."""

@@ -205,6 +205,9 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
         except (nvml.NVMLError, AttributeError):
             return None  # this card, this driver or these bindings do not have it
 
+    def link_state(link: int) -> Any:
+        return ask(lambda: nvml.nvmlDeviceGetNvLinkState(handle, link))
+
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = nvml.nvmlDeviceGetUUID(handle)
@@ -216,7 +219,7 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     fields = ask(lambda: nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]))
     action = fields[0].value.uiVal if fields and fields[0].nvmlReturn == nvml.NVML_SUCCESS else None
-    links = [ask(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link)) for link in range(_MAX_NVLINKS)]
+    links = [link_state(link) for link in range(_MAX_NVLINKS)]
     fabric = ask(lambda: _fabric_of(nvml, handle))
     pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle))
     return Gpu(

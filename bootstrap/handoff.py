@@ -3,7 +3,8 @@
 This is the only module of ``bootstrap`` that the trainer imports; stdlib only. An attempt is one start of a job:
 ``RUN/attempts/K`` with K the first number from the Slurm restart count on that no start has used.
 
-    STOP           written by whoever first learns that the run must end soon (JSON: reason); the driver polls it
+    STOP           written by whoever first learns that the run must end soon (JSON: reason, time of the signal,
+                   deadline, both in seconds since 1970); the driver polls it
     secret         made by the batch script (or by a single local agent), 0600; authenticates agents, Ray and engines
     verdict        one word for the batch script: done | requeue | failed | config
     verdict.json   the same with its cause, for people

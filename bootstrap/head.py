@@ -12,11 +12,13 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from bootstrap.comparison import comparison_table, network_row
+from bootstrap.disks import places_of, until_full
 from bootstrap.facts import Facts
 from bootstrap.files import tail, write_atomic
 from bootstrap.gathering import Gathering
@@ -80,6 +82,7 @@ class HeadAgent:
         self._stopped_before_loss = False
         self._gathering = Gathering(facts, options, self._reception)
         self._following: list[asyncio.Task[None]] = []
+        self._disks: asyncio.Task[None] | None = None
         self._ending = False
         self._claim: socket.socket | None = None
         self._ray: LocalRay | None = None
@@ -99,6 +102,9 @@ class HeadAgent:
             else:
                 os.close(driver_input)
             verdict = decide(outcome)
+            if self._disks is not None:
+                self._disks.cancel()
+                await asyncio.wait([self._disks])  # what it keeps in reserve is room for the verdict
             write_verdict(self._options.attempt_dir, verdict)
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
@@ -145,15 +151,17 @@ class HeadAgent:
         stopped = asyncio.create_task(self._stop.requested.wait())
         await _first_of(driver.exited, self._lost, stopped)
         if not driver.exited.done() and not self._lost.done():
-            logger.info("a stop was requested; the driver has %.0f s", self._options.stop_grace_s)
-            await _first_of(driver.exited, self._lost, timeout_s=self._options.stop_grace_s)
+            patience_s = self._stop.seconds_for_the_driver(self._options.stop_grace_s)
+            logger.info("a stop was requested; the driver has %.0f s", patience_s)
+            await _first_of(driver.exited, self._lost, timeout_s=patience_s)
         stopped.cancel()
         if driver.exited.done() and driver.exited.result() not in _DELIBERATE_EXITS:
             await _first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
         if self._lost.done() and not driver.exited.done():
             cause = self._lost.result().cause
             logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
-            self._stop.write(cause)
+            with suppress(OSError):  # the run folder may be what is full
+                self._stop.write(cause, within_s=self._options.loss_grace_s)
             await _first_of(driver.exited, timeout_s=self._options.loss_grace_s)
         return self._driver_ended(driver)
 
@@ -264,6 +272,7 @@ class HeadAgent:
         await self._ray.wait_registered({own.ip: own.num_gpus})
         logger.info("Ray is up on this node")
         self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
+        self._disks = asyncio.create_task(self._watch_disks(Path(node.temp_dir)))
 
     async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
         """Ray on the other nodes; returns when it knows every node and every GPU."""
@@ -272,6 +281,10 @@ class HeadAgent:
         assert self._ray is not None
         await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
         self._ray.watch_no_more()
+
+    async def _watch_disks(self, ray_folder: Path) -> None:
+        full = await until_full(places_of(ray_folder, self._options.attempt_dir))
+        self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
 
     def _on_own_ray_end(self, _: asyncio.Future[int]) -> None:
         if self._ray is not None:
@@ -289,7 +302,8 @@ class HeadAgent:
                 if message["kind"] == "measured":
                     self._gathering.survey.answered(report.host, message)
                 if message["kind"] == "lost":
-                    self._lose(Loss(f"{report.host}: {message['cause']}"))
+                    exclude = (report.host,) if message.get("node_is_bad") else ()
+                    self._lose(Loss(f"{report.host}: {message['cause']}", exclude))
         except LinkLost as error:
             cause = f"{report.host} is gone: {error}"
             self._on_node_end(report.host, Loss(cause, (report.host,) if error.node_is_bad else ()))
@@ -356,11 +370,11 @@ def _look_at_error(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-async def _first_of(*awaited: asyncio.Future[object], timeout_s: float | None = None) -> None:
+async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _only_local_ip(links: Sequence[Link]) -> str:
+def _only_local_ip(links: Collection[Link]) -> str:
     """The head's address, which all nodes must have reached it under."""
     reached = {link.local_ip: link.peer_ip for link in links}
     if len(reached) > 1:

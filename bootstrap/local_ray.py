@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from bootstrap.causes import with_likely_cause
 from bootstrap.files import tail
@@ -91,7 +92,8 @@ class LocalRay:
         while missing := wanted.keys() - self.registered.keys():
             self._news.clear()
             news = asyncio.create_task(self._news.wait())
-            await asyncio.wait([news, self.kept.exited], return_when=asyncio.FIRST_COMPLETED)
+            awaited: list[asyncio.Future[Any]] = [news, self.kept.exited]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             if self.kept.exited.done():
                 raise RayError(f"{self.describe_end()}\nnot registered: {', '.join(sorted(missing))}")

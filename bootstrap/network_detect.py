@@ -125,11 +125,13 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
     if rdma.kind in ("efa", "cxi"):
         return {"FI_PROVIDER": Setting(rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP")}
     if rdma.kind == "gpudirect-tcpx":
-        settings = {
-            "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")
-        }
+        # Four data NICs are GPUDirect-TCPX, eight are its successor TCPXO (FasTrak), whose variables differ.
+        is_fastrak = len(rdma.data_ifnames) > 4
+        data = "NCCL_FASTRAK_IFNAME" if is_fastrak else "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"
+        settings = {data: Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")}
         if ifname:
-            settings["NCCL_GPUDIRECTTCPX_CTRL_DEV"] = Setting(ifname, "NIC for control messages")
+            control = "NCCL_FASTRAK_CTRL_DEV" if is_fastrak else "NCCL_GPUDIRECTTCPX_CTRL_DEV"
+            settings[control] = Setting(ifname, "NIC for control messages")
         return settings
     if rdma.kind not in ("ib", "roce") or not rdma.ports:
         return {}

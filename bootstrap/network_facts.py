@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # Kinds that no wire hangs on; a bridge or bond counts as wired when a wired interface is its member.
 VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
+# Open vSwitch: the kernel makes every wire of all its bridges a member of one device, and says nowhere which bridge a
+# wire belongs to. The device has this name always.
+_SWITCH_DRIVER, _SWITCH = "openvswitch", "ovs-system"
 
 
 class FactsFileError(ValueError):
@@ -130,17 +134,40 @@ class NetworkFacts:
             found.add(current)
             waiting += [member.name for member in self.members(current)]
             one = self.interface(current)
+            if one is not None:
+                waiting += [wire.name for wire in self._switch_wires(one)]
             if one is not None and one.parent:
                 waiting.append(one.parent)
             elif one is not None and one.type == "vlan":  # named PARENT.ID unless somebody wished otherwise
                 waiting += [parent for parent in [current.rpartition(".")[0]] if self.interface(parent)]
         return found
 
+    def above(self, name: str | None) -> tuple[Interface, ...]:
+        """Whatever else sends through this interface: bonds and bridges over it, VLANs and macvlans on those."""
+        return tuple(one for one in self.interfaces if name and one.name != name and name in self.below(one.name))
+
+    def _switch_wires(self, one: Interface) -> tuple[Interface, ...]:
+        """Members of Open vSwitch, where the interface is one of its bridges: a bridge without members of its own."""
+        of_switch = [other.name for other in self.interfaces if _SWITCH in (other.name, other.master)]
+        is_bridge = one.driver == _SWITCH_DRIVER or (
+            one.type in ("bridge", "dummy") and not one.driver and bool(one.routable)
+        )
+        if not of_switch or one.name == _SWITCH or not is_bridge or self.members(one.name):
+            return ()
+        return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
+
     def is_wired(self, one: Interface) -> bool:
         """Whether traffic leaves the host there by itself and not through another interface or a tunnel."""
-        if one.type == "bridge":
-            return any(member.type not in VIRTUAL_TYPES for member in self.members(one.name))
+        if one.type == "bridge" or self._switch_wires(one):
+            return any(
+                member.type not in VIRTUAL_TYPES for member in (*self.members(one.name), *self._switch_wires(one))
+            )
         return one.type not in VIRTUAL_TYPES and one.type != "loopback"
+
+    def is_slingshot(self, one: Interface) -> bool:
+        """Whether its driver, or that of the RDMA device on it, is Slingshot's."""
+        drivers = [one.driver, *(port.driver for port in self.rdma_ports if port.netdev == one.name)]
+        return any(driver and driver.startswith("cxi") for driver in drivers)
 
     def owner(self, address: str) -> Interface | None:
         """The interface that holds ``address``."""
@@ -280,7 +307,7 @@ def _port(row: Mapping[str, Any]) -> RdmaPort:
     return RdmaPort(
         name=str(row["name"]),
         port=_count(row, "port") or 1,
-        state=row.get("state") or "unknown",
+        state=_port_state(str(row.get("state") or "")),
         link_layer=row.get("link_layer"),
         rate_gbps=_number(row, "rate_gbps"),
         netdev=row.get("netdev"),
@@ -291,6 +318,14 @@ def _port(row: Mapping[str, Any]) -> RdmaPort:
         gids=gids,
         pci_path=tuple(row.get("pci_path") or ()),
     )
+
+
+def _port_state(text: str) -> str:
+    """ACTIVE, DOWN or unknown, of what tools write: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet manager)."""
+    words = set(re.findall(r"[A-Z]+", text.upper()))
+    if "ACTIVE" in words:
+        return "ACTIVE"
+    return "DOWN" if words & {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"} else "unknown"
 
 
 def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:

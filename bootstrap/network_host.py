@@ -6,12 +6,15 @@ a mapping that JSON can hold. Nothing is decided here. What the kernel does not 
 
 from __future__ import annotations
 
+import array
 import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D controller, other display, p
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
 _MAX_GIDS = 256
+_SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
 _LIBRARY_FOLDERS = (
     "usr/lib",
     "usr/lib64",
@@ -121,6 +125,9 @@ def _interface(path: Path) -> dict[str, Any]:
     ipv4, ipv6 = _addresses(name)
     speed = _number(path / "speed")
     state, kind = _text(path / "operstate"), _type(path)
+    driver = _link(device / "driver")
+    if driver is None and path.parent == Path("/sys/class/net"):
+        driver = driver_without_device(name)
     lower = [link.name.removeprefix("lower_") for link in path.glob("lower_*")]
     if state not in ("up", "down"):  # tunnels and loopback have no carrier to speak of: their flag is what counts
         state = "up" if (_number(path / "flags", 16) or 0) & 1 else "down"
@@ -132,12 +139,25 @@ def _interface(path: Path) -> dict[str, Any]:
         "ipv6": ipv6,
         "mtu": _number(path / "mtu"),
         "speed_mbps": speed if speed and 0 < speed < 2**31 else None,
-        "driver": _link(device / "driver"),
+        "driver": driver,
         "pci": _link(device) if re.fullmatch(r"[0-9a-f:.]+", _link(device) or "-") else None,
         "master": _link(path / "master"),
         "parent": lower[0] if len(lower) == 1 and kind not in ("bond", "bridge") else None,
         "sriov_vf": (device / "physfn").exists(),
     }
+
+
+def driver_without_device(name: str) -> str | None:
+    """The kernel's word for an interface behind which there is no hardware: ``openvswitch``, ``vrf``, ``macvlan``.
+
+    sysfs shows none for those. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in 32 bytes.
+    """
+    answer = array.array("B", struct.pack("I", _ETHTOOL_GDRVINFO) + bytes(_DRVINFO_BYTES - 4))
+    request = struct.pack("16sP", name.encode(), answer.buffer_info()[0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        ioctl(asking, _SIOCETHTOOL, request)
+        return answer.tobytes()[4:36].partition(b"\0")[0].decode(errors="replace") or None
+    return None
 
 
 def _type(path: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.choice import Narrowing
-from bootstrap.network_facts import Gpu, Interface, NetworkFacts, RdmaPort, address_of
+from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
 _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
@@ -21,6 +21,8 @@ _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
 _NUM_TCPX_DATA_NICS = 4
 # The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
+
+_TCPX_REMARK = re.compile(r"tcpxo?\b|fastrak", re.IGNORECASE)
 
 # Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
 # rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
@@ -66,7 +68,7 @@ def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
 
 def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     """Fabrics that are reached through a plug-in of NCCL and not through verbs; ``none`` where there is none."""
-    drivers = {one.driver for one in (*facts.interfaces, *facts.rdma_ports) if one.driver}
+    drivers = {one.driver for one in facts.interfaces} | {one.driver for one in facts.rdma_ports}
 
     def hinted(pattern: str) -> bool:
         return any(re.search(pattern, hint, re.IGNORECASE) and not _denies(hint, pattern) for hint in facts.hints)
@@ -78,14 +80,14 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     if "efa" in drivers or named("efa") or hinted(r"\befa(?![a-z])"):
         choice.why.append("efa: driver or libfabric provider efa (NCCL reaches it through libfabric, not verbs)")
         return "efa"
-    if any(driver.startswith("cxi") for driver in drivers) or named("cxi") or hinted(r"\bcxi\d*\b|\bslingshot\b"):
+    if any(str(driver).startswith("cxi") for driver in drivers) or named("cxi") or hinted(r"\bcxi\d*\b|\bslingshot\b"):
         choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
         return "cxi"
-    gvnics = _gvnics(facts)
-    if len(gvnics) == _NUM_TCPX_DATA_NICS + 1 and facts.num_gpus and not facts.rdma_ports:
-        choice.why.append(
-            f"gpudirect-tcpx: {len(gvnics)} gVNICs, {_NUM_TCPX_DATA_NICS} of them for the data of the GPUs"
-        )
+    gvnics, is_said = _gvnics(facts), hinted(_TCPX_REMARK.pattern)
+    # Without the plug-in more than four are NICs like others; its remark is needed to tell (A3 Mega).
+    is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (is_said and len(gvnics) > 1)
+    if is_tcpx and facts.num_gpus and not facts.rdma_ports:
+        choice.why.append(f"gpudirect-tcpx: {len(gvnics)} gVNICs, all but one for the data of the GPUs")
         return "gpudirect-tcpx"
     return "none"
 
@@ -97,7 +99,11 @@ def _denies(hint: str, pattern: str) -> bool:
 
 
 def _gvnics(facts: NetworkFacts) -> list[Interface]:
-    return [one for one in facts.interfaces if one.driver == "gve" and one.state != "down"]
+    wires = [one for one in facts.interfaces if one.state != "down" and one.type == "ether"]
+    if any(one.driver for one in wires):
+        return [one for one in wires if one.driver == "gve"]
+    said = any(_TCPX_REMARK.search(hint) for hint in facts.hints)
+    return wires if said else []
 
 
 def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
@@ -116,12 +122,17 @@ def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaChoice) -> None:
     ports: Narrowing[RdmaPort] = Narrowing(facts.rdma_ports, choice.why)
+    if all(_is_accelerated_networking(facts, port) for port in facts.rdma_ports):
+        choice.excluded = facts.rdma_ports
+        choice.why.append("none: the only RDMA port is that of Hyper-V's accelerated networking")
+        return
     if all(port.state == "DOWN" for port in facts.rdma_ports):
         choice.excluded = facts.rdma_ports
         choice.warnings.append(f"all RDMA ports are down: {', '.join(port.name for port in facts.rdma_ports)}")
         return
     ports.keep(lambda port: port.state != "DOWN", "port is down")
     ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
+    ports.keep(lambda port: not _is_accelerated_networking(facts, port), "Hyper-V's accelerated networking, not RDMA")
     _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
     _keep_one_link_layer(facts, ports)
@@ -144,11 +155,18 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
         choice.warnings.append(f"{num_ports} RDMA ports for {num_gpus} GPUs: is the set complete?")
 
 
+def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
+    """Whether the port is that of the function below a virtual machine's synthetic NIC, which only speeds that up."""
+    netdev = facts.interface(port.netdev)
+    above = facts.interface(netdev.master) if netdev is not None else None
+    return above is not None and above.driver == "hv_netvsc"
+
+
 def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
     """InfiniBand or Ethernet as the port says, or as its GIDs, its netdev or its rate tell; None when nothing does."""
     if port.link_layer in ("InfiniBand", "Ethernet"):
         return port.link_layer
-    if any(gid.type.startswith("RoCE") for gid in port.gids):
+    if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
         return "Ethernet"
     netdev = facts.interface(port.netdev)
     if netdev is not None:
@@ -159,23 +177,43 @@ def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """A container that was given virtual functions may see its host's physical ports, but not their interfaces."""
+    """A container that was given virtual functions may see its host's physical ports, but not their interfaces.
+
+    In a virtual machine the rails may be virtual functions beside a front end of the other link layer that is none.
+    """
     here = [port for port in ports.left if facts.interface(port.netdev) is not None]
     if here and all(port.sriov_vf for port in here):
         ports.keep(lambda port: port in here or port.sriov_vf, "its interface is not here, unlike virtual functions'")
     else:
-        ports.keep(lambda port: not port.sriov_vf, "virtual function beside physical ones")
+        physical = {link_layer(facts, port) for port in ports.left if not port.sriov_vf}
+        ports.keep(
+            lambda port: not port.sriov_vf or not physical & {link_layer(facts, port), None},
+            "virtual function beside physical ones",
+        )
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Not the port of the default route, unless it is the best there is or one of exactly as many as there are GPUs."""
+    """Not the port of the default route, unless it is the best there is or the GPUs need it for each to have one."""
 
     way_out = facts.below(facts.default_route)
-    front = [port for port in ports.left if port.netdev in way_out]
+    # A cluster may have IPoIB and nothing else to route over; its rails are no less rails for that.
+    front = [port for port in ports.left if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"]
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
-    if facts.num_gpus != len(ports.left) and not is_fastest:
+    out = facts.interface(facts.default_route)
+    # Of several ways out into a routed fabric, all alike and without addresses of their own, one is shown.
+    is_one_of_many = out is not None and not out.is_unlisted and not out.routable
+    if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
         ports.keep(lambda port: port not in front, f"the default route leaves through it ({facts.default_route})")
+
+
+def _is_needed_for_gpus(num_gpus: int | None, front: Sequence[RdmaPort], rest: Sequence[RdmaPort]) -> bool:
+    """Whether the GPUs can be shared out evenly among all ports, and not among those that would be left."""
+    if not num_gpus or not front or not rest:
+        return False
+    count = len(front) + len(rest)
+    is_even = num_gpus % count == 0 and num_gpus % len(rest) != 0 and _rate(front) in (0, _rate(rest))
+    return count == num_gpus or is_even
 
 
 def _rate(ports: Sequence[RdmaPort]) -> float:
@@ -282,7 +320,7 @@ def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifna
     num_gpus, count = facts.num_gpus, len(ports.left)
     if not num_gpus or num_gpus < 2 or count <= num_gpus or count % num_gpus == 0:
         return
-    functions = Counter(_card(port) for port in ports.left)
+    functions = Counter(_card(port) for port in facts.rdma_ports)  # also those that were ruled out
     netdevs = {port.name: facts.interface(port.netdev) for port in ports.left}
     properties: dict[str, Callable[[RdmaPort], Hashable]] = {
         "number of ports of its card": lambda port: functions[_card(port)] if port.pci else None,
@@ -302,7 +340,7 @@ def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifna
             fitting = [value for value, size in sizes.items() if size == wanted]
             if len(fitting) == 1:
                 ports.keep(
-                    lambda port, of=value_of, it=fitting[0]: of(port) == it,
+                    lambda port: value_of(port) == fitting[0],  # noqa: B023 (called before the loop goes on)
                     f"differs in {what} from the {wanted} ports that fit the {num_gpus} GPUs",
                 )
                 return
@@ -315,6 +353,8 @@ def _card(port: RdmaPort) -> str:
 def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
     seen = {port.name: index for port in choice.ports if (index := _gid_of(facts, port)) is not None}
     choice.gid_is_seen = bool(seen)
+    if old := [port.name for port in choice.ports if port.gids and not any(map(_is_v2, port.gids))]:
+        choice.warnings.append(f"no RoCE v2 GID on {', '.join(old)}: its v1 cannot be routed")
     if seen:
         choice.gid_index_per_hca = seen
         if len(set(seen.values())) == 1:
@@ -324,22 +364,37 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
             listed = ", ".join(f"{name} {index}" for name, index in seen.items())
             choice.warnings.append(f"the GID index differs by device ({listed}): no single NCCL_IB_GID_INDEX is right")
         return
-    netdevs = [facts.interface(port.netdev) for port in choice.ports]
-    only_link_local = bool(netdevs) and all(one and not one.is_unlisted and not one.routable for one in netdevs)
+    tables = [_filling(facts, port) for port in choice.ports]
+    only_link_local = (
+        bool(tables) and all(tables) and not any(one.is_unlisted or one.routable for table in tables for one in table)
+    )
     choice.gid_index = _LINK_LOCAL_ROCE_V2 if only_link_local else _FIRST_ADDRESS_ROCE_V2
     choice.why.append(
         f"GID index {choice.gid_index}: no GID table is listed; where the kernel puts the first RoCE v2 GID"
     )
 
 
+def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
+    """Interfaces whose addresses the kernel puts into the port's table: its own, a bond's over it, VLANs on those."""
+    own = facts.interface(port.netdev)
+    if own is None:
+        return ()
+    above = tuple(one for one in facts.above(own.name) if one.type != "bridge")
+    return tuple(one for one in (own, *above) if one.master is None or one.addresses)  # a bond speaks for its members
+
+
 def _gid_of(facts: NetworkFacts, port: RdmaPort) -> int | None:
     """RoCE v2: IPv4 before IPv6 before link-local, then an address that its interface has now, then the index."""
-    netdev = facts.interface(port.netdev)
-    own = {address_of(text) for text in netdev.addresses} if netdev is not None else set()
+    own = {address_of(text) for one in _filling(facts, port) for text in one.addresses}
 
     def rank(index: int, addr: str) -> tuple[bool, bool, bool, int]:
         address = address_of(addr)
         return address.is_link_local, address.version != 4, bool(own) and address not in own, index
 
-    usable = [gid for gid in port.gids if gid.type.replace(" ", "_").upper() == "ROCE_V2"]
+    # RoCE_v2, RoCE v2, v2; a device that speaks nothing but RoCE v1 has no such row.
+    usable = [gid for gid in port.gids if _is_v2(gid)] or port.gids
     return min((rank(gid.index, gid.addr) for gid in usable), default=(0, 0, 0, None))[-1]
+
+
+def _is_v2(gid: Gid) -> bool:
+    return gid.type.upper().endswith("V2")

@@ -71,6 +71,9 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
     if loopback and not any(one.routable or one.is_unlisted for one in wires):
         choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
         return loopback.name
+    if not (facts.example_peer or facts.slurm_subnet):
+        # Slingshot's own NICs carry what a job sends; the default route leads to the machine's management.
+        candidates.keep(lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot")
     _follow_routes(facts, candidates)
     _prefer_likely(facts, candidates)
     if not candidates.left:
@@ -104,7 +107,14 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
             lambda one: one in private, f"{route.name} leads to the internet, {names} has a private address"
         )
         return
-    candidates.keep(lambda one: one is route, f"the default route leaves through {route.name}")
+    candidates.keep(
+        lambda one: one is route or _is_faster_twin(one, route), f"the default route leaves through {route.name}"
+    )
+
+
+def _is_faster_twin(one: Interface, route: Interface) -> bool:
+    """Whether it is on the network of the default route and known to be faster: the route speaks of other networks."""
+    return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
 
 
 def _reach(facts: NetworkFacts, one: Interface) -> int:

@@ -13,10 +13,12 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from bootstrap.bandwidth import measure_here
 from bootstrap.comparison import network_row
+from bootstrap.disks import DiskFull, places_of, until_full
 from bootstrap.facts import Facts
 from bootstrap.files import write_first
 from bootstrap.gathering import read_this_host
@@ -167,14 +169,15 @@ class NodeAgent:
         told_to_end = asyncio.create_task(link.receive())
         await asyncio.wait([life, told_to_end], return_when=asyncio.FIRST_COMPLETED)
         if not told_to_end.done():
-            cause = str(life.exception())
-            logger.error("%s", cause)
-            await link.send({"kind": "lost", "cause": cause[:_MAX_CAUSE_CHARS]})
+            error = life.exception()
+            logger.error("%s", error)
+            bad = isinstance(error, DiskFull) and error.node_is_bad
+            await link.send({"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad})
         life.cancel()
         await told_to_end
 
     async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
-        """Let Ray start, and raise when it ends."""
+        """Let Ray start; raise when it ends, or when this node's disk for it is full."""
         options = self._options
         node = RayNode(
             ip=link.local_ip,
@@ -188,5 +191,10 @@ class NodeAgent:
         ifname = ifname_of(node.ip, local_addresses())
         assert self._ray is not None, "a node without a Ray process is not chosen"
         self._ray.start(node, network_environment(self._environ, node.ports, ifname, self._fabric))
-        await asyncio.wait([self._ray.kept.exited])
-        raise RayError(self._ray.describe_end())
+        full = asyncio.create_task(until_full(places_of(Path(node.temp_dir), None)))
+        try:
+            awaited: list[asyncio.Future[Any]] = [self._ray.kept.exited, full]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            full.cancel()
+        raise full.result() if full.done() else RayError(self._ray.describe_end())

@@ -26,6 +26,7 @@ class Options:
     spare_wait_s: float = 10.0
     needed_paths: tuple[Path, ...] = ()
     bandwidth_gbps: float | None = None
+    signal_lead_s: float = 120.0
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -36,6 +37,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--socket-ifname", help="network interface to use; found by itself unless given")
     parser.add_argument("--bringup-deadline-s", type=float, default=600.0, help="until every node's Ray is up")
     parser.add_argument("--stop-grace-s", type=float, default=600.0, help="for the driver after a stop request")
+    parser.add_argument("--signal-lead-s", type=float, default=120.0, help="before the job's end, to stop the driver")
     parser.add_argument("--loss-grace-s", type=float, default=10.0, help="for the driver after a node was lost")
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
     parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head")

@@ -80,20 +80,23 @@ def installed_versions() -> dict[str, str | None]:
     return found
 
 
-def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raises BringupError that names every node which differs from the majority, and in what."""
-    odd: list[str] = []
+def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
+    """Hosts that differ from the majority, and in what."""
+    odd: dict[str, list[str]] = {}
     for name in sorted({name for report in reports for name in report.versions}):
         counts = Counter(report.versions.get(name) for report in reports)
         usual = counts.most_common(1)[0][0]
-        odd += [
-            f"{report.host} has {name} {report.versions.get(name)}, the others {usual}"
-            for report in reports
-            if report.versions.get(name) != usual
-        ]
-    if odd:
-        cause = "; ".join(odd) + ": use the same environment or image on every node"
-        raise BringupError(cause, verdict="config")
+        for report in reports:
+            if report.versions.get(name) != usual:
+                odd.setdefault(report.host, []).append(f"{name} {report.versions.get(name)}, the others {usual}")
+    return odd
+
+
+def check_versions(reports: Sequence[NodeReport]) -> None:
+    """Raises BringupError that names every node which differs from the majority, and in what."""
+    if odd := odd_versions(reports):
+        listed = "; ".join(f"{host} has {what}" for host, differences in odd.items() for what in differences)
+        raise BringupError(f"{listed}: use the same environment or image on every node", verdict="config")
 
 
 class Reception:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from bootstrap.deadline import JobClock, deadline_of, seconds_for_the_driver, stop_text
 from bootstrap.files import write_first
 from bootstrap.handoff import STOP_FILE
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _END_MARGIN_S = 10.0  # beyond the grace, for KILL to work
 _STOP_POLL_S = 0.5
+_HEAD_FIRST_S = 3.0
 
 
 class Kept:
@@ -126,29 +128,58 @@ def kill_session(session_id: int) -> None:
 class StopRequest:
     """The wish that the run end soon: the STOP file of the attempt, and the signals that make the agent write it.
 
-    Who writes the file first gives the reason. The driver reads the file by itself; nothing is killed here.
+    Who writes the file first gives the reason and the deadline. The driver reads the file by itself; nothing is killed
+    here.
     """
 
-    def __init__(self, attempt_dir: Path, host: str) -> None:
+    def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
+        """The head asks Slurm when the job ends, so that a thousand nodes do not; and stops it when no signal comes."""
         self._path = attempt_dir / STOP_FILE
         self._host = host
+        self._clock = clock
+        self._is_head = is_head
         self.requested = asyncio.Event()
-        self._poll = asyncio.get_running_loop().create_task(self._watch())
+        loop = asyncio.get_running_loop()
+        self._poll = loop.create_task(self._watch())
+        self._writing: list[asyncio.Task[None]] = []
+        if is_head:
+            self._writing.append(loop.create_task(self._watch_clock()))
 
     def listen_to(self, *signals: signal.Signals) -> None:
         """Turn these signals into stop requests from now on."""
         for number in signals:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def write(self, reason: str) -> None:
+    def write(self, reason: str, *, within_s: float) -> None:
         """Ask the driver to end, for a reason of our own: this does not count as a request from outside."""
         self._poll.cancel()
-        write_first(self._path, json.dumps({"reason": reason}) + "\n")
+        now = self._clock.now()
+        write_first(self._path, stop_text(reason, now=now, deadline=now + within_s))
+
+    def seconds_for_the_driver(self, grace_s: float) -> float:
+        """How long a driver that was asked to stop may take, if not the deadline but our patience decides
+        ``grace_s``."""
+        deadline = deadline_of(self._path)
+        left_s = None if deadline is None else deadline - self._clock.now()
+        return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
 
     def _on_signal(self, number: signal.Signals) -> None:
         logger.warning("%s: asking the driver to stop", number.name)
-        write_first(self._path, json.dumps({"reason": f"{number.name} at the agent on {self._host}"}) + "\n")
+        reason = f"{number.name} at the agent on {self._host}"
+        self._writing.append(asyncio.get_running_loop().create_task(self._request(reason)))
+
+    async def _request(self, reason: str) -> None:
+        now = self._clock.now()
+        deadline = await self._clock.end_after_signal(ask=self._is_head)
+        if not self._is_head:
+            await asyncio.sleep(_HEAD_FIRST_S)  # it got the signal too, and knows more
+        write_first(self._path, stop_text(reason, now=now, deadline=deadline))
         self.requested.set()
+
+    async def _watch_clock(self) -> None:
+        await self._clock.until_due()
+        logger.warning("the job ends in %.0f s, and no signal came: asking the driver to stop", self._clock.lead_s)
+        await self._request(f"the job ends in {self._clock.lead_s:.0f} s, and no signal came")
 
     async def _watch(self) -> None:
         # The writer may be another node, and no shared file system tells us about that: this one thing is polled.

@@ -23,7 +23,10 @@ from rlpost.config.checks.arithmetic import (
     rollout_problems,
 )
 from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.functions import function_problems
+from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems
@@ -45,17 +48,20 @@ def check(config: Config) -> None:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *function_problems(config),
         *optimizer_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
+        *sync_problems(config),
+        *observe_problems(config),
         *_model_folder_problems(config),
         *_reference_problems(config),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *container_problems(config),
         *_option_problems(config),
-        *(_wandb_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
+        *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -66,7 +72,7 @@ def check_installed(config: Config) -> None:
 
     Raises ConfigError with one line for each problem.
     """
-    if problems := [*_option_problems(config), *_wandb_problems(config)]:
+    if problems := [*_option_problems(config), *_package_problems(config)]:
         raise ConfigError("\n".join(problems))
 
 
@@ -77,10 +83,17 @@ def _option_problems(config: Config) -> list[str]:
     ]
 
 
-def _wandb_problems(config: Config) -> list[str]:
-    if not config.wandb.is_on or importlib.util.find_spec("wandb") is not None:
-        return []
-    return ["wandb.use_wandb = true (--use-wandb): the package wandb is not installed; pip install wandb"]
+def _package_problems(config: Config) -> list[str]:
+    wanted = [
+        (config.wandb.is_on, "wandb.use_wandb = true (--use-wandb)", "wandb"),
+        (config.observe.use_tensorboard, "observe.use_tensorboard = true (--use-tensorboard)", "tensorboard"),
+        (config.observe.use_prometheus, "observe.use_prometheus = true (--use-prometheus)", "prometheus-client"),
+    ]
+    return [
+        f"{setting}: the package {package} is not installed; pip install {package}"
+        for is_on, setting, package in wanted
+        if is_on and importlib.util.find_spec(package.replace("-", "_")) is None
+    ]
 
 
 def _collect(probe: Any) -> list[str]:

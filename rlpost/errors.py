@@ -9,8 +9,12 @@
       WeightError(ValueError)      names or shapes of weights do not fit
       SyncError                    an engine did not take the weights it was sent
       CheckpointError              a checkpoint cannot be committed or read
+        Fenced                     another attempt writes to the folder now; this one must end
+      AssetError                   a model or a data set cannot be had from the hub, or is damaged
       PlacementError               the cluster does not offer what the run needs
       Preempted                    a stop was requested; what is consistent has been committed
+        HalfTrained                the same between two optimizer steps of one rollout: the weights must not be saved
+      Interrupted                  an actor left a pass between two micro-batches; its state is that before the step
 
 A message holds the key or path, what was got, what is needed and how to fix it. Errors cross process borders
 inside Ray, so each is made from one string and stays picklable.
@@ -62,9 +66,25 @@ class CheckpointError(RlpostError):
     """A checkpoint cannot be committed or read."""
 
 
+class Fenced(CheckpointError):
+    """Another attempt writes to the folder of checkpoints now; this one must end, and not come back."""
+
+
+class AssetError(RlpostError):
+    """A model or a data set cannot be had from the hub, or is damaged."""
+
+
 class PlacementError(RlpostError):
     """The cluster does not offer what the run needs."""
 
 
 class Preempted(RlpostError):
     """A stop was requested while a phase ran; the caller commits what is consistent and leaves."""
+
+
+class HalfTrained(Preempted):
+    """A stop between two optimizer steps of one rollout: the trainer's state is of no step, and must not be saved."""
+
+
+class Interrupted(RlpostError):
+    """A pass over micro-batches was left, on every rank at the same place; the step it was part of did not happen."""

@@ -1,16 +1,17 @@
-"""Questions and orders to the controller, each one short command. Works without Slurm's accounting database."""
+"""Orders to the controller, and what it knows of one job: each one short command. Many jobs at once: ``queue``.
+
+In: job ids, scripts. Out: values, or a SlurmError that says what Slurm said. Works without its accounting database.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
+from pathlib import Path
 
-from slurm.errors import JobError
-from slurm.states import JobInfo, JobState, parse_job
+from slurm.errors import JobError, SubmitError
+from slurm.states import JobInfo, JobState, is_job_id, parse_job
 
 logger = logging.getLogger(__name__)
 
@@ -44,43 +45,58 @@ def job_info(job_id: str) -> JobInfo:
     return parse_job(done.stdout)
 
 
-def job_state(job_id: str) -> JobState:
-    """The state of a job."""
-    return job_info(job_id).state
-
-
-def wait_for(
-    job_id: str, condition: Callable[[JobInfo], bool], *, deadline_s: float, poll_s: float = POLL_S
-) -> JobInfo:
-    """Ask until ``condition`` holds and return the answer that fulfilled it.
-
-    Raises:
-        JobError: at the deadline; holds the last answer.
-    """
-    end = time.monotonic() + deadline_s
-    while not condition(info := job_info(job_id)):
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            raise JobError(f"job {job_id} did not get there in {deadline_s:g} s; last answer: {info}")
-        time.sleep(min(poll_s, left_s))
-    return info
-
-
 def cancel(job_id: str) -> None:
     """End a job for good: our batch script does not requeue after this.
 
     Raises:
-        JobError: Slurm refuses; holds what it said.
+        JobError: Slurm refuses or does not answer; holds what it said.
     """
-    done = _slurm("scancel", _checked(job_id))
+    done = _order("scancel", _checked(job_id))
     if done.returncode != 0:
         raise JobError(f"scancel {job_id}: {done.stderr.strip()}")
 
 
+def ask_to_requeue(job_id: str) -> None:
+    """Tell the batch script of a running job to save, requeue and go on: the signal that announces a time limit.
+
+    Raises:
+        JobError: Slurm refuses or does not answer; holds what it said.
+    """
+    done = _order("scancel", "--batch", "--signal=USR2", _checked(job_id))
+    # scancel leaves with 0 after "Job/step already completing or completed".
+    if done.returncode != 0 or "error" in done.stderr:
+        raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
+
+
+def expected_start(script: Path) -> str:
+    """When and where Slurm would start this script; submits nothing.
+
+    Raises:
+        SubmitError: sbatch would not take it; holds what it said.
+        JobError: there is no sbatch here, or it does not answer.
+    """
+    done = _order("sbatch", "--test-only", str(script))
+    if done.returncode != 0:
+        raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
+    return done.stderr.strip().removeprefix("sbatch: ")
+
+
 def _checked(job_id: str) -> str:
-    if not re.fullmatch(r"\d+(_\d+)?", job_id):
+    if not is_job_id(job_id):
         raise JobError(f"{job_id!r} is not a Slurm job id")
     return job_id
+
+
+def _order(*argv: str) -> subprocess.CompletedProcess[str]:
+    """A command whose answer is needed. Raises JobError when there is none."""
+    try:
+        return _slurm(*argv)
+    except FileNotFoundError:
+        raise JobError(f"there is no {argv[0]} on this host; call this where Slurm's commands are") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JobError(
+            f"{argv[0]} does not answer ({error}); does scontrol ping say that the controller is up?"
+        ) from None
 
 
 def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:

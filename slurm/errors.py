@@ -6,7 +6,7 @@ SlurmError
   RunFolderError              a run folder is taken or is not one
   SnapshotError               the code cannot be copied
   SubmitError                 sbatch did not take the job
-  JobError                    Slurm does not know the job, or it did not get there in time
+  JobError                    Slurm does not know the job, refuses an order, or does not answer
 """
 
 
@@ -35,4 +35,4 @@ class SubmitError(SlurmError):
 
 
 class JobError(SlurmError):
-    """Slurm does not know the job, or it did not get there in time."""
+    """Slurm does not know the job, refuses an order, or does not answer."""

@@ -135,7 +135,11 @@ def _import(image: str, cache: Path) -> Path:
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"another job imports this image ({path}); waiting for it", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks: then jobs may import twice, and still never half
             print(f"{path}: no lock ({error}); importing without", file=sys.stderr)
         yield

@@ -6,8 +6,8 @@ Comes in: events, from the login node, the batch host and the driver. Goes out: 
     attempt     attempt, job_id, nodes, image, code                       batch host, at each start of the job
     started     attempt, step, nodes                                      driver: the cluster is up
     ready       attempt, step                                             driver: trainer and engines answer
-    committed   step, checkpoint                                          driver
-    preempted   reason                                                    driver
+    committed   step, checkpoint, bytes, seconds                          driver
+    preempted   reason, step, saved, seconds_from_signal                  driver: everything is safe
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue
     done        step, weights                                             driver

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,9 @@ class LocalAttempt:
         """
         assert self.spec.home and self.spec.run_folder
         attempt_dir = RunFolder(Path(self.spec.run_folder)).new_attempt()
+        ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 some time before
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: request_stop(attempt_dir, signal.Signals(received).name))
+            signal.signal(number, lambda received, _: request_stop(attempt_dir, _named(received), deadline=ends))
         with (attempt_dir / "agent-local.log").open("wb") as log:
             agent = subprocess.Popen(
                 agent_command(self.spec, attempt_dir),
@@ -87,11 +89,15 @@ def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": home, "RLPOST_HOME": home}
 
 
-def request_stop(attempt_dir: Path, what: str) -> None:
-    """Leave the STOP file unless somebody has."""
+def request_stop(attempt_dir: Path, reason: str, *, deadline: float | None = None) -> None:
+    """Leave the STOP file unless somebody has; ``deadline`` in seconds since 1970."""
     stop = attempt_dir / "STOP"
     if not stop.exists():
-        write_atomic(stop, json.dumps({"reason": f"signal {what} to the local run"}) + "\n")
+        write_atomic(stop, json.dumps({"reason": reason, "time": time.time(), "deadline": deadline}) + "\n")
+
+
+def _named(number: int) -> str:
+    return f"signal {signal.Signals(number).name} to the local run"
 
 
 def read_verdict(attempt_dir: Path) -> str:

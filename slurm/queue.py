@@ -1,4 +1,4 @@
-"""What the controller says about many jobs in one question, and orders to a running job, each one command.
+"""What the controller says about many jobs in one question. Orders, and more about one job: ``client``.
 
 In: job ids. Out: ``QueueEntry`` values. The number of commands depends neither on the number of jobs nor of nodes, and
 nothing here needs slurmdbd. Of a job that the controller has forgotten (MinJobAge, five minutes as a rule) or when it
@@ -12,11 +12,9 @@ import re
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slurm.client import COMMAND_TIMEOUT_S
-from slurm.errors import JobError, SubmitError
-from slurm.states import JobState, parse_state
+from slurm.states import JobState, is_job_id, parse_state
 
 # man squeue: id, state, time left, expected start, nodes, reason; the reason is last because it is prose.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
@@ -66,7 +64,7 @@ def seconds_left(text: str) -> int | None:
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
     """What is known of each of these jobs, all in one ``squeue``; an entry for every id, UNKNOWN at worst."""
-    asked = sorted(job_id for job_id in job_ids if re.fullmatch(r"\d+(_\d+)?", job_id))
+    asked = sorted(filter(is_job_id, job_ids))
     found, why = _answer(asked) if asked else ({}, FORGOTTEN)
     return {job_id: found.get(job_id, QueueEntry(job_id, JobState.UNKNOWN, reason=why)) for job_id in job_ids}
 
@@ -82,30 +80,6 @@ def _answer(asked: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
     if done.returncode != 0 and "Invalid job id" not in done.stderr:
         return {}, f"squeue does not answer: {' '.join(done.stderr.split())}"
     return parse_queue(done.stdout), FORGOTTEN
-
-
-def ask_to_requeue(job_id: str) -> None:
-    """Tell the batch script of a running job to save, requeue and go on: the signal that announces a time limit.
-
-    Raises:
-        JobError: Slurm refuses; holds what it said.
-    """
-    done = _command("scancel", "--batch", "--signal=USR2", job_id)
-    # scancel leaves with 0 after "Job/step already completing or completed".
-    if done.returncode != 0 or "error" in done.stderr:
-        raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
-
-
-def expected_start(script: Path) -> str:
-    """When and where Slurm would start this script; submits nothing.
-
-    Raises:
-        SubmitError: sbatch would not take it; holds what it said.
-    """
-    done = _command("sbatch", "--test-only", str(script))
-    if done.returncode != 0:
-        raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
-    return done.stderr.strip().removeprefix("sbatch: ")
 
 
 def _command(*argv: str) -> subprocess.CompletedProcess[str]:

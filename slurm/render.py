@@ -7,6 +7,7 @@ The script starts one agent a node under one ``srun``, turns Slurm's signals int
 Python, only a preempted run starts again. What the script knows that the agents cannot:
 
 - USR2 (time limit near, or preemption where the site sends the job's signal) reaches the batch shell alone.
+- The end of the job, which a preemption moves, stands in squeue's answer; a container may have no squeue.
 - TERM to the batch shell means that somebody cancelled the job, or that the end of the grace time has come and Slurm
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
@@ -32,7 +33,7 @@ from slurm.spec import JobSpec
 
 def render_sbatch(spec: JobSpec) -> str:
     """The batch script for this job."""
-    parts = (_directives(spec), _PREAMBLE, _places(spec), _ATTEMPT, _image(spec), _record(spec), _STOP)
+    parts = (directives(spec), _PREAMBLE, places(spec), _ATTEMPT, image(spec), _record(spec), _STOP)
     return "".join((*parts, _command(spec), _wait(spec), _decide(spec), _AGAIN, _restart(spec)))
 
 
@@ -45,7 +46,8 @@ def preparation(spec: JobSpec, home: str) -> str:
     return text
 
 
-def _directives(spec: JobSpec) -> str:
+def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
+    """The options of sbatch; ``is_warned``: whether the batch shell gets USR2 before the end."""
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
     if spec.gpu_request == "gres":
@@ -57,7 +59,8 @@ def _directives(spec: JobSpec) -> str:
     place += [_option("exclude", ",".join(spec.exclude))] if spec.exclude else []
     again = ["--requeue"] if spec.requeue == "requeue" else ["--no-requeue"]
     again += ["--dependency=singleton"] if spec.requeue == "chain" else []
-    time = [f"--time={spec.time}", f"--signal=B:USR2@{spec.signal_lead_s}", *again, "--open-mode=append"]
+    warning = [f"--signal=B:USR2@{spec.signal_lead_s}"] if is_warned else []
+    time = [f"--time={spec.time}", *warning, *again, "--open-mode=append"]
     output = [_option("output", spec.output or "slurm-%j.out")]
     lines: Sequence[Sequence[str]] = ([f"--job-name={spec.job_name}"], nodes, place, time, output)
     return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
@@ -67,7 +70,8 @@ def _option(name: str, value: str) -> str:
     return f"--{name}={shlex.quote(value)}"
 
 
-def _places(spec: JobSpec) -> str:
+def places(spec: JobSpec) -> str:
+    """Lines that set RLPOST_HOME, python and run_folder."""
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
     found = "${RLPOST_PYTHON:-python3}" if spec.container else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
     python = shlex.quote(spec.python) if spec.python else found
@@ -80,7 +84,8 @@ def _host_python(spec: JobSpec) -> str:
     return "python3" if spec.container else '"$python"'
 
 
-def _image(spec: JobSpec) -> str:
+def image(spec: JobSpec) -> str:
+    """Lines that set image, or end the job with the names of what is not set."""
     container = spec.container
     if container is None:
         return ""
@@ -105,7 +110,7 @@ def _needed(variables: Sequence[str]) -> str:
 """
 
 
-def _word(text: str) -> str:
+def shell_word(text: str) -> str:
     """A word for the shell; a path that begins with a variable ``$NAME`` is left to it."""
     return f'"{text}"' if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text) else shlex.quote(text)
 
@@ -121,7 +126,7 @@ supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || lo
 
 def _command(spec: JobSpec) -> str:
     spares = ("--spare-nodes", str(spec.spare_nodes)) if spec.spare_nodes else ()
-    agent = " ".join(map(_word, ("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args)))
+    agent = " ".join(map(shell_word, ("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args)))
     driver = "".join(f" {shlex.quote(word)}" for word in spec.driver_args)
     inside = ""
     if spec.container:
@@ -194,6 +199,7 @@ _PREAMBLE = """\
 set -u
 umask 077
 log() { echo "$(date '+%F %T') batch: $*"; }
+job_end() { SLURM_TIME_FORMAT=%s timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %e; } # a preemption moves it
 
 stopped='' terminated=''
 trap 'stopped=early' USR2
@@ -202,7 +208,7 @@ trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
 """
 
 _ATTEMPT = """\
-export RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
+SLURM_JOB_END_TIME=$(job_end); export SLURM_JOB_END_TIME RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
 cd "$RLPOST_HOME" || exit 1
 
 # Every start of the job gets a folder that no start has used.
@@ -220,12 +226,11 @@ _STOP = """\
 write_stop() {
   stopped=1
   log "USR2: preemption, or the time limit is near; asking the run to stop"
-  [ -e "$attempt_dir/STOP" ] && return
-  echo '{"reason": "signal USR2 to the batch script: preemption, or the time limit is near"}' >"$attempt_dir/.STOP"
+  printf '{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}\\n' \\
+    "$(date +%s)" "\\"deadline\\": \\"$(job_end)\\"" >"$attempt_dir/.STOP"
   mv -n "$attempt_dir/.STOP" "$attempt_dir/STOP"
 }
-trap write_stop USR2
-[ "$stopped" = early ] && write_stop
+trap write_stop USR2; [ "$stopped" = early ] && write_stop
 
 """
 

@@ -102,7 +102,8 @@ def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
 
 
 def stalled_attempts(entries: Sequence[Entry]) -> int:
-    """Attempts in a row, the present one included, without a checkpoint beyond the newest before.
+    """Attempts in a row, the present one included, without a checkpoint beyond the newest before; an attempt that had
+    no time for one counts by the step that its journal reaches.
 
     An attempt that ended without a verdict (its batch host died) counts as well.
     """
@@ -113,9 +114,16 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
             stalled = int(bool(newest_job) and entry.get("job_id") == newest_job)
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
-        elif entry.get("event") == "committed" and entry.get("step", -1) > best:
-            best, stalled = entry["step"], 0
+        elif _reached(entry) > best:
+            best, stalled = _reached(entry), 0
     return stalled
+
+
+def _reached(entry: Entry) -> int:
+    """The step that a resume will reach without generating: of a checkpoint, or of what the journal alone has."""
+    is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
+    step = entry.get("step", -1)
+    return step if is_safe and isinstance(step, int) else -1
 
 
 def bad_hosts(run_folder: Path) -> list[str]:

@@ -16,7 +16,8 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
-LONGEST_FIRST = ("e2e", "cluster", "contract")
+# The longest file first; beside it the real Slurm, whose tests wait more than they compute; short ones fill the end.
+ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
 
 settings.register_profile("any machine", deadline=None)  # a slow one is no bug
 settings.load_profile("any machine")
@@ -26,16 +27,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would begin with the files that have most tests
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
-    items.sort(key=lambda item: _longest_first(item.path.relative_to(TESTS).parts[0]))
+    items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))
 
 
-def _longest_first(folder: str) -> int:
-    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+def _place(path: Path) -> int:
+    return next((place for place, start in enumerate(ORDER) if path.is_relative_to(start)), len(ORDER))
 
 
 @pytest.hookimpl(wrapper=True)

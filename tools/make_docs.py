@@ -1,4 +1,4 @@
-"""Write settings.md, metrics.md and recipes.md of docs/ from code and recipes: ``python tools/make_docs.py [--check]``.
+"""Write the pages of docs/ that follow from code and recipes: ``python tools/make_docs.py [--check]``.
 
 With --check nothing is written; the exit code is 1 when a page differs from the code.
 """
@@ -10,12 +10,13 @@ import os
 import sys
 from pathlib import Path
 
+from rlpost.cli.api_page import api_page as api
 from rlpost.cli.plan_page import recipes_page as recipes
 from rlpost.config.show import reference as settings
 from rlpost.metrics.names import reference as metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes}
+PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes, "api.md": api}
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py [--check]``.
 
+And jobs/convert_NAME.sbatch for the weights that a recipe names as NAME_torch_dist; recipes with the same share one.
+
 The scripts are for ``sbatch`` on a login node without Python. They carry the layout of ``JOBS`` and what the site's
 profile says (``jobs/clusters/site.toml``; tiny's go without); everything else stays in the recipe. Variables such as
 $RLPOST_ASSETS stay variables. With --check nothing is written; the exit code is 1 when a file differs.
@@ -13,12 +15,15 @@ import sys
 from pathlib import Path
 
 from rlpost.cli.submit import job_spec
-from rlpost.config.load import files_of, load
+from rlpost.config.load import files_of, load, read_toml
 from slurm.render import render_sbatch
+from slurm.render_once import render_conversion
 
 PROJECT = Path(__file__).parents[1]
 SITE = "site"
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] in which the script differs from its recipe
+CONVERTED = "_torch_dist"
+CONVERSION_NODES = {"glm45_355b": 2}  # 16 GPUs of 80 GB: 45 GB of weights on each; the other models fit one node
 VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE")
 
 
@@ -33,6 +38,34 @@ def rendered(name: str) -> str:
     return render_sbatch(job_spec(config, driver_args=(recipe, *flags)))
 
 
+def conversions() -> dict[str, str]:
+    """The recipe of each conversion, by the folder that it makes: the first one that wants it."""
+    found: dict[str, str] = {}
+    for path in sorted((PROJECT / "jobs/recipes").glob("*.toml")):
+        wanted = read_toml(path)["checkpoint"].get("ref_load", "")
+        if wanted.endswith(CONVERTED):
+            found.setdefault(wanted, path.stem)
+    return found
+
+
+def rendered_conversion(name: str) -> str:
+    """The text of jobs/convert_NAME.sbatch."""
+    recipe = PROJECT / f"jobs/recipes/{name}.toml"
+    job = {"job_name": f"convert_{name}", "nodes": CONVERSION_NODES.get(name, 1), "time": "04:00:00"}
+    config = load(files_of(recipe, {"cluster": SITE}), {"cluster": job}).config
+    save = config.checkpoint.ref_load
+    words = ("--model", read_toml(recipe)["model"], "--hf-checkpoint", save.removesuffix(CONVERTED))
+    spec = job_spec(config, driver_args=(*words, "--distributed-timeout-minutes", "60"))
+    return render_conversion(spec, save)
+
+
+def scripts() -> dict[str, str]:
+    """The text of every script of jobs/, by its name."""
+    recipes = sorted(recipe.stem for recipe in (PROJECT / "jobs/recipes").glob("*.toml"))
+    made = {name: rendered(name) for name in recipes}
+    return made | {f"convert_{name}": rendered_conversion(name) for name in conversions().values()}
+
+
 def main() -> int:
     """Write or check every script."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,12 +74,12 @@ def main() -> int:
     for name in VARIABLES:
         os.environ.pop(name, None)
     stale = 0
-    for name in sorted(recipe.stem for recipe in (PROJECT / "jobs/recipes").glob("*.toml")):
+    for name, text in scripts().items():
         path = PROJECT / "jobs" / f"{name}.sbatch"
         if check:
-            stale += not path.exists() or path.read_text() != rendered(name)
+            stale += not path.exists() or path.read_text() != text
         else:
-            path.write_text(rendered(name))
+            path.write_text(text)
             path.chmod(0o755)
             print(path.relative_to(PROJECT))
     return 1 if stale else 0

@@ -5,6 +5,9 @@ template, and a generation config. A short supervised warm-up on two-digit addit
 that reinforcement learning has something to reinforce. The problems come from ``make_arithmetic_data.py``, which is
 run first where they are missing; the held-out ones are never trained on.
 
+With ``--recipe RECIPE --scale-down RANKS`` it is the model of that recipe in small, in the folders that ``rlpost submit
+RECIPE --scale-down RANKS`` names: of its family, in FP8 blocks as well where the recipe's engines infer in FP8.
+
 ``tiny_model.json`` is written last and says that the folder is complete: a second call with the same settings does
 nothing. The same settings give the same weights on the same machine.
 """
@@ -18,6 +21,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,8 @@ CHAT_TEMPLATE = (
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 LONGEST_ANSWER = 4
+PREDICTS_MORE = ("glm4_moe",)
+"""Kinds of models whose published folders hold a layer behind the last, for multi-token prediction."""
 
 
 def make_tokenizer() -> Any:
@@ -56,36 +63,40 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(tokenizer: Any) -> Any:
-    """Random weights; eight query and four key-value heads, so that grouped attention and four-way splits are real."""
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+TINY = dict(
+    model_type="qwen3",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    tie_word_embeddings=True,
+)
+"""Eight query and four key-value heads, so that grouped attention and four-way splits are real."""
 
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+
+def make_model(tokenizer: Any, hf: Mapping[str, Any]) -> Any:
+    """Random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    given = {key: value for key, value in hf.items() if key not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(hf["model_type"], **given, max_position_embeddings=512, **ids)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 
 
-def read_problems(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, answer ids with the end token) of each line."""
+def read_problems(path: Path, tokenizer: Any, *, in_chat: bool) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat template."""
     pairs = []
     for line in path.read_text().splitlines():
         problem = json.loads(line)
         answer = [*tokenizer.encode(problem["label"]), tokenizer.eos_token_id]
-        pairs.append((tokenizer.encode(problem["prompt"]), answer))
+        text = f"<|user|>{problem['prompt']}<|assistant|>" if in_chat else problem["prompt"]
+        pairs.append((tokenizer.encode(text), answer))
     return pairs
 
 
@@ -124,23 +135,85 @@ def warm_up(model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: 
             print(f"  warm-up {step}/{num_steps} loss {loss.item():.3f} {time.monotonic() - started:.1f} s", flush=True)
 
 
-def build(folder: Path, data: Path, *, seed: int, num_steps: int) -> float:
+@dataclass(frozen=True)
+class Plan:
+    """What to make."""
+
+    hf: dict[str, Any]
+    """The model's config.json."""
+    in_chat: bool = False
+    """Whether prompts go through the chat template."""
+    seed: int = 0
+    num_steps: int = 240
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the files depend on, as the marker tells it."""
+        said: dict[str, Any] = {"format": FORMAT, "seed": self.seed, "warmup_steps": self.num_steps}
+        return said if self.hf == TINY else said | {"model": self.hf, "in_chat": self.in_chat}
+
+
+def build(folder: Path, data: Path, plan: Plan) -> float:
     """Make everything in ``folder``; return the accuracy on the held-out problems."""
     import torch
 
     torch.set_num_threads(1)  # sums in a fixed order; more threads gain nothing at this size
-    torch.manual_seed(seed)
+    torch.manual_seed(plan.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    warm_up(model, read_problems(data / "train.jsonl", tokenizer), num_steps=num_steps, seed=seed)
-    share = accuracy(model.eval(), read_problems(data / "heldout.jsonl", tokenizer))
+    model = make_model(tokenizer, plan.hf)
+    if plan.num_steps:
+        problems = read_problems(data / "train.jsonl", tokenizer, in_chat=plan.in_chat)
+        warm_up(model, problems, num_steps=plan.num_steps, seed=plan.seed)
+    share = 0.0
+    if plan.num_steps:
+        share = accuracy(model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat))
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+    if plan.hf["model_type"] in PREDICTS_MORE:
+        add_prediction_layer(folder, plan.hf)
     print(f"  {sum(p.numel() for p in model.parameters())} parameters, {share:.1%} of the held-out problems right")
     return share
 
 
-def is_complete(out: Path, settings: dict[str, int]) -> bool:
+def add_prediction_layer(folder: Path, hf: Mapping[str, Any]) -> None:
+    """The layer behind the last that predicts one more token, as GLM-4.5's folder has it: it is handed on untrained."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, number = folder / "model.safetensors", hf["num_hidden_layers"]
+    tensors = load_file(path)
+    last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    more = {behind + name.removeprefix(last): value.clone() for name, value in tensors.items() if name.startswith(last)}
+    norm = tensors["model.norm.weight"]
+    more |= {behind + name: norm.clone() for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    more[behind + "eh_proj.weight"] = torch.randn(norm.numel(), 2 * norm.numel()) * 0.02
+    more[behind + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[behind + "shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
+
+
+def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
+    """The same model with the matrices of its layers in FP8, a scale for each block."""
+    from safetensors.torch import load_file, save_file
+
+    from rlpost.weights.quantise import BlockFp8
+
+    tensors = load_file(source / "model.safetensors")
+    names = frozenset(name for name in tensors if name.startswith("model.layers.") and name.endswith("_proj.weight"))
+    fp8 = BlockFp8(names, block)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name != COMPLETE:
+            shutil.copy(path, folder / path.name)
+    stored = {key: value for name in tensors for key, value in fp8.tensors(name, tensors[name]).items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
+
+
+def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
     """Whether ``out`` holds everything that a call with these settings would make."""
     marker = out / COMPLETE
     if not marker.is_file():
@@ -160,32 +233,73 @@ def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
     os.replace(marker, out / COMPLETE)
 
 
+def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float]) -> None:
+    """Let ``make`` fill a folder and move it to ``out``, unless all is there already."""
+    if is_complete(out, settings):
+        print(f"{out}: already there")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"{out}: making a tiny model", flush=True)
+    built = out / f".building.{os.getpid()}"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir()
+    try:
+        share = make(built)
+        publish(built, out, {"settings": settings, "heldout_accuracy": share})
+    finally:
+        shutil.rmtree(built, ignore_errors=True)
+    print(f"{out}: done")
+
+
+def make_problems(data: Path) -> None:
+    """The problems, where they are missing."""
+    if not all((data / name).is_file() for name in ("train.jsonl", "heldout.jsonl")):
+        maker = Path(__file__).with_name("make_arithmetic_data.py")
+        subprocess.run([sys.executable, str(maker), "--out", str(data)], check=True)
+
+
+def make_scaled(recipe: Path, ranks: int, *, seed: int, num_steps: int) -> None:
+    """The model of a recipe in small, and its problems, where the scaled recipe looks for them."""
+    from rlpost.actor.hf_config import hf_config
+    from rlpost.cli.scaled import model_words
+    from rlpost.config.load import files_of, load
+    from rlpost.config.scale_down import FOLDER, FP8_BLOCK, MODEL, MODEL_FP8, scale_down
+
+    config = load(files_of(recipe, {}), {}).config
+    words, fp8 = model_words(config)
+    small = scale_down(config, words, ranks=ranks, fp8=fp8).config
+    words |= {name: value for name, value in small.model.model_dump().items() if value is not None}
+    plan = Plan(hf_config(words), config.rollout.apply_chat_template, seed, num_steps)
+    folder = FOLDER / config.cluster.job_name
+    make_problems(folder)
+    produce(folder / MODEL, plan.settings, lambda built: build(built, folder, plan))
+
+    def quantise(built: Path) -> float:
+        quantised(folder / MODEL, built, FP8_BLOCK)
+        return float(json.loads((folder / MODEL / COMPLETE).read_text())["heldout_accuracy"])
+
+    if fp8:
+        produce(folder / MODEL_FP8, plan.settings | {"block": list(FP8_BLOCK)}, quantise)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the model")
     parser.add_argument("--data", type=Path, help="folder of the problems; the same as --out unless given")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the warm-up")
     parser.add_argument("--warmup-steps", type=int, default=240, help="supervised steps of 64 problems")
+    parser.add_argument("--recipe", type=Path, nargs="+", default=[], help="make the models of recipes in small")
+    parser.add_argument("--scale-down", type=int, default=2, metavar="RANKS", help="as of rlpost submit (default: 2)")
     arguments = parser.parse_args(argv)
-    out, data = arguments.out, arguments.data or arguments.out
-    settings = {"format": FORMAT, "seed": arguments.seed, "warmup_steps": arguments.warmup_steps}
-    if is_complete(out, settings):
-        print(f"{out}: already there")
+    for recipe in arguments.recipe:
+        make_scaled(recipe, arguments.scale_down, seed=arguments.seed, num_steps=arguments.warmup_steps)
+    if arguments.recipe:
         return 0
-    out.mkdir(parents=True, exist_ok=True)
-    if not all((data / name).is_file() for name in ("train.jsonl", "heldout.jsonl")):
-        maker = Path(__file__).with_name("make_arithmetic_data.py")
-        subprocess.run([sys.executable, str(maker), "--out", str(data)], check=True)
-    print(f"{out}: making a tiny model", flush=True)
-    built = out / f".building.{os.getpid()}"
-    shutil.rmtree(built, ignore_errors=True)
-    built.mkdir()
-    try:
-        share = build(built, data, seed=arguments.seed, num_steps=arguments.warmup_steps)
-        publish(built, out, {"settings": settings, "heldout_accuracy": share})
-    finally:
-        shutil.rmtree(built, ignore_errors=True)
-    print(f"{out}: done")
+    out, data = arguments.out, arguments.data or arguments.out
+    plan = Plan(dict(TINY), seed=arguments.seed, num_steps=arguments.warmup_steps)
+    if not is_complete(out, plan.settings):
+        make_problems(data)
+    produce(out, plan.settings, lambda built: build(built, data, plan))
     return 0
 
 

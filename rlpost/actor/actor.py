@@ -2,33 +2,43 @@
 
 In: weights, and batches of samples with advantages. Out: log-probs, optimizer steps, checkpoints, and weights for the
 engines. A plain class in one process a rank; every method except the constructor is collective: all ranks call it, in
-the same order. Invariants: the loss does not depend on the layout or on micro-batching; metrics are global means and
-equal on every rank; nothing here draws random numbers while training (dropout is 0), so a checkpoint needs none.
+the same order; ``boundaries`` alone are for a second thread. Invariants: the loss does not depend on the layout or on
+micro-batching; metrics are global means and equal on every rank; a checkpoint has all that the next step depends on,
+the random generators of every rank included.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, step
+from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state, step
+from rlpost.actor.boundaries import Boundaries
 from rlpost.actor.description import read_description
+from rlpost.actor.host_copies import Background
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.packing import Cut, PackedMicroBatch, as_trained, log_prob_micro_batches, pack, unpack
 from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.report import global_metrics
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
+from rlpost.errors import CheckpointError, Interrupted, SyncError
+from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, StepResult, TrainBatch
+from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
+from rlpost.weights.sent import LastSent
 from rlpost.weights.sync import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
@@ -43,9 +53,10 @@ class Actor:
     def __init__(self, settings: ActorSettings) -> None:
         """Read the architecture. Raises WeightError when it is not supported, ConfigError when it cannot be cut so."""
         self.settings = settings
+        self.boundaries = Boundaries()
         self._reference: ReferenceWeights | None = None
         self.num_optimizer_steps = 0  # made so far, on which the learning rate depends
-        self._background: dist.ProcessGroup | None = None
+        self._background: Background | None = None
         self._writing: megatron_checkpoint.Writing | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
@@ -90,7 +101,11 @@ class Actor:
             backend=device.backend(),
             timeout_s=60.0 * settings.distributed_timeout_minutes,
         )
+        self.last_sent = LastSent(
+            self.exporter, bucket_bytes=settings.update_weight_buffer_size, writes=dist.get_rank() == 0
+        )
         self.memory = DeviceMemory(self.model, self.optimizer)
+        self.profiling = Profiling(rank)
         num_parameters = sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
         logger.info("rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current())
 
@@ -103,6 +118,16 @@ class Actor:
     def visible_gpu(self) -> str:
         """The GPU of this rank, for an engine that shares it."""
         return device.visible()
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Operations a second that this rank's device can do; None where that is not known."""
+        return device.peak_flops()
+
+    @property
+    def memory_use(self) -> dict[str, float]:
+        """What this rank holds now, by the names of metrics; may be asked beside any other method."""
+        return device.memory_use()
 
     @property
     def sync_stage(self) -> int | None:
@@ -123,39 +148,47 @@ class Actor:
         packed = self._pack(log_prob_micro_batches(batch))
         loss = self._micro_batch_loss(batch)
 
-        def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list]:
+        def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
             logprobs_R, _ = loss.logprobs(logits, micro_batch)
             return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
 
         self._set_mode(training=False)
         with torch.no_grad():
-            return as_trained(step.run(self.model, packed, loss_of=collect, forward_only=True), batch)
+            found = step.run(self.model, packed, loss_of=collect, forward_only=True, boundaries=self.boundaries)
+        return as_trained(found, batch)
 
     def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
         """One optimizer step on this rank's part of the batch.
 
         Args: ``old_logprobs`` as ``compute_logprobs`` returns them; without them the ratio is 1 and only its gradient
         counts (one step a rollout). Returns the metrics of the objective, train/grad_norm (before clipping) and
-        train/lr, equal on every rank. Raises TrainingError, and leaves the weights, when a metric is not finite.
+        train/lr, equal on every rank. Raises TrainingError when a metric is not finite, and Interrupted at one of the
+        ``boundaries``; both leave weights and optimizer as they were, the latter the random generators too.
         """
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
         ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
         loss = self._micro_batch_loss(batch)
         self._set_mode(training=True)
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        stats = step.run(
-            self.model,
-            packed,
-            loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
-            forward_only=False,
-        )
+        self._zero_grad()
+        before = random_state.collect()
+        try:
+            stats = step.run(
+                self.model,
+                packed,
+                loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
+                forward_only=False,
+                boundaries=self.boundaries,
+            )
+        except Interrupted:
+            self._zero_grad()
+            random_state.restore(before)
+            raise
         metrics = global_metrics(stats)
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
-        _, grad_norm, _ = self.optimizer.step()
+        with span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
         return StepResult(metrics | {"train/grad_norm": float(grad_norm), "train/lr": lr})
 
@@ -172,12 +205,11 @@ class Actor:
 
         Raises CheckpointError when any rank cannot write.
         """
-        if dist.get_rank() == 0:
-            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        dist.barrier()
+        if problem := parallel.first_problem(self._prepare(Path(folder))):
+            raise CheckpointError(f"checkpoint of step {step}: {folder} cannot be made: {problem}")
         self._finish_param_sync()
         if in_background and self._background is None:
-            self._background = dist.new_group(backend="gloo")
+            self._background = Background(self.optimizer)
         self._writing = megatron_checkpoint.save(
             folder,
             chunks=self.chunks,
@@ -186,14 +218,40 @@ class Actor:
             background=self._background if in_background else None,
         )
 
+    def _prepare(self, folder: Path) -> str | None:
+        """Make the folder, on the first rank; returns what is wrong. What an earlier save left running ends first."""
+        try:
+            self.finish_save()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        try:
+            if dist.get_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            return str(error)
+        return None
+
     def finish_save(self) -> None:
         """Wait for what ``save`` left to the background. May run beside any other method: it touches nothing else.
 
         Raises CheckpointError when any rank could not write.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        writing = self._writing
+        if writing is None:
+            return
+        try:
             writing.wait()
+        finally:
+            if self._writing is writing:  # not sooner: whoever saves next uses the same memory, and waits here too
+                self._writing = None
+
+    def save_is_done(self) -> bool:
+        """Whether nothing is left to wait for. As ``finish_save``, but it returns at once: whoever waits in the second
+        thread of a worker holds it."""
+        if self._writing is not None and self._writing.is_running:
+            return False
+        self.finish_save()
+        return True
 
     def load(self, folder: str | Path) -> int:
         """Restore what ``save`` wrote, at any layout, and return its step. Learning rate and weight decay are those of
@@ -203,16 +261,39 @@ class Actor:
         return progress.step
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder with configuration and tokenizer."""
+        """Write the weights as a Hugging Face folder with configuration and tokenizer, one file after the other.
+
+        Raises CheckpointError, on every rank, when it cannot be written.
+        """
         self._finish_param_sync()
-        export_folder(
-            self.exporter,
-            folder,
-            template=self.settings.hf_checkpoint,
-            config=self.description.hf_config,
-            writes=dist.get_rank() == 0,
-        )
-        dist.barrier()
+        problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
+        try:
+            export_folder(self.exporter, folder, template=self.settings.hf_checkpoint, config=config, writes=writes)
+        except OSError as error:
+            problem = str(error)
+        if problem := parallel.first_problem(problem):
+            raise CheckpointError(f"weights cannot be written to {folder}: {problem}")
+
+    def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
+        """Write a version for engines that read files: whole, or what differs from the one written before.
+
+        Returns what the writing rank wrote, None on others. Raises SyncError, on every rank, when it cannot be written.
+        """
+        self._finish_param_sync()
+        export = partial(export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config)
+        problem, written = None, None
+        try:
+            if whole:
+                written = self.last_sent.write_whole(
+                    Path(folder), version, partial(export, writes=dist.get_rank() == 0)
+                )
+            else:
+                written = self.last_sent.write_delta(Path(folder), version)
+        except OSError as error:
+            problem = str(error)
+        if problem := parallel.first_problem(problem):
+            raise SyncError(f"weights of version {version} cannot be written to {folder}: {problem}")
+        return written
 
     def weights_hash(self) -> str:
         """A hash of the full weights under their Hugging Face names: the same at every layout."""
@@ -245,6 +326,11 @@ class Actor:
     def _set_mode(self, *, training: bool) -> None:
         for chunk in self.model:
             chunk.train(training)
+
+    def _zero_grad(self) -> None:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _finish_param_sync(self) -> None:
         """With overlap the other ranks' updates arrive with the next forward pass; whoever reads weights waits here."""

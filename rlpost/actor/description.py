@@ -82,7 +82,9 @@ class ModelDescription:
         """Raises ConfigError when the model cannot be cut so."""
         fields, hf = self.fields, self.hf_config
         tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-        sizes = [(key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS]
+        sizes: list[tuple[str, int, str, int | None]] = [
+            (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS
+        ]
         if "num_moe_experts" in fields:
             expert_tensor = settings.expert_tensor_parallel_size or tensor
             sizes += [

@@ -11,6 +11,24 @@ from pathlib import Path
 
 import torch
 
+from rlpost.metrics.memory import GB, machine, process_gb
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "GH200": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "A10G": 70.0,
+}
+"""Dense bfloat16, by a part of the device's name; the first that fits counts. From NVIDIA's data sheets."""
+
 
 def current() -> torch.device:
     """The device of this rank's tensors."""
@@ -46,11 +64,6 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def memory_bytes() -> int:
-    """The most bytes of device memory this process has held in tensors; 0 on a CPU, where nobody counts them."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
 def memory_in_use() -> int:
     """Bytes that this process holds: of device memory, or on a CPU of the machine's (resident)."""
     if torch.cuda.is_available():
@@ -62,3 +75,20 @@ def memory_in_use() -> int:
 def visible() -> str:
     """The GPU that this process was given, as CUDA_VISIBLE_DEVICES names it; empty without."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def peak_flops() -> float | None:
+    """Dense operations a second of the device in bfloat16; None for one that PEAK_TFLOPS does not name."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def memory_use() -> dict[str, float]:
+    """What this process holds in host memory and on its device, by the names of metrics. The peaks of the device are
+    those since the last call."""
+    held = {"memory/actor_gb": process_gb(), **machine()}
+    if torch.cuda.is_available():
+        held["memory/actor_gpu_peak_gb"] = torch.cuda.max_memory_allocated() / GB
+        held["memory/actor_gpu_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+        torch.cuda.reset_peak_memory_stats()
+    return held

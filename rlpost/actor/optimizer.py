@@ -85,18 +85,27 @@ def _placement(settings: ActorSettings) -> dict[str, Any]:
 
 
 def _precision(settings: ActorSettings) -> dict[str, Any]:
-    """Types of what Adam keeps, where it can keep other types than float32."""
-    if not settings.use_precision_aware_optimizer:
-        return {}
+    """Types of what Adam keeps, where it can keep other types than float32.
+
+    HybridDeviceOptimizer takes weights and gradients as this flag lays them out, so with it the flag is set in any case
+    (Megatron-LM's own command line refuses one without the other); what it keeps itself is float32.
+    """
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: getattr(settings, name) for name in names}
-    possible = torch.cuda.is_available() and (has_transformer_engine() or settings.optimizer_cpu_offload)
-    if possible:
+    other = [f"{name} = {value}" for name, value in given.items() if value != "fp32"]
+    is_hybrid = settings.optimizer_cpu_offload and torch.cuda.is_available()
+    if is_hybrid and not settings.use_distributed_optimizer:
+        raise ConfigError("optimizer_cpu_offload needs perf.use_distributed_optimizer on a GPU; leave that on")
+    if is_hybrid and not other:
+        return {"use_precision_aware_optimizer": True}
+    if not settings.use_precision_aware_optimizer:
+        return {}
+    if torch.cuda.is_available() and has_transformer_engine() and not is_hybrid:
         return {"use_precision_aware_optimizer": True} | {name: DTYPES[value] for name, value in given.items()}
-    if other := [f"{name} = {value}" for name, value in given.items() if value != "fp32"]:
+    if other:
         raise ConfigError(
-            f"use_precision_aware_optimizer with {', '.join(other)}: needs CUDA and either TransformerEngine or "
-            "optimizer_cpu_offload; choose fp32 for all of them or leave it out"
+            f"use_precision_aware_optimizer with {', '.join(other)}: needs CUDA and TransformerEngine, and no "
+            "optimizer_cpu_offload, which keeps float32; choose fp32 for all of them or leave it out"
         )
     logger.warning("use_precision_aware_optimizer: all its types are fp32, which Adam has without it")
     return {}

@@ -84,6 +84,17 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
+def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """The same on every rank: the problem of the first rank that has one. A collective; ``group`` is another group of
+    all ranks.
+
+    For what one rank does alone: the others must not go on to a collective in which it is missing.
+    """
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem, group=group)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None)
+
+
 def tensor_parallel_group() -> dist.ProcessGroup:
     """The ranks among which single tensors are cut."""
     return parallel_state.get_tensor_model_parallel_group()

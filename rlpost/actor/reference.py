@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rlpost.actor import device
 from rlpost.weights.inventory import Inventory
 
 
@@ -21,24 +22,33 @@ class ReferenceWeights:
     def __init__(self, inventory: Inventory, read: Callable[[], None]) -> None:
         """``read`` fills the model with the reference's weights, once; the model's own are put back."""
         self._live = [held.tensor.data for held in inventory.held.values()]
-        mine = self._on_host()
+        self._mine, self._reference = ([_on_host_like(tensor) for tensor in self._live] for _ in range(2))
+        self._keep(self._mine)
         read()
-        self._reference = self._on_host()
-        self._fill(mine)
+        self._keep(self._reference)
+        self._fill(self._mine)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model computes as the reference within."""
-        mine = self._on_host()
+        self._keep(self._mine)
         self._fill(self._reference)
         try:
             yield
         finally:
-            self._fill(mine)
+            self._fill(self._mine)
 
-    def _on_host(self) -> list[torch.Tensor]:
-        return [tensor.to("cpu", copy=True) for tensor in self._live]
+    def _keep(self, values: list[torch.Tensor]) -> None:
+        for tensor, value in zip(self._live, values, strict=True):
+            value.copy_(tensor, non_blocking=True)
+        device.synchronise()
 
     def _fill(self, values: list[torch.Tensor]) -> None:
+        """Returns before it is done on a GPU; what follows there comes after it, the next ``_keep`` too."""
         for tensor, value in zip(self._live, values, strict=True):
-            tensor.copy_(value)
+            tensor.copy_(value, non_blocking=True)
+
+
+def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory that the device can copy from and to by itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

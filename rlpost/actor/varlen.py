@@ -41,7 +41,7 @@ def attend(
         tensor.split(starts.diff().tolist())
         for tensor, starts in ((query, bounds.queries), (key, bounds.keys), (value, bounds.keys))
     )
-    return torch.cat([_one_sequence(*part, scale) for part in zip(*parts, strict=True)])
+    return torch.cat([_one_sequence(q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float) -> torch.Tensor:

@@ -55,11 +55,11 @@ def schedule(
         # A rank of few long samples may lack enough for as many micro-batches as others need; equal numbers never do.
         for quota in (None, share):
             ranks = _spread(work, data_parallel_size, quota=quota)
-            packed = regroup(
+            fitting = regroup(
                 [[lengths[i] for i in own] for own in ranks], max_tokens=max_tokens, multiple_of=multiple_of
             )
-            if packed is not None:
-                return _named(ranks, packed, work)
+            if fitting is not None:
+                return _named(ranks, fitting, work)
     bins = (
         [list(range(i, min(i + micro_batch_size, len(lengths)))) for i in range(0, len(lengths), micro_batch_size)]
         if max_tokens is None

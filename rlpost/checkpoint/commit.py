@@ -7,20 +7,25 @@
              latest                         names it, for people; no code reads it
     prune    after the commit: older ones go
 
-In: a folder on a file system whose rename is atomic; one process at a time commits into it. Invariant: whatever the
-instant of a crash, ``newest_committed`` finds the newest checkpoint that was complete, with the bytes that were
-written, and the next ``begin`` works. The order (write, fsync the file, rename, fsync the folder) is that of Pillai et
-al., All File Systems Are Not Created Equal, OSDI 2014.
+In: a folder on a file system whose rename is atomic; one process at a time commits into it. ``ownership`` sees to that:
+its writers work in a lane, ``.writing-TOKEN/.writing-iter_0000020/``. Invariant: whatever the instant of a crash,
+``newest_committed`` finds the newest checkpoint that was complete, with the bytes that were written, and the next
+``begin`` works. The order (write, fsync the file, rename, fsync the folder) is that of Pillai et al., All File Systems
+Are Not Created Equal, OSDI 2014. Bad storage while reading is a reason to skip a checkpoint, never an exception; while
+writing it is an OSError, after which the checkpoint before is still there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +37,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "MANIFEST.json"
 COMMITTED = "COMMITTED"
 LATEST = "latest"
+OWNER = "OWNER"
 WRITING, REPLACED, DELETING = ".writing-", ".replaced-", ".deleting-"
 NUM_HASH_THREADS = 8
 _NAME = re.compile(r"(?:\.replaced-)?iter_(\d{7,})")
@@ -57,24 +63,32 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def begin(folder: str | Path, step: int) -> Path:
-    """A new empty folder to write the checkpoint of ``step`` into; leftovers of an earlier attempt are removed."""
-    writing = Path(folder) / (WRITING + checkpoint_name(step))
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    if writing.exists():
-        _delete(writing)
+def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
+    """A new empty folder to write the checkpoint of ``step`` into, in ``folder`` or in a lane of it, which must exist.
+
+    Leftovers of an earlier save of the step, and all in the lane, are removed: they may be what fills the disk.
+    """
+    writing = (Path(folder) if lane is None else lane) / (WRITING + checkpoint_name(step))
+    if lane is None:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    for leftover in [writing] if lane is None else list(lane.iterdir()):
+        if leftover.exists():
+            _delete(leftover)
     os.mkdir(writing, 0o700)
     return writing
 
 
-def commit(writing: Path) -> Path:
+def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
     """Make what lies in ``writing``, a folder from ``begin``, the checkpoint of its step. Returns its final path.
 
-    All writers must have finished. Raises CheckpointError when the folder is empty.
+    All writers must have finished. ``check`` is called just before the rename and may raise. Raises CheckpointError for
+    an empty folder, OSError when the storage fails; then the checkpoint before is the newest.
     """
-    folder, name = writing.parent, writing.name.removeprefix(WRITING)
+    in_lane = writing.parent.name.startswith(WRITING)
+    folder, name = writing.parents[1 if in_lane else 0], writing.name.removeprefix(WRITING)
     final, replaced = folder / name, folder / (REPLACED + name)
     manifest = _seal(writing)
+    check()
     if final.exists():
         if defect(final) is None:
             if replaced.exists():
@@ -84,37 +98,62 @@ def commit(writing: Path) -> Path:
             _delete(final)
     os.rename(writing, final)
     _sync_folder(folder)
-    _write_durably(final / COMMITTED, _digest(manifest) + "\n")
-    _write_durably(folder / LATEST, name + "\n")
+    write_durably(final / COMMITTED, _digest(manifest) + "\n")
+    write_durably(folder / LATEST, name + "\n")
     if replaced.exists():
         _delete(replaced)
     return final
 
 
-def newest_committed(folder: str | Path, *, checksums: bool = True) -> Search:
+def newest_committed(
+    folder: str | Path, *, checksums: bool = True, also: Callable[[Path], str | None] = lambda path: None
+) -> Search:
     """The newest complete checkpoint in ``folder``; without ``checksums`` only sizes are compared.
 
-    A folder that is incomplete or damaged is skipped, with the reason, and the next older one is tried.
+    A folder that is incomplete or damaged, or against which ``also`` has a reason, is skipped, with the reason, and the
+    next older one is tried. Raises CheckpointError when the folder cannot be listed.
     """
-    skipped: list[tuple[Path, str]] = []
-    for path in _candidates(Path(folder)):
-        problem = defect(path, checksums=checksums)
+    folder, skipped = Path(folder), []
+    named = _latest(folder)
+    if named is not None and not any((folder / (aside + named)).is_dir() for aside in ("", REPLACED)):
+        skipped.append((folder / named, f"the file {LATEST} names it, but it is not there"))
+    for path in _candidates(folder):
+        problem = defect(path, checksums=checksums) or also(path)
         if problem is None:
             return Search(path, tuple(skipped))
         skipped.append((path, problem))
     return Search(None, tuple(skipped))
 
 
+def was_committed(path: Path) -> bool:
+    """Whether a folder that ``newest_committed`` skipped counted once: something happened to it since."""
+    return os.path.lexists(path / COMMITTED) or _latest(path.parent) == path.name
+
+
+def uncommitted(folder: Path) -> list[Path]:
+    """Folders in place that a save wrote and did not come to mark: of a crash, or of somebody who still writes."""
+    found = [path for path in _candidates(folder) if not path.name.startswith(REPLACED)]
+    return [path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()]
+
+
 def defect(path: Path, *, checksums: bool = True) -> str | None:
     """Why a checkpoint folder does not count, in words; None when it is complete and as it was written."""
     try:
-        marker = (path / COMMITTED).read_text().strip()
-        manifest = (path / MANIFEST).read_text()
-    except FileNotFoundError as error:
-        return f"it has no {Path(error.filename).name}: it was not committed"
-    if marker != _digest(manifest):
-        return f"{COMMITTED} does not belong to {MANIFEST}"
-    entries: dict[str, dict[str, int | str]] = json.loads(manifest)["files"]
+        for name in (COMMITTED, MANIFEST):
+            if not (path / name).is_file():
+                return f"it has no {name}: it was not committed" if name == COMMITTED else f"{name} is missing"
+        text = (path / MANIFEST).read_text()
+        if (path / COMMITTED).read_text().strip() != _digest(text):
+            return f"{COMMITTED} does not belong to {MANIFEST}"
+        return _difference(path, json.loads(text)["files"], checksums=checksums)
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} or {COMMITTED} is malformed: {type(error).__name__}: {error}"
+
+
+def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool) -> str | None:
+    """The first file that is not as the manifest says, in words."""
     for name, entry in entries.items():
         file = path / name
         if not file.is_file():
@@ -129,31 +168,63 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
     return None
 
 
-def prune(folder: str | Path, keep_last: int) -> tuple[Path, ...]:
-    """Delete all but the ``keep_last`` newest complete checkpoints, and leftovers of crashes. Returns what was deleted.
+def recoverable(folder: str | Path, keep_last: int) -> list[Path]:
+    """The ``keep_last`` newest complete checkpoints, newest first. Only sizes are compared."""
+    complete = (path for path in _candidates(Path(folder)) if defect(path, checksums=False) is None)
+    return list(itertools.islice(complete, keep_last))
 
-    Call it after a commit and never while a checkpoint is being written. Only sizes are compared. A folder newer than
-    those kept is left alone, complete or not; with no complete checkpoint nothing is deleted.
+
+def prune(
+    folder: str | Path, keep_last: int, *, keep_every: int | None = None, lane: Path | None = None
+) -> tuple[Path, ...]:
+    """Delete all but the ``keep_last`` newest complete checkpoints and those of every ``keep_every``-th step, and
+    leftovers of crashes; who has a ``lane`` leaves all lanes alone. Returns what was deleted.
+
+    Call it after a commit and never while a checkpoint is being written without a lane. Only sizes are compared. A
+    folder newer than those kept is left alone, complete or not, and so is one that no save of ours wrote; with no
+    complete checkpoint nothing is deleted.
     """
     assert keep_last >= 1, keep_last
     folder = Path(folder)
-    kept = [path for path in _candidates(folder) if defect(path, checksums=False) is None][:keep_last]
+    kept = recoverable(folder, keep_last)
     if not kept:
         return ()
     oldest = step_of(kept[-1])
     old = [path for path in _candidates(folder) if path not in kept and step_of(path) <= oldest]
-    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, DELETING))]
+    old = [path for path in old if (path / MANIFEST).exists() or (path / COMMITTED).exists()]
+    if keep_every is not None:
+        whole = (path for path in old if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None)
+        archive = {step_of(path): path for path in reversed(list(whole))}  # of one step the one in place
+        old = [path for path in old if path not in archive.values()]
+    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)  # an unknown lane is of one who claims just now
+    leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
     for path in old + leftovers:
         _delete(path)
     return tuple(old + leftovers)
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step the one in place before the one that stepped aside."""
-    if not folder.is_dir():
+    """Checkpoint folders, newest first; of one step the one in place before the one that stepped aside.
+
+    The one that ``latest`` names is looked up by name: a listing from a cache may lack it.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except FileNotFoundError:
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be looked for in {folder}: {error}") from error
+    found = [folder / name for name in names | {_latest(folder) or ""} if _NAME.fullmatch(name)]
+    found = [path for path in found if path.is_dir()]
     return sorted(found, key=lambda path: (-step_of(path), path.name.startswith(REPLACED)))
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        name = (folder / LATEST).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return name if _NAME.fullmatch(name) else None
 
 
 def _seal(writing: Path) -> str:
@@ -172,28 +243,44 @@ def _seal(writing: Path) -> str:
     for path in sorted(path for path in writing.rglob("*") if path.is_dir()):
         _sync_folder(path)
     manifest = json.dumps({"files": entries}, indent=1) + "\n"
-    _write_durably(writing / MANIFEST, manifest)
+    write_durably(writing / MANIFEST, manifest)
     return manifest
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a folder so that nobody takes it for a checkpoint or finds it to write to; ``prune`` deletes it.
+
+    Returns where it is now, None when it was gone.
+    """
+    if path.name.startswith(DELETING):
+        return path
+    aside = path.with_name(f"{DELETING}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return None
+    return aside
 
 
 def _delete(path: Path) -> None:
     """Remove a folder such that a half-removed one is never taken for a checkpoint."""
-    doomed = path
-    if not path.name.startswith(DELETING):
-        doomed = path.with_name(DELETING + path.name.lstrip("."))
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    aside = set_aside(path)
+    if aside is not None:
+        shutil.rmtree(aside)
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file by one with this text, all of it or nothing, on disk when this returns."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync_folder(path.parent)
 
 

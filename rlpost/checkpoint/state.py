@@ -21,13 +21,15 @@ class RunState:
     """``pending`` holds the metrics of ``step`` while its evaluation and its metrics line are still to come.
 
     It is also the mark that an evaluation is owed: a resume evaluates what was interrupted, and nothing twice.
-    ``cursor`` is the state of the prompt cursor; ``backlog`` what was fetched before it and is not yet trained.
+    ``cursor`` is the state of the prompt cursor; ``backlog`` what was fetched before it and is not yet trained;
+    ``journal`` the segment of the journal that says what happened afterwards.
     """
 
     step: int = 0
     cursor: Mapping[str, int] = field(default_factory=dict)
     pending: Mapping[str, float] | None = None
     backlog: Backlog = field(default_factory=Backlog)
+    journal: int = 0
 
     @property
     def policy_version(self) -> int:
@@ -47,7 +49,7 @@ class RunState:
         return replace(self, pending=None)
 
     def to_json(self) -> str:
-        record = {"step": self.step, "cursor": self.cursor, "pending": self.pending}
+        record = {"step": self.step, "cursor": self.cursor, "pending": self.pending, "journal": self.journal}
         return json.dumps(record | {"backlog": backlog_record(self.backlog)}, ensure_ascii=False)
 
     @classmethod

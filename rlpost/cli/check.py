@@ -10,7 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.amounts import count_text, size_text
 from rlpost.check import check
+from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
 from rlpost.cli.submit import job_spec
 from rlpost.config.plan.estimate import engine_weights, fullest_held
@@ -24,9 +26,12 @@ _INDENT = 14
 
 def main(arguments: Sequence[str]) -> int:
     """Check and show."""
-    options, loaded = settings(parser("rlpost check", "Check a recipe and show its arithmetic."), arguments)
+    made = parser("rlpost check", "Check a recipe and show its arithmetic.")
+    add_scale_down(made)
+    options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+    require_model(options.recipe, loaded.config)
     problems = []
     for look in (check, job_spec):
         try:
@@ -56,7 +61,11 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
             f"{'the same' if cluster.colocate else generates} generate",
         ),
         ("trainer", f"{trains} ranks = {_layout(config)}"),
-        ("engines", f"{generates} GPUs / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"),
+        (
+            "engines",
+            ", ".join(config.sglang.rollout_external_engine_addrs)
+            or f"{generates} GPUs / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}",
+        ),
         (
             "rollout",
             f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} answers = "
@@ -90,41 +99,26 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
     except WeightError as error:
         return [("model", f"{name}: {error}; memory is not estimated")]
     parameters, memory = shape.parameters, fullest_held(config, shape)
-    routed = f", {_count(parameters.expert)} of them in experts" if parameters.expert else ""
+    routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
     return [
-        ("model", f"{name}, {_count(parameters.total)} parameters{routed}"),
+        ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
         (
             "trainer GPU",
-            f"weights {_size(memory.weights)} + gradients {_size(memory.gradients)} + optimizer "
-            f"{_size(memory.optimizer)} = {_size(memory.total)}, and activations",
+            f"weights {size_text(memory.weights)} + gradients {size_text(memory.gradients)} + optimizer "
+            f"{size_text(memory.optimizer)} = {size_text(memory.total)}, and activations",
         ),
-        ("engine GPU", f"weights {_size(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache"),
+        ("engine GPU", f"weights {size_text(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache"),
     ]
 
 
 def _file_lines(config: Config) -> list[tuple[str, str]]:
     files = [("prompts", path) for path in config.rollout.prompt_data]
     files += [(f"eval {name}", path) for name, path in config.eval_sets]
-    weights = sorted(Path(config.checkpoint.hf_checkpoint).glob("*.safetensors"))
-    found = f"{config.checkpoint.hf_checkpoint}: {len(weights)} files, {_size(sum(p.stat().st_size for p in weights))}"
-    return [("weights", found), *((name, f"{path}: {_size(_stored(path))}") for name, path in files)]
+    sizes = [path.stat().st_size for path in Path(config.checkpoint.hf_checkpoint).glob("*.safetensors")]
+    found = f"{config.checkpoint.hf_checkpoint}: {len(sizes)} files, {size_text(sum(sizes))}"
+    return [("weights", found), *((name, f"{path}: {size_text(_stored(path))}") for name, path in files)]
 
 
 def _stored(path: str) -> int:
     """Bytes of a prompt file; ``PATH@[A:B]`` is a slice of one."""
     return Path(path.partition("@[")[0]).stat().st_size
-
-
-def _count(number: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return str(number)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

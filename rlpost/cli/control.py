@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, job_ids, local_is_alive, slurm_job
+from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, job_ids, local_is_alive, running_job
 from rlpost.errors import ConfigError
-from slurm.client import cancel
+from slurm.client import ask_to_requeue, cancel
 from slurm.local import request_stop
-from slurm.queue import ask_to_requeue, queue
+from slurm.queue import queue
 from slurm.run_folder import RunFolder
-from slurm.states import JobState
 
 
 def cancel_main(arguments: Sequence[str]) -> int:
@@ -24,8 +23,11 @@ def cancel_main(arguments: Sequence[str]) -> int:
     if job_id.startswith(LOCAL):
         if not local_is_alive(job_id):
             raise ConfigError(f"{run.root.name}: {job_id} has ended already; nothing to cancel")
+        latest = run.attempts / "latest"
+        if not latest.exists() or (latest / "verdict").exists():  # no attempt yet, or the one before
+            raise ConfigError(f"{run.root.name}: {job_id} is about to begin or to end; call this again in a moment")
         run.ledger.append("cancelled", job_id=job_id)
-        request_stop((run.attempts / "latest").resolve(strict=True), "cancel")
+        request_stop(latest.resolve(), "rlpost cancel")
     else:
         _cancel_all(run, job_id)
     print(
@@ -51,11 +53,7 @@ def requeue_main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    job_id = slurm_job(run, what_for="nobody would start it again: use rlpost cancel, then submit --resume")
-    entry = queue([job_id])[job_id]
-    if entry.state is not JobState.RUNNING:
-        why = f" ({entry.reason})" if entry.reason else ""
-        raise ConfigError(f"{run.root.name}: job {job_id} is {entry.state}{why}; only a running one can be requeued")
+    job_id = running_job(run, what_for="nobody would start it again: use rlpost cancel, then submit --resume").job_id
     ask_to_requeue(job_id)
     print(f"asked {run.root.name} (job {job_id}) to save and go on; see rlpost logs -f {run.root.name}")
     return 0

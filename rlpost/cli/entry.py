@@ -5,6 +5,8 @@ Apart from the settings, whose tree of models takes most of a cold start: a verb
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,18 +15,30 @@ from slurm.errors import SlurmError
 
 EXIT_REFUSED = 1  # Slurm, or the state of the run, does not allow it
 EXIT_BAD_INPUT = 2
+EXIT_NOBODY_READS = 128 + signal.SIGPIPE  # as programs end that do not look at it
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
-    """Run a command for a person: bad input is a message on standard error and exit code 2, never a traceback."""
+    """Run a command for a person: bad input is a message on standard error and exit code 2, never a traceback;
+    a file or folder that cannot be used, or an order that Slurm does not take, is one with exit code 1."""
     try:
-        return command(sys.argv[1:] if arguments is None else arguments)
+        code = command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
     except (ConfigError, DataError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except SlurmError as error:
         print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except BrokenPipeError:  # ``head`` has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return EXIT_NOBODY_READS
+    except OSError as error:
+        if error.filename is None:  # not about a file of the person's: a fault of ours
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130

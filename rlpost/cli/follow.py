@@ -7,10 +7,11 @@ else is read from the run's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rlpost.cli.runs import LOCAL, local_is_alive
+from rlpost.cli.log_lines import Wanted, merged, prefixed
+from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.queue import queue
@@ -21,14 +22,14 @@ ENDING_POLL_S = 3.0
 EXIT_CODES = {"done": 0, "requeue": 75, "config": 2}
 
 
-def follow(run: RunFolder, job_id: str, *, log_name: str = "driver.log", started_it: bool = False) -> int:
-    """Print the driver's log, or another of the attempt's, until the job is over; returns 0 when the run is done.
+def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False) -> int:
+    """Print the driver's log, or what is ``wanted``, until the job is over; returns 0 when the run is done.
 
     Ctrl-C leaves and the run goes on. Only a local run that this process has started (``started_it``) gets the same
     Ctrl-C from the terminal and stops at its next checkpoint; a second one leaves at once.
     """
     is_over = (lambda: not local_is_alive(job_id)) if job_id.startswith(LOCAL) else _slurm_is_over(run, job_id)
-    log = _LogTail(run.attempts, log_name)
+    log = _LogTail(run.attempts, wanted or Wanted())
     interrupted = False
     while True:
         try:
@@ -46,37 +47,46 @@ def follow(run: RunFolder, job_id: str, *, log_name: str = "driver.log", started
 
 
 class _LogTail:
-    """Prints what is new in one log of the newest attempt."""
+    """Prints what is new in the wanted logs of the newest attempt."""
 
-    def __init__(self, attempts: Path, name: str) -> None:
+    def __init__(self, attempts: Path, wanted: Wanted) -> None:
         self._attempts = attempts
-        self._name = name
+        self._wanted = wanted
         self._current: Path | None = None
-        self._offset = 0
+        self._read: dict[str, int] = {}  # bytes of each log
 
     def print_new(self) -> None:
         latest = self._attempts / "latest"
         attempt = latest.resolve() if latest.exists() else None
         if attempt is not None and attempt != self._current:
             self._print_rest()
-            self._current, self._offset = attempt, 0
+            self._current, self._read = attempt, {}
             print(f"--- attempt {attempt.name}: {attempt}", flush=True)
         self._print_rest()
 
     def _print_rest(self) -> None:
-        if self._current is None or not (path := self._current / self._name).exists():
+        if self._current is None:
             return
+        new: dict[str, Iterable[str]] = {}
+        for path in self._current.glob("*.log"):
+            if self._wanted.log(path.stem):
+                new[path.stem] = self._wanted.records(self._new_lines(path))
+        width = max(map(len, new), default=0)
+        for name, record in merged(new):
+            print(record if self._wanted.is_one else prefixed(name, record, width), end="", flush=True)
+
+    def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(self._read.get(path.stem, 0))
             whole = file.read()
         whole = whole[: whole.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        if whole:
-            print(whole.decode(errors="replace"), end="", flush=True)
+        self._read[path.stem] = self._read.get(path.stem, 0) + len(whole)
+        return whole.decode(errors="replace").splitlines(keepends=True)
 
 
 def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
-    """Asks Slurm rarely; more often once the attempt has left its verdict, for then the job ends or is requeued."""
+    """Asks Slurm rarely; more often once the attempt has left its verdict, for then the job ends or is requeued, or a
+    new one goes on (``requeue = "chain"``)."""
     asked = -POLL_S
     over = False
 
@@ -84,7 +94,8 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
         nonlocal asked, over
         poll_s = ENDING_POLL_S if (run.attempts / "latest" / "verdict").exists() else POLL_S
         if time.monotonic() - asked >= poll_s:
-            asked, over = time.monotonic(), queue([job_id])[job_id].is_over
+            newest = newest_job(run) or job_id
+            asked, over = time.monotonic(), queue([newest])[newest].is_over
         return over
 
     return is_over

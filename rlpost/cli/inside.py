@@ -12,14 +12,12 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from rlpost.cli.runs import add_run_options, find_run, last, slurm_job
+from rlpost.cli.runs import add_run_options, find_run, last, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.nodelist import expand
-from slurm.queue import queue
 from slurm.run_folder import RunFolder
-from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
 DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
@@ -87,12 +85,8 @@ def dashboard_port(run: RunFolder) -> int:
 
 def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:
     """The job of a run and its nodes, in Slurm's order. Raises ConfigError when it is not running."""
-    job_id = slurm_job(run, what_for="look at it from here")
-    entry = queue([job_id])[job_id]
-    if entry.state is not JobState.RUNNING:
-        why = f" ({entry.reason})" if entry.reason else ""
-        raise ConfigError(f"{run.root.name}: job {job_id} is {entry.state}{why}; this needs one that runs")
-    return job_id, expand(entry.nodelist)
+    entry = running_job(run, what_for="look at it from here")
+    return entry.job_id, expand(entry.nodelist)
 
 
 def head_of(run: RunFolder, nodes: Sequence[str]) -> str:

@@ -1,44 +1,72 @@
-"""``rlpost logs [-f] [--node HOST] [--attempt K] [RUN]``: what the driver, or the agent of a node, says."""
+"""``rlpost logs [RUN]``: what the driver says, an agent, actors, engines, or all of them; followed, if asked."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.cli.follow import follow
+from rlpost.cli.log_lines import LEVELS, Wanted, merged, prefixed
 from rlpost.cli.runs import add_run_options, current_job, find_run
 from rlpost.errors import ConfigError
 from slurm.run_folder import RunFolder
 
-DRIVER_LOG = "driver.log"
-
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a log; with -f, go on until the run is over and leave with its result."""
-    made = argparse.ArgumentParser(prog="rlpost logs", description="The log of a run.")
+    """Print logs; with -f, go on until the run is over and leave with its result."""
+    made = argparse.ArgumentParser(prog="rlpost logs", description="The logs of a run.")
     add_run_options(made)
     made.add_argument("-f", "--follow", action="store_true", help="go on, over all attempts, until the run is over")
     made.add_argument("--node", metavar="HOST", help="the log of that node's agent instead of the driver's")
+    made.add_argument(
+        "--of",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the log of that name instead, such as actor-0, 'engine-*' or '*'; may be given several times",
+    )
+    made.add_argument("--level", choices=LEVELS, default="debug", help="only what is as bad as that, or worse")
+    made.add_argument("--grep", type=_pattern, metavar="REGEX", help="only records in which this is found")
     made.add_argument("--attempt", metavar="K", default="latest", help="which start of the job (default: the latest)")
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    name = DRIVER_LOG if options.node is None else f"agent-{options.node}.log"
+    names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
+    wanted = Wanted(names, options.level, options.grep)
     if options.follow:
-        return follow(run, current_job(run), log_name=name)
-    log = run.attempts / options.attempt / name
-    if not log.is_file():
-        raise ConfigError(_what_there_is(run, log))
-    with log.open(errors="replace") as file:
-        for line in file:
-            print(line, end="")
+        return follow(run, current_job(run), wanted=wanted)
+    _print(run, run.attempts / options.attempt, wanted)
     return 0
 
 
-def _what_there_is(run: RunFolder, log: Path) -> str:
-    if not log.parent.is_dir():
+def _print(run: RunFolder, attempt: Path, wanted: Wanted) -> None:
+    logs = {path.stem: path for path in attempt.glob("*.log") if wanted.log(path.stem)}
+    if not logs:
+        raise ConfigError(_what_there_is(run, attempt, wanted))
+    width = max(map(len, logs))
+    files = {name: path.open(errors="replace") for name, path in logs.items()}
+    try:
+        for name, record in merged({name: wanted.records(file) for name, file in files.items()}):
+            ended = record if record.endswith("\n") else record + "\n"
+            print(ended if wanted.is_one else prefixed(name, ended, width), end="")
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def _pattern(given: str) -> re.Pattern[str]:
+    try:
+        return re.compile(given)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{given!r} is no regular expression: {error}") from None
+
+
+def _what_there_is(run: RunFolder, attempt: Path, wanted: Wanted) -> str:
+    if not attempt.is_dir():
         attempts = sorted((path.name for path in run.attempts.glob("[0-9]*")), key=lambda name: (len(name), name))
         there = f"there are {', '.join(attempts)}" if attempts else "the job has not started yet; see rlpost status"
-        return f"{log.parent}: no such attempt; {there}"
-    names = sorted(path.name for path in log.parent.glob("*.log"))
-    return f"{log}: not written; there are {', '.join(names) or 'no logs yet'}"
+        return f"{attempt}: no such attempt; {there}"
+    names = sorted(path.name for path in attempt.glob("*.log"))
+    asked = ", ".join(f"{name}.log" for name in wanted.names)
+    return f"{attempt}/{asked}: not written; there are {', '.join(names) or 'no logs yet'}"

@@ -24,24 +24,26 @@ VERBS = {
     ),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
     "plan": ("rlpost.cli.plan:main", "what a recipe needs of GPUs, nodes and disks (--suggest: better layouts)"),
+    "fetch": ("rlpost.cli.fetch:main", "a recipe's model and data from the Hugging Face hub to the shared folder"),
     "status": ("rlpost.cli.status:status_main", "where a run stands (--watch: a live page)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
-    "logs": ("rlpost.cli.logs:main", "the log of the driver, or of a node's agent (-f, --node HOST)"),
+    "logs": ("rlpost.cli.logs:main", "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)"),
     "attach": ("rlpost.cli.inside:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.inside:exec_main", "a command on every node of a run"),
     "tunnel": ("rlpost.cli.inside:tunnel_main", "the ssh command for Ray's dashboard"),
     "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
     "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
     "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),
+    "journal": ("rlpost.cli.journal:main", "what a run would go on with after a crash (--records: every record)"),
     "compare": ("rlpost.cli.compare:main", "several runs over each other, as a page"),
-    "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine"),
+    "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine, or with an image (--image)"),
 }
 _DOCTOR = "bootstrap.doctor"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
-    if arguments is None and sys.argv[1:2] in (["submit"], ["check"], ["plan"]):
+    if arguments is None and sys.argv[1:2] in (["submit"], ["check"], ["plan"], ["fetch"]):
         hide_keys()
     return run_command(_verb, arguments)
 
@@ -53,7 +55,14 @@ def verbs() -> dict[str, str]:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """The checks of one machine live with the agent, which runs them on every node."""
+    """The checks of one machine live with the agent, which runs them on every node; --image looks at an image."""
+    if "--image" in arguments:
+        words = [word for word in arguments if word != "--image"]
+        if not any(word.partition("=")[0] == "--cluster" for word in words):  # no package of ours need be there
+            return subprocess.run([sys.executable, "-m", "bootstrap.image_doctor", *words]).returncode
+        from rlpost.cli.image_doctor import main as look
+
+        return look(words)
     return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 
 

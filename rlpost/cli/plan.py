@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlpost.amounts import count_text
+from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.arithmetic import layout_problems
 from rlpost.config.flags import flag
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--write-gbps", type=float, default=WRITE_GBPS, metavar="GB/S", help="of a node to its disks (default: 2)"
     )
+    add_scale_down(made)
     made.add_argument("--suggest", action="store_true", help="the best layouts for the model on so many GPUs")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
@@ -126,14 +129,14 @@ def table(made: Estimate, write_gbps: float) -> Table:
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column()
-    parameters = made.shape.parameters
-    experts = f", {_count(parameters.expert)} of them in experts" if parameters.expert else ""
+    parameters, of_rank = made.shape.parameters, count_text(rank.parameters.total)
+    experts = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
     offloaded = f" and {_gb(rank.optimizer_host)} on the host" if rank.optimizer_host else ""
     again = config.perf.recompute_granularity or "nothing"
     rows = [
-        ("model", f"{_count(parameters.total)} parameters{experts}"),
+        ("model", f"{count_text(parameters.total)} parameters{experts}"),
         ("trainer", f"{layout.world} GPUs: {Choice(made, 0.0).words}"),
-        ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {_count(rank.parameters.total)} parameters"),
+        ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
         ("activations", f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}"),
@@ -208,10 +211,6 @@ def flags_of(choice: Choice, given: Config) -> str:
             if value is not None and value != getattr(before, key):
                 changed.append(f"{flag(key)} {str(value).lower()}")
     return " ".join(changed)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f}B" if number >= 10**9 else f"{number / 1e6:.1f}M"
 
 
 def _gb(size: float) -> str:

@@ -30,15 +30,68 @@ export SBATCH_ACCOUNT=rl                         # read by sbatch itself; not wh
 sbatch jobs/qwen3_4b.sbatch
 ```
 
-A job that misses one of the first two says which and ends with exit code 78. What the recipes expect in
-`$RLPOST_ASSETS` are the folders of the Hugging Face hub by their last names (`Qwen3-4B`, `dapo-math-17k`, `aime-2024`)
-and, for `--ref-load`, what `tools/convert_hf_to_torch_dist.py` makes of a model; the model's own folder does as well.
+A job that misses one of the first two says which and ends with exit code 78.
+
+## Models and data
+
+```bash
+rlpost fetch RECIPE --sizes-only
+rlpost fetch RECIPE
+sbatch jobs/convert_qwen3_4b.sbatch
+```
+
+`rlpost fetch` (also `python tools/fetch_assets.py`) brings what the recipe's table `[assets]` names from the Hugging
+Face hub into `$RLPOST_ASSETS`, each repository to the folder of its last name (`Qwen3-4B`, `dapo-math-17k`,
+`aime-2024`). First it says what is there, what is to come and what is free, and refuses what does not fit (a quota it
+cannot see).
+
+- A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256 of
+  large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
+  commit and digests; `--compare` reads all files against them and fetches what is damaged anew.
+- Broken off, by the network or a kill, the next call goes on in the middle of a file.
+- Two fetches of one repository, on any nodes: one downloads, the other waits and says for whom (`--wait-s`).
+- What is there is not asked for again; with everything there, or with `HF_HUB_OFFLINE=1`, no network is touched. A
+  folder that somebody else has put there is compared with the hub and never changed.
+- Private and gated repositories: `HF_TOKEN` in the environment, `hf auth login`, or `--token-file FILE` (mode 600;
+  the token alone, or as `HF_TOKEN=...` such as in `secrets.env`). The token goes to the hub alone, and into no
+  command line or log.
+- `name@revision` in `[assets]` fixes a commit. Weights in other forms are left where there are safetensors.
+- Through a mirror: `HF_ENDPOINT`.
+
+Where weights come in other forms (`--ref-load`), `jobs/convert_*.sbatch` makes them of the fetched folder by
+`tools/convert_hf_to_torch_dist.py`, on two nodes for GLM-4.5; the model's own folder does as well as `--ref-load`.
+Such a folder, too, appears when it is whole. The address at which ranks meet is the first node's name unless
+`MASTER_ADDR` is set.
 
 `rlpost check RECIPE` says what is wrong with one, `rlpost plan RECIPE` what it needs. The values are those of the
 published scripts; where these contradict each other or arithmetic, a comment in the recipe says which is right and why.
 `tests/golden/recipes.md` holds both side by side, key by key.
 
 """
+
+_SMALL = """\
+## A recipe on this machine
+
+```bash
+python tools/make_tiny_model.py --recipe jobs/recipes/glm45_355b.toml --scale-down 4
+rlpost submit jobs/recipes/glm45_355b.toml --scale-down 4 --num-rollout 20
+```
+
+`--scale-down RANKS` (2 unless given; of `submit`, `check` and `plan`) is the same recipe in small, for so many ranks
+that train on one node, with or without GPUs. It prints every setting with another value than in the recipe, and flags
+win over it.
+
+| | in small |
+|---|---|
+| model | layers, widths, heads, experts divided by powers of two, so that their ratios and the features of the family stay: dense layers before sparse ones, norms of queries and keys, partial rotary embedding, shared expert, layer for multi-token prediction, blocks of FP8 |
+| layout | sizes halved in the order DP, CP, PP, TP, first down to 2, then to 1; experts over as many ranks of a stage as there are |
+| engines | as many as the recipe has, two at the most; without colocation of one GPU each. Without CUDA they share their work by tensor parallelism alone (no data-parallel attention) |
+| batch | prompts divided by one factor until a step has 4; answers to each, and optimizer steps, stay |
+| lengths | answers and tokens of a micro-batch divided by another factor, until an answer has 32 |
+| data | two-digit addition with the tiny model's tokenizer, graded by `exact_match` |
+| all else | as in the recipe: advantages, losses, corrections, sampling, filters, partial rollouts, who shares GPUs, precision, recomputation, optimizer and where it lies, checkpoints |
+
+"""  # noqa: E501
 
 _PLAN = """\
 ## The planner
@@ -80,10 +133,10 @@ def recipes_page() -> str:
     names = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != WITHOUT_PLAN)
     plans = {name: _planned(name) for name in names}
     rows = "\n".join(_row(name, made) for name, made in plans.items())
-    text = _HEAD + _PLAN.format(
+    text = _PLAN.format(
         trainer=TRAINER_CONTEXT / 1e9, engine=ENGINE_CONTEXT / 1e9, reserve=RESERVE, memory=GPU_MEMORY, rows=rows
     )
-    return text + "".join(_section(name, made) for name, made in plans.items())
+    return _HEAD + _SMALL + text + "".join(_section(name, made) for name, made in plans.items())
 
 
 def _planned(name: str) -> Estimate:

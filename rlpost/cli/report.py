@@ -16,7 +16,7 @@ from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.write import write_report
-from slurm.run_folder import RunFolder
+from slurm.run_folder import RunFolder, write_atomic
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("matplotlib") is not None:
         plot_rewards(run.metrics, run.report / "reward.png")
     text = "\n".join([*report_lines(run), "", f"page {page}"]) + "\n"
-    (run.report / "report.txt").write_text(text)
+    write_atomic(run.report / "report.txt", text)
     print(text, end="")
     return 0
 

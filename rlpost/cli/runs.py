@@ -1,6 +1,7 @@
 """Which run a person means: a folder, a name below the runs folder or a job id; the newest when nothing is said.
 
-In: a word, or none, and the folder that holds the runs. Out: a ``RunFolder`` and its job id. Asks Slurm nothing.
+In: a word, or none, and the folder that holds the runs. Out: a ``RunFolder`` and its job id. ``running_job`` asks Slurm
+about it; nothing else does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import psutil
 
 from rlpost.errors import ConfigError, suggestion
+from slurm.queue import QueueEntry, queue
 from slurm.run_folder import RunFolder
+from slurm.states import JobState
 
 LOCAL = "local-"  # begins the job id of a run on this machine
 RUNS_DIR = Path("runs")  # the default of the settings' runs_dir, without loading them
@@ -73,12 +76,16 @@ def job_ids(run: RunFolder) -> list[str]:
     return found or ([named[1]] if named else [])
 
 
+def newest_job(run: RunFolder) -> str | None:
+    """The job that runs it now, or did so last; None when there never was one."""
+    return next(reversed(job_ids(run)), None)
+
+
 def current_job(run: RunFolder) -> str:
-    """The job that runs it now, or did so last. Raises ConfigError when there never was one."""
-    ids = job_ids(run)
-    if not ids:
+    """The same; raises ConfigError when there never was one."""
+    if (job_id := newest_job(run)) is None:
         raise ConfigError(f"{run.root}: its ledger names no job; it was made, but never submitted")
-    return ids[-1]
+    return job_id
 
 
 def slurm_job(run: RunFolder, *, what_for: str) -> str:
@@ -87,6 +94,16 @@ def slurm_job(run: RunFolder, *, what_for: str) -> str:
     if job_id.startswith(LOCAL):
         raise ConfigError(f"{run.root.name} runs on this machine, not under Slurm; {what_for}")
     return job_id
+
+
+def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
+    """What Slurm says of the same while it runs. Raises ConfigError when it does not."""
+    job_id = slurm_job(run, what_for=what_for)
+    entry = queue([job_id])[job_id]
+    if entry.state is not JobState.RUNNING:
+        why = f" ({entry.reason})" if entry.reason else ""
+        raise ConfigError(f"{run.root.name}: job {job_id} is {entry.state}{why}; this needs one that runs")
+    return entry
 
 
 def local_is_alive(job_id: str) -> bool:

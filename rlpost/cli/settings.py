@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.cli.key_words import KEY_FLAGS, take_keys
+from rlpost.cli.scaled import scaled, table
 from rlpost.config import flags
 from rlpost.config.load import Loaded, files_of, load
 from rlpost.config.show import resolved
@@ -38,6 +39,10 @@ def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     namespace, values = flags.parse(made, take_keys(arguments, os.environ))
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     loaded = load(files_of(recipe, {"model": namespace.model, "cluster": namespace.cluster}), values)
+    if (ranks := getattr(namespace, "scale_down", None)) is not None:
+        loaded, changes = scaled(loaded, ranks)
+        if not namespace.print_config:
+            print(table(changes) + "\n")
     if namespace.print_config:
         keys = [
             f"# {flag.removeprefix('--').replace('-', '_')} = ***"

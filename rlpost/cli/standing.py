@@ -7,18 +7,25 @@ fails on half a run.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rlpost.cli.runs import LOCAL, job_ids, last, local_is_alive, settings_of
+from rlpost.cli.runs import LOCAL, last, local_is_alive, newest_job, settings_of
+from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
+from rlpost.report.panels import mean_phases
 from slurm.queue import QueueEntry, queue
 from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
+MAX_WARNINGS = 4
+LOG_TAIL = 1 << 16  # bytes
+_WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
 PACE_STEPS = 10  # the pace shown is that of the last steps
 STATE_COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "FAILED": "red", "NODE_FAIL": "red"}
 _OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, None: JobState.UNKNOWN}
@@ -28,8 +35,9 @@ _OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, No
 class Status:
     """One run. ``state`` is Slurm's; ``verdict`` that of the newest attempt; None and empty mean not known (yet).
 
-    ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the newest
-    mean reward of each evaluation set.
+    ``phases_s`` are the mean seconds of each phase in the newest steps; ``warnings`` the newest of the driver, each
+    once. ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the
+    newest mean reward of each evaluation set.
     """
 
     name: str
@@ -53,11 +61,17 @@ class Status:
     checkpoint: str | None = None
     checkpoint_step: int | None = None
     checkpoint_time: str | None = None
+    checkpoint_age_s: float | None = None
+    phases_s: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    num_attempts: int = 0
+    num_preemptions: int = 0
+    warnings: list[str] = field(default_factory=list)
 
 
 def statuses(runs: Sequence[RunFolder]) -> list[Status]:
     """Where each of these runs stands; one question to Slurm for all of them."""
-    ids = {run.root: (job_ids(run) or [None])[-1] for run in runs}
+    ids = {run.root: newest_job(run) for run in runs}
     entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
     return [status_of(run, ids[run.root], entries.get(ids[run.root] or "")) for run in runs]
 
@@ -67,7 +81,8 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     latest = run.attempts / "latest"
     verdict = _text(latest / "verdict")
     entry = entry or QueueEntry("", _local_state(job_id, verdict))
-    committed = last(run.ledger.read(), "committed")
+    events = run.ledger.read()
+    committed = last(events, "committed")
     return Status(
         name=run.root.name,
         folder=str(run.root),
@@ -83,6 +98,10 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         checkpoint=committed.get("checkpoint"),
         checkpoint_step=committed.get("step"),
         checkpoint_time=committed.get("time"),
+        checkpoint_age_s=_age(committed.get("time")),
+        num_attempts=sum(event.get("event") == "started" for event in events),
+        num_preemptions=sum(event.get("event") == "preempted" for event in events),
+        warnings=warnings_in(_tail(latest / "driver.log")),
         **_progress(run),
     )
 
@@ -103,8 +122,34 @@ def _progress(run: RunFolder) -> dict[str, Any]:
         "evals": evals,
         "tokens_per_s": lines[-1].get("time/tokens_per_s"),
         "step_s": pace,
+        "phases_s": mean_phases(lines[-PACE_STEPS:]),
+        "mfu": lines[-1].get("perf/mfu_frac"),
         "eta_s": None if pace is None or total is None else pace * (total - step),
     }
+
+
+def ago(seconds: float) -> str:
+    """How long something is past."""
+    return f"{duration(max(0.0, seconds))} ago"
+
+
+def warnings_in(log: str) -> list[str]:
+    """The newest lines of a driver's log that complain, each once."""
+    found = [line for line in log.splitlines() if _WARNING.match(line)]
+    return list(dict.fromkeys(found))[-MAX_WARNINGS:]
+
+
+def _age(moment: str | None) -> float | None:
+    return None if moment is None else (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _local_state(job_id: str | None, verdict: str | None) -> JobState:

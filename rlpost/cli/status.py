@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
-from rlpost.cli.standing import STATE_COLOURS, Status, statuses
+from rlpost.cli.standing import STATE_COLOURS, Status, ago, statuses
 from rlpost.metrics.progress import duration
 
 
@@ -17,6 +17,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
     """What a person reads of one run: (name, value), only what is known."""
     of = f"/{status.num_steps}" if status.num_steps else ""
     pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
+    phases = status.phases_s
     shown = [
         ("run", status.name),
         ("folder", status.folder),
@@ -32,7 +33,10 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
         ("evaluation", ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
         ("throughput", "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}"),
-        ("checkpoint", f"{status.checkpoint} at {status.checkpoint_time}" if status.checkpoint else ""),
+        ("phases", ", ".join(f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items())),
+        ("checkpoint", f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}" if status.checkpoint else ""),
+        ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
+        *(("warning", line) for line in status.warnings),
     ]
     return [(name, value) for name, value in shown if value]
 

@@ -17,17 +17,17 @@ from pathlib import Path
 from rlpost.check import check
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
+from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from slurm.client import is_available
+from slurm.client import expected_start, is_available
 from slurm.container import Container
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
-from slurm.queue import expected_start
 from slurm.render import render_sbatch
 from slurm.run_folder import RunFolder, create_run_folder
 from slurm.snapshot import snapshot_code
@@ -45,6 +45,7 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
     """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder."""
     cluster = config.cluster
     agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
+    agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
     if cluster.socket_ifname is not None:
         agent_args += ["--socket-ifname", cluster.socket_ifname]
     if cluster.ray_object_store_memory is not None:
@@ -100,6 +101,7 @@ def submit_main(arguments: Sequence[str]) -> int:
     config = loaded.config
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+    require_model(options.recipe, config)
     check(config)
     try:
         spec = job_spec(config)
@@ -148,6 +150,7 @@ def _tested(spec: JobSpec) -> str:
 
 
 def _add_options(made: argparse.ArgumentParser) -> None:
+    add_scale_down(made)
     made.add_argument("--local", action="store_true", help="run on this machine; the default where there is no Slurm")
     made.add_argument(
         "--debug", action="store_true", help="run on this machine in this very process; a failure enters the debugger"

@@ -6,13 +6,11 @@ function of a ``View``; it stays when the run is over.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
@@ -21,12 +19,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rlpost.cli.runs import LOCAL, job_ids
-from rlpost.cli.standing import PACE_STEPS, STATE_COLOURS, Status, status_of
+from rlpost.cli.runs import LOCAL, newest_job
+from rlpost.cli.standing import PACE_STEPS, STATE_COLOURS, Status, ago, status_of
 from rlpost.errors import ConfigError
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import read_metrics
-from rlpost.report.panels import PHASES
+from rlpost.report.panels import PHASES, mean_phases
 from rlpost.report.series import points, short
 from rlpost.report.timeline import Timeline, timeline
 from slurm.client import POLL_S
@@ -35,12 +33,9 @@ from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 REFRESH_S = 5.0
-MAX_WARNINGS = 4
 MAX_ATTEMPTS = 6
-LOG_TAIL = 1 << 16  # bytes
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_COLOURS = ("blue", "dark_orange", "cyan", "magenta")
-_WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,6 @@ class View:
     told: Timeline | None = None
     lines: Sequence[Mapping[str, float]] = ()
     engines: Mapping[str, float] | None = None
-    warnings: Sequence[str] = ()
 
 
 def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> View:
@@ -60,13 +54,13 @@ def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> V
     now, latest = datetime.now(UTC), run.attempts / "latest"
     events = [event for event in run.ledger.read() if "time" in event and "event" in event]
     logs = sorted(latest.glob("engine-*-server.log"))
+    status = status_of(run, job_id, entry)
     return View(
-        status=status_of(run, job_id, entry),
+        status=status,
         now=now,
         told=timeline(events, now),
         lines=read_metrics(run.metrics),
         engines={log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime) for log in logs},
-        warnings=warnings_in(_tail(latest / "driver.log")),
     )
 
 
@@ -84,7 +78,7 @@ def watch(run: RunFolder) -> int:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
-                job_id = (job_ids(run) or [None])[-1]
+                job_id = newest_job(run)
                 if job_id and not job_id.startswith(LOCAL) and time.monotonic() - asked_at >= POLL_S:
                     asked_at, entry = time.monotonic(), queue([job_id])[job_id]
                 view = read_view(run, job_id, entry)
@@ -110,8 +104,8 @@ def page(view: View, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [table]
     if view.told is not None and view.told.attempts:
         parts += [Text(), _attempts(view.told)]
-    if view.warnings:
-        parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in view.warnings)]
+    if status.warnings:
+        parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in status.warnings)]
     title = Text.assemble((status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, "")))
     subtitle = f"{view.now:%H:%M:%S} UTC, Ctrl-C leaves and the run goes on"
     return Panel(Group(*parts), title=title, subtitle=Text(subtitle, style="dim"), title_align="left", width=width)
@@ -130,11 +124,12 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
         found.append(("evaluation", Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()))))
     if status.tokens_per_s is not None:
         pace = "" if status.step_s is None else f", {status.step_s:.2f} s a step"
-        found.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}")))
+        mfu = "" if status.mfu is None else f", {status.mfu:.0%} of what the GPUs can do"
+        found.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}{mfu}")))
     if phases := mean_phases(lines[-PACE_STEPS:]):
         found.append(("phases", phase_bar(phases, min(room, 60))))
     if view.engines:
-        found.append(("engines", Text(", ".join(f"{name} {_ago(age)}" for name, age in view.engines.items()))))
+        found.append(("engines", Text(", ".join(f"{name} {ago(age)}" for name, age in view.engines.items()))))
     found.append(("checkpoint", _checkpoint(view)))
     if status.verdict:
         found.append(("verdict", Text(f"{status.verdict}: {status.cause}")))
@@ -162,11 +157,7 @@ def _checkpoint(view: View) -> Text:
     if status.checkpoint is None or status.checkpoint_time is None:
         return Text("none yet", style="dim")
     age = (view.now - datetime.fromisoformat(status.checkpoint_time)).total_seconds()
-    return Text(f"{status.checkpoint}, {_ago(age)}")
-
-
-def _ago(seconds: float) -> str:
-    return f"{duration(max(0.0, seconds))} ago"
+    return Text(f"{status.checkpoint}, {ago(age)}")
 
 
 def _attempts(told: Timeline) -> Table:
@@ -194,13 +185,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in means)
 
 
-def mean_phases(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean seconds a step of each phase that took any; an evaluation counts for the steps between, too."""
-    trained = [line for line in lines if "time/step_s" in line]
-    sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
-    return {label: total / len(trained) for label, total in sums.items() if total} if trained else {}
-
-
 def phase_bar(phases: Mapping[str, float], width: int) -> Text:
     """Where a step's time goes, as a bar and in words."""
     whole = sum(phases.values())
@@ -210,18 +194,3 @@ def phase_bar(phases: Mapping[str, float], width: int) -> Text:
     for label, seconds in phases.items():
         words += [("  ■ ", colours[label]), f"{label} {seconds / whole:.0%}"]
     return Text.assemble(*bar, "\n", *words)
-
-
-def warnings_in(log: str) -> list[str]:
-    """The newest lines of a driver's log that complain, each once."""
-    found = [line for line in log.splitlines() if _WARNING.match(line)]
-    return list(dict.fromkeys(found))[-MAX_WARNINGS:]
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 WANDB = "WANDB_API_KEY"
-KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", WANDB)
+EXTERNAL_ENGINES = "SGLANG_API_KEY"
+"""The key of engines that are not ours (--rollout-external-engine-addrs)."""
+KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", WANDB, EXTERNAL_ENGINES)
 
 
 def without_keys(environ: Mapping[str, str]) -> dict[str, str]:

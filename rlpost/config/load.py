@@ -66,12 +66,15 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     """The files of a run in the order of ``load``: model, recipe, cluster profile.
 
     Args:
-        recipe: the recipe; ``model = "NAME"`` or ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
+        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or ``cluster =
+            "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
     A NAME is a file of ``jobs/models`` or ``jobs/clusters``; a path is seen from the recipe, or from the working
     directory when it is of the command line. Raises ConfigError when the recipe cannot be read.
     """
+    if recipe is not None and recipe.name == str(recipe) and not recipe.suffix and not recipe.exists():
+        recipe = JOBS / "recipes" / f"{recipe}.toml"
     named = read_toml(recipe) if recipe is not None else {}
     found: dict[str, list[Path]] = {}
     for table, folder in PROFILES.items():
@@ -92,6 +95,8 @@ def read_toml(path: Path) -> Values:
         near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         known = f"; there are {', '.join(near)}" if near else ""
         raise ConfigError(f"{path}: no such file{known}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a TOML file is needed") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 

@@ -7,6 +7,7 @@ properties and never written back. The string under each field is its help text.
 from __future__ import annotations
 
 from rlpost.config.eval_sets import eval_sets
+from rlpost.config.groups.assets import AssetsConfig
 from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
@@ -15,6 +16,7 @@ from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.groups.megatron import MegatronConfig
 from rlpost.config.groups.model import ModelConfig
+from rlpost.config.groups.observe import ObserveConfig
 from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.groups.perf import PerfConfig
 from rlpost.config.groups.rollout import RolloutConfig
@@ -27,6 +29,7 @@ class Config(Group):
     """All settings of a run."""
 
     cluster: ClusterConfig = ClusterConfig()
+    assets: AssetsConfig = AssetsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -38,6 +41,7 @@ class Config(Group):
     sync: SyncConfig = SyncConfig()
     megatron: MegatronConfig = MegatronConfig()
     wandb: WandbConfig = WandbConfig()
+    observe: ObserveConfig = ObserveConfig()
     debug: DebugConfig = DebugConfig()
 
     @property
@@ -95,8 +99,8 @@ class Config(Group):
 
     @property
     def rollout_num_gpus(self) -> int:
-        """GPUs that generate; none where the data has the responses."""
-        if self.grpo.loss_type == "sft_loss":
+        """GPUs of this run that generate; none where the data has the responses, or somebody else runs the engines."""
+        if self.grpo.loss_type == "sft_loss" or self.sglang.rollout_external_engine_addrs:
             return 0
         return self.actor_world_size if self.cluster.colocate else self.cluster.rollout_num_gpus
 

@@ -134,9 +134,11 @@ class PromptSet:
         except DataError as error:
             if not self._skip_bad:
                 raise
-            return self._skip(BAD, str(error))
+            self._skip(BAD, str(error))
+            return None
         if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
-            return self._skip(LONG, f"{where}: {len(token_ids)} tokens (--rollout-max-prompt-len)")
+            self._skip(LONG, f"{where}: {len(token_ids)} tokens (--rollout-max-prompt-len)")
+            return None
         return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, label=row.label, metadata=row.metadata)
 
     def all(self) -> list[Prompt]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlpost.data.tokenizer import Content, PromptTokenizer, Tools
 from rlpost.errors import DataError
@@ -95,7 +95,7 @@ class SupervisedTokenizer(PromptTokenizer):
         return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
 
 
-def _is_conversation(content: Any) -> bool:
+def _is_conversation(content: Any) -> TypeGuard[Messages]:
     return isinstance(content, list) and bool(content) and content[-1].get("role") == "assistant"
 
 

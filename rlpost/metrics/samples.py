@@ -40,7 +40,7 @@ class SampleWriter:
             self._writer.write(step, {"samples": chosen(groups, self._decode)})
 
 
-def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[dict[str, Any]]:
+def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, Any]]:
     """Best and worst answer of the most telling group, as JSON values; the first of equals."""
     group = next((group for group in groups if len(set(group.rewards)) > 1), groups[0])
     best = max(group.samples, key=lambda scored: scored.reward)

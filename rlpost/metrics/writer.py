@@ -22,11 +22,13 @@ class MetricsWriter:
         self,
         path: Path,
         *,
+        always: Mapping[str, float] | None = None,
         also: Callable[[int, Mapping[str, float]], None] | None = None,
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
     ) -> None:
-        """``also`` gets every line that is written, once it is on disk; ``show`` the groups of every step."""
+        """``always`` stands in every line; ``also`` gets a line once it is on disk; ``show`` the groups of a step."""
         self._path = path
+        self._always = dict(always or {})
         self._also = also
         self._show = show
 
@@ -47,6 +49,7 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of ``step``."""
+        metrics = {**metrics, **self._always}
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
             file.flush()

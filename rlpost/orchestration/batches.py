@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
+REPETITION_WINDOW, REPETITION_LEAST = 4096, 256  # characters at the end of an answer
+REPETITIVE = 10
 
 
 def train_samples(group: SampleGroup, advantages: Sequence[Advantage]) -> list[TrainSample]:
@@ -74,14 +77,19 @@ def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even:
 def model_break_even(hf: Mapping[str, Any]) -> float:
     """The length of a sequence at which attention costs the model of a ``config.json`` as much as its matrices."""
     heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    count = hf_shape(hf).parameters
-    used = hf.get("num_experts_per_tok", 0) / next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
-    looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     return break_even_length(
-        num_parameters=round(count.dense - looked_up + count.expert * used),
+        num_parameters=used_parameters(hf),
         num_layers=layers,
         attention_width=heads * (hf.get("head_dim") or hf["hidden_size"] // heads),
     )
+
+
+def used_parameters(hf: Mapping[str, Any]) -> int:
+    """Parameters that a token multiplies with: of the experts those it goes to, of two embeddings the last."""
+    count = hf_shape(hf).parameters
+    used = hf.get("num_experts_per_tok", 0) / next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
+    looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
+    return round(count.dense - looked_up + count.expert * used)
 
 
 def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: float) -> StepBatches:
@@ -129,8 +137,18 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/response_length_mean": summary["response_length_mean"],
         "rollout/response_length_max": max(lengths),
         "rollout/truncated_frac": summary["truncated_frac"],
+        "rollout/repetitive_frac": statistics.fmean(
+            is_repetitive(scored.sample.text) for group in groups for scored in group.samples
+        ),
         "rollout/num_tokens": sum(lengths),
     }
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the end of an answer says the same over and over: deflate makes it REPETITIVE times smaller, where prose
+    and code come to a third or a quarter. A text too short to tell does not count."""
+    end = text[-REPETITION_WINDOW:].encode()
+    return len(end) >= REPETITION_LEAST and len(end) > REPETITIVE * len(zlib.compress(end, 1))
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:

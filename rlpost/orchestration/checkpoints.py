@@ -1,7 +1,9 @@
 """The checkpoints of a run: where they are, which one to resume from, and how one is committed.
 
 In: the settings and the run's folder. Out: the newest committed checkpoint with its ``RunState``; commits. The driver
-is the one process that commits; the actors only write files into the folder that it opened.
+is the one process that commits; the actors only write files into the folder that it opened. A commit that fails, or
+that cannot begin because the one before is still being written, is owed: the loop tries again after its next step. Only
+the loss of the folder to a newer attempt ends the run.
 """
 
 from __future__ import annotations
@@ -10,90 +12,269 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.checkpoint.commit import begin, commit, newest_committed, prune
+from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, recoverable, step_of, was_committed
+from rlpost.checkpoint.ownership import Claim, claim
+from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.errors import RlpostError
+from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
+from rlpost.metrics.spans import SPANS
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "run_state.json"
+LONGEST_PAUSE_S = 2.0
 Write = Callable[[Path], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """Of one commit: how long training stood still for it, how long it took in all, and what it weighs."""
+
+    step: int
+    blocking_s: float
+    total_s: float
+    num_bytes: int
 
 
 class Checkpoints:
     """Commits to ``--save``; finds what to resume from there or, when there is none yet, in ``--load``."""
 
-    def __init__(self, settings: CheckpointConfig, own_folder: Path, *, committed: Callable[[int, Path], None]) -> None:
-        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit."""
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        own_folder: Path,
+        *,
+        committed: Callable[[int, Path], None],
+        provenance: Provenance | None = None,
+    ) -> None:
+        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit;
+        ``provenance`` goes into each and is held against that of what is resumed from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
-        self._keep_last = settings.keep_last
+        self._settings = settings
         self._committed = committed
-        self._background: asyncio.Task[bool] | None = None
+        self._provenance = provenance
+        self._claim: Claim | None = None
+        self._background: asyncio.Task[None] | None = None
+        self._started = 0.0  # when the writing of the newest began
+        self._owed: int | None = None  # the newest step whose commit was due and is not there
+        self.last: SaveTimes | None = None
+
+    @property
+    def save_folder(self) -> Path:
+        """Where this run commits to."""
+        return self._save
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a commit that was due failed or was put off, and none has come since."""
+        return self._owed is not None
+
+    def claim(self, attempt: str) -> None:
+        """Take the folder over from earlier attempts, before ``newest`` looks into it. Raises CheckpointError."""
+        try:
+            self._claim = claim(self._save, attempt)
+        except OSError as error:
+            raise CheckpointError(
+                f"--save {self._save}: no checkpoint can be written there: {error}; mend it or choose another folder"
+            ) from error
+
+    def check_owner(self) -> None:
+        """Raises Fenced when another attempt has claimed the folder since."""
+        if self._claim is not None:
+            self._claim.check()
+
+    def oldest_kept(self) -> int | None:
+        """The step of the oldest checkpoint that a recovery may fall back to: of the --keep-last newest complete ones.
+
+        None when there is no complete one. Only sizes are compared; those of --keep-every do not count.
+        """
+        kept = recoverable(self._save, self._settings.keep_last)
+        return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
-        """The checkpoint to resume from and its state; (None, the first state) when there is none."""
+        """The checkpoint to resume from and its state; (None, the first state) when there is none.
+
+        What is skipped is logged with the reason. Raises CheckpointError when only damaged ones are left of what was
+        committed: to begin anew would be to lose the run; ConfigError when it was made with another model.
+        """
         for folder in (self._save, self._load):
             if folder is None:
                 continue
-            found = newest_committed(folder)
+            states: dict[Path, RunState] = {}
+            found = newest_committed(folder, also=lambda path: _unreadable(path, states))  # noqa: B023
             for path, why in found.skipped:
                 logger.warning("checkpoint %s is skipped: %s", path, why)
             if found.path is not None:
-                return found.path, RunState.from_json((found.path / STATE_FILE).read_text())
+                self._compare(found.path)
+                return found.path, states[found.path]
+            lost = [f"{path.name}: {why}" for path, why in found.skipped if was_committed(path)]
+            if lost:
+                raise CheckpointError(
+                    f"{folder} has no checkpoint to resume from, though some were committed ({'; '.join(lost)}). "
+                    "Mend the storage, or put one back; to begin anew give another --save"
+                )
+        if self._load is not None:
+            logger.warning("--load %s holds no committed checkpoint: the run begins from --ref-load", self._load)
         return None, RunState(pending={})
 
-    async def commit(self, state: RunState, write: Write) -> None:
-        """Let ``write`` fill a new folder, add ``state``, commit; older ones beyond keep-last go afterwards.
+    async def commit(self, state: RunState, write: Write) -> bool:
+        """Let ``write`` fill a new folder, add ``state``, commit; older ones go afterwards. Returns True.
 
-        Raises CheckpointError or OSError when it cannot be written.
+        Raises CheckpointError or OSError when it cannot be written, or is not within --save-deadline-s.
         """
-        await self.settle()
+        deadline_s = self._settings.save_deadline_s
         started = time.monotonic()
-        folder = await self._begun(state)
-        await write(folder)
-        await self._commit(state, folder, started)
-
-    async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> None:
-        """The same in the background: returns when ``write`` has copied everything; ``finish`` waits for the files.
-
-        A failure there is logged and told by ``settle``. Raises as ``commit`` does.
-        """
         await self.settle()
-        started = time.monotonic()
-        folder = await self._begun(state)
-        await write(folder)
-        logger.info("checkpoint of step %d copied in %.2f s; training goes on", state.step, time.monotonic() - started)
-        self._background = asyncio.create_task(self._finish(state, folder, started, finish))
-
-    async def settle(self) -> bool:
-        """Wait for what ``start`` left to do; False when it failed, so that nothing of it is committed."""
-        if self._background is None:
-            return True
-        background, self._background = self._background, None
-        return await background
-
-    async def _begun(self, state: RunState) -> Path:
-        return await asyncio.to_thread(begin, self._save, state.step)
-
-    async def _finish(
-        self, state: RunState, folder: Path, started: float, finish: Callable[[], Awaitable[Any]]
-    ) -> bool:
+        self._owed = state.step
+        if self._is_writing():
+            raise CheckpointError(
+                f"the checkpoint before that of step {state.step} is still being written after {deadline_s:.0f} s "
+                f"(--save-deadline-s): the storage under {self._save} hangs"
+            )
         try:
-            await finish()
-            await self._commit(state, folder, started)
-        except (RlpostError, OSError) as error:
-            logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
-            return False
+            async with asyncio.timeout(deadline_s):
+                folder = await self._begun(state)
+                await write(folder)
+        except TimeoutError:
+            raise CheckpointError(
+                f"checkpoint of step {state.step} was not written within {deadline_s:.0f} s (--save-deadline-s)"
+            ) from None
+        except (RlpostError, OSError):
+            self.check_owner()
+            raise
+        await self._commit(state, folder, started, blocking_s=None)
         return True
 
-    async def _commit(self, state: RunState, folder: Path, started: float) -> None:
-        (folder / STATE_FILE).write_text(state.to_json())
-        path = await asyncio.to_thread(commit, folder)
-        logger.info("checkpoint %s committed in %.2f s", path, time.monotonic() - started)
+    async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
+        """The same in the background: returns when ``write`` has copied everything; ``finish`` waits for the files.
+
+        Where the one before is still being written this one is put off, with a warning, and False is returned. A
+        failure is logged and told by ``is_owed`` and ``settle``. Raises as ``commit`` does, and Fenced.
+        """
+        self._raise_if_fenced()
+        self._owed = state.step
+        if self._is_writing():
+            logger.warning(
+                "checkpoint of step %d is put off: the one before has been written to %s for %.0f s and is not done",
+                *(state.step, self._save, time.monotonic() - self._started),
+            )
+            return False
+        self._started = time.monotonic()
+        try:
+            folder = await self._begun(state)
+            await write(folder)
+        except (RlpostError, OSError):
+            self.check_owner()
+            raise
+        blocking_s = time.monotonic() - self._started
+        logger.info("checkpoint of step %d copied in %.2f s; training goes on", state.step, blocking_s)
+        self._background = asyncio.create_task(self._finish(state, folder, finish, blocking_s))
+        return True
+
+    async def settle(self) -> bool:
+        """Wait, for --save-deadline-s at most, for what ``start`` left to do; False when a commit is owed.
+
+        Raises Fenced.
+        """
+        if self._background is not None:
+            await asyncio.wait([self._background], timeout=self._settings.save_deadline_s)
+            self._raise_if_fenced()
+        return not self.is_owed
+
+    def _is_writing(self) -> bool:
+        return self._background is not None and not self._background.done()
+
+    def _raise_if_fenced(self) -> None:
+        if self._background is not None and self._background.done():
+            background, self._background = self._background, None
+            background.result()
+
+    async def _begun(self, state: RunState) -> Path:
+        self.check_owner()
+        lane = None if self._claim is None else self._claim.lane
+        return await asyncio.to_thread(begin, self._save, state.step, lane=lane)
+
+    async def _finish(
+        self, state: RunState, folder: Path, finish: Callable[[], Awaitable[Any]], blocking_s: float
+    ) -> None:
+        try:
+            await finish()
+            await self._commit(state, folder, self._started, blocking_s)
+        except Fenced:
+            raise
+        except (RlpostError, OSError) as error:
+            logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
+            self.check_owner()
+
+    async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
+        try:
+            num_bytes = await asyncio.to_thread(self._write_beside, state, folder)
+            path = await asyncio.to_thread(commit, folder, check=self.check_owner)
+        except (CheckpointError, OSError):
+            self.check_owner()  # its folder may have been taken away
+            raise
+        total_s = time.monotonic() - started
+        SPANS.add("checkpoint", SPANS.now() - total_s)
+        self.last = SaveTimes(state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes)
+        logger.info("checkpoint %s committed in %.2f s", path, total_s)
+        if self._owed is not None and self._owed <= state.step:
+            self._owed = None
         self._committed(state.step, path)
-        await asyncio.to_thread(prune, self._save, self._keep_last)
+        await asyncio.to_thread(self._prune)
+
+    def _write_beside(self, state: RunState, folder: Path) -> int:
+        """Add what is not the actors' to write; returns the bytes of all."""
+        (folder / STATE_FILE).write_text(state.to_json())
+        if self._provenance is not None:
+            (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def _prune(self) -> None:
+        """What cannot be deleted today is tomorrow: a commit is one all the same."""
+        settings, lane = self._settings, None if self._claim is None else self._claim.lane
+        try:
+            self.check_owner()
+            prune(self._save, settings.keep_last, keep_every=settings.keep_every, lane=lane)
+        except (CheckpointError, OSError) as error:
+            logger.warning("old checkpoints in %s are not deleted: %s", self._save, error)
+
+    def _compare(self, path: Path) -> None:
+        """Raises ConfigError for another model; says which settings of the mathematics changed."""
+        file = path / PROVENANCE_FILE
+        if self._provenance is None or not file.exists():
+            return
+        found = changes(Provenance.from_json(file.read_text()), self._provenance)
+        if found.model:
+            raise ConfigError(
+                f"{path} was made with another model than --hf-checkpoint: {'; '.join(found.model)}. Resume with the "
+                "model it was made with, or start anew with another --save"
+            )
+        if found.mathematics:
+            logger.warning(
+                "resuming %s with other settings than it was made with, so the run is not the one that it was: %s",
+                *(path, "; ".join(found.mathematics)),
+            )
+
+
+async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
+    """Return when every rank says that its files are written. It is asked, ever more rarely, instead of being waited
+    for: whoever waits in a rank holds the thread that others need."""
+    pause_s = 0.05
+    while not all(await ask()):
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, LONGEST_PAUSE_S)
+
+
+def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
+    """Why the state of a checkpoint cannot be used, in words; puts it among ``states`` when it can."""
+    try:
+        states[path] = RunState.from_json((path / STATE_FILE).read_text())
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        return f"{STATE_FILE}: {error}"
+    return None

@@ -14,21 +14,23 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bootstrap.handoff import Cluster
+from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, RolloutError
+from rlpost.metrics.spans import SPANS
+from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.features import Feature, check_servers, has
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
-
-EXTERNAL_KEY = "SGLANG_API_KEY"
-"""Environment variable with the key of engines that are not ours."""
 
 
 class Fleet:
@@ -42,10 +44,12 @@ class Fleet:
         self._log_dir = Path(cluster.attempt_dir)
         self._deadline_s = float(config.cluster.bringup_deadline_s)
         self._external = config.sglang.rollout_external_engine_addrs
-        self.api_key = os.environ.get(EXTERNAL_KEY, "") if self._external else cluster.secret
+        self.api_key = os.environ.get(EXTERNAL_ENGINES, "") if self._external else cluster.secret
         self.addresses: tuple[EngineAddress, ...] = ()
         self._workers: list[WorkerGroup] = []
         self._released: dict[int, set[str]] = {}
+        self.tells_versions = False
+        """Whether every engine says which version wrote each token, so that a request may outlast an update."""
         self.dismissed: set[int] = set()
         """Engines that were ended because they were dead or hung, and are not started anew yet."""
 
@@ -61,22 +65,48 @@ class Fleet:
             self._workers = [self._group(index, visible_gpus) for index in range(len(self._placement.engines))]
             await asyncio.gather(*(self._start_engine(index) for index in range(len(self._workers))))
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
+        await self._check_versions()
         self._router = Router(
             policy=config.sglang.router_policy,
             api_key=self.api_key,
             log_path=self._log_dir / "router.log",
             metrics_port=self._ports.router_metrics,
         )
-        host = self._cluster.nodes[0].ip
-        url = await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=self._deadline_s)
         urls = tuple(address.url for address in self.addresses)
-        await asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
+        await self._start_router(urls)
         self.router = RouterAddress(
-            url=url,
+            url=self._router.url,
             api_key=self.api_key,
             engine_urls=urls,
             concurrency=config.sglang.sglang_server_concurrency * len(urls),
         )
+
+    async def _start_router(self, urls: Sequence[str]) -> None:
+        host, deadline_s = self._cluster.nodes[0].ip, self._deadline_s
+        await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=deadline_s)
+        await asyncio.to_thread(self._router.add_engines, urls, deadline_s=deadline_s)
+
+    async def mend_router(self, sick: Sequence[int]) -> None:
+        """Start the router anew, with all engines but the ``sick``, when it is dead or hangs. What it was asked, it is
+        asked again (``rollout.connection``).
+
+        Raises what ``start`` raises.
+        """
+        timeout_s = self._config.sglang.rollout_health_check_timeout
+        if not await asyncio.to_thread(self._router.is_gone, timeout_s):
+            return
+        logger.warning("router %s is dead or hangs; it is started anew", self._router.url)
+        await asyncio.to_thread(self._router.stop)
+        await self._start_router([self.addresses[index].url for index in self._present() if index not in sick])
+
+    async def _check_versions(self) -> None:
+        """Raise RolloutError naming the engines whose SGLang is too old for this run."""
+        infos = await asyncio.gather(*(self._client(index).server_info() for index in range(len(self.addresses))))
+        urls = [address.url for address in self.addresses]
+        versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
+        needed: tuple[Feature, ...] = () if self._config.debug.debug_rollout_only else ("weight updates",)
+        check_servers(versions, needed)
+        self.tells_versions = all(has(version, "version spans") for version in versions.values())
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Engines that do not answer in time, beside those dismissed; ``generating``: they are not paused and can be
@@ -161,6 +191,25 @@ class Fleet:
         """Let paused engines generate again."""
         await asyncio.gather(*(self._client(index).resume() for index in self._present()))
 
+    async def memory_use(self) -> list[dict[str, float]]:
+        """What each part of the engines that are ours holds, by the names of metrics."""
+        found = await asyncio.gather(*(workers.call_aside("memory_use") for workers in self._workers))
+        return [one for of_engine in found for one in of_engine]
+
+    async def spans(self, since: float) -> list[ProcessSpans]:
+        """What engines did after a moment of the driver's clock: their workers, and what their servers were asked."""
+
+        async def asked(index: int) -> ProcessSpans:
+            client = self._client(index)
+            sent = SPANS.now()
+            ahead = clock_offset(sent, (await client.request("GET", "/spans?since=inf", None))[0], SPANS.now())
+            _, found = await client.request("GET", f"/spans?since={since + ahead}", None)
+            return ProcessSpans(f"engine-{index} server", [tuple(one) for one in found], ahead)
+
+        of_workers = await asyncio.gather(*(workers.spans(since) for workers in self._workers))
+        of_servers = await asyncio.gather(*(asked(index) for index in (self._present() if self._workers else ())))
+        return [*(one for found in of_workers for one in found), *of_servers]
+
     def close(self) -> None:
         """End the router; engines end with their workers."""
         if hasattr(self, "_router"):
@@ -182,7 +231,9 @@ class Fleet:
         config, parts = self._config, self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
         memory = {"enable_memory_saver": True} if config.offload_rollout else {}
-        several = {"nnodes": len(parts), "dist_init_addr": f"{parts[0].ip}:{meeting}"} if len(parts) > 1 else {}
+        several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
+        if several or config.sglang.shares_attention:  # else from a port of its own choice come those of other engines
+            several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
         names = [f"engine-{index}{f'-{part}' if part else ''}" for part in range(len(parts))]
         makes = [
             partial(

@@ -20,6 +20,7 @@ from rlpost.data.prompts import PromptSet
 from rlpost.data.settings import prompt_fields
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.orchestration.grading import StoppableGrader
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, make_grader
@@ -30,6 +31,7 @@ from rlpost.rollout.draft import write_answer
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import GroupWriter, together
+from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.supervised import Supervised
@@ -67,7 +69,7 @@ class Generation:
             apply_chat_template=rollout.apply_chat_template,
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
-        self._grader = self._closed_at_the_end(make_grader(config))
+        self._grader = self._closed_at_the_end(StoppableGrader(make_grader(config), stop))
         self._wanted = group_filter(rollout.dynamic_sampling_filter_path)
         self._first = buffer_filter(rollout.buffer_filter_path)
         self._function = generate_function(rollout.custom_generate_function_path)
@@ -96,8 +98,9 @@ class Generation:
         self._router = router
         self._connection = await self._closing.enter_async_context(Connection(router))
 
-    def rollouts(self, state: RunState, watch: Watching) -> Rollouts:
-        """The source of batches that goes on from ``state``; ``watch`` looks after the engines while one is awaited."""
+    def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
+        """The source of batches that goes on from ``state`` and from what the journal has of the time after it;
+        ``watch`` looks after the engines while one is awaited."""
         config, rollout = self._config, self._config.rollout
         book = Book(rules(config), state.backlog, step=state.step)
         prompts = self.prompt_set(rollout.prompt_data, rollout)
@@ -129,7 +132,8 @@ class Generation:
             counters=counters,
             watch=watch,
         )
-        return Collector(book, cursor, writer, choices=choices, stop_requested=self._stop.requested)
+        stop = self._stop.requested
+        return Collector(book, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
 
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
         """The prompt cursor of a state: where it stood, or the first prompt."""
@@ -153,7 +157,7 @@ class Generation:
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         rollout = rollout.model_copy(update=own)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
-        grader = make_grader(config.model_copy(update={"rollout": rollout}))
+        own_config = config.model_copy(update={"rollout": rollout})
         function = generate_function(rollout.custom_generate_function_path)
         return Evaluation(
             name=one.name,
@@ -162,7 +166,7 @@ class Generation:
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, config.rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-                grader=self._grader if same_reward else self._closed_at_the_end(grader),
+                grader=self._grader if same_reward else self._closed_at_the_end(make_grader(own_config)),
                 function=function or write_answer,
                 codec=self.tokenizer,
             ),

@@ -21,6 +21,7 @@ from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.stages import ClusterStages
 from rlpost.rollout.client import EngineClient
+from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
 
@@ -43,10 +44,12 @@ class RolloutOnly(ClusterStages):
         self._fleet = Fleet(self._config, self._cluster, placement, ports)
         await self._within_deadline(self._fleet.start([""] * len(placement.actors)))
         await self._generation.connect(self._fleet.router)
+        await self._observation.attach(None, self._fleet, None)
 
-    def rollouts(self, state: RunState) -> Rollouts:
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """The source of batches."""
-        return self._generation.rollouts(state, contextlib.nullcontext)
+        self._observation.step = state.step
+        return self._generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Nothing."""
@@ -77,14 +80,16 @@ class TrainOnly(ClusterStages):
         placement, ports = self._layout()
         self._actors = self._actor_workers(placement)
         await self._within_deadline(self._start_actors(placement, ports, checkpoint))
+        await self._observation.attach(self._actors, None, None)
 
-    def rollouts(self, state: RunState) -> Rollouts:
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """The recorded batches."""
-        return self._generation.rollouts(state, contextlib.nullcontext)
+        self._observation.step = state.step
+        return self._generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """The optimizer steps of a rollout."""
-        return await self._training.train(groups)
+        return await self._observation.around(groups, self._training.train(groups))
 
     async def sync(self, policy_version: int) -> None:
         """Nothing: nobody generates."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
 
-PORTS_PER_ENGINE = 2
 SHARED_PORTS = 3
+DERIVED_PORTS = 7
+"""With data-parallel attention SGLang's processes talk over TCP, on the ports behind the one where ranks meet
+(``PortArgs.init_new``: six, and a spare)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Ports:
     """TCP ports of the run's services, all from the job's own block; the same numbers on every node."""
 
     engines: tuple[int, ...]
-    engine_groups: tuple[int, ...]  # where the ranks inside one engine meet
+    engine_groups: tuple[int, ...]  # where the ranks inside one engine meet; what SGLang derives from it follows
     router: int
     router_metrics: int
     actor_group: int  # where the trainer's ranks meet
@@ -112,18 +114,22 @@ def _missing(wanted: str, offers: Sequence[Offer]) -> str:
     return f"the cluster does not offer {wanted}; it has\n{table or '  no node at all'}"
 
 
-def service_ports(base: int, count: int, *, num_engines: int, num_stages: int) -> Ports:
-    """Ports from the block ``[base, base + count)``. Raises PlacementError when it is too small."""
-    needed = PORTS_PER_ENGINE * num_engines + SHARED_PORTS + num_stages
+def service_ports(base: int, count: int, *, num_engines: int, num_stages: int, over_tcp: bool = False) -> Ports:
+    """Ports from the block ``[base, base + count)``; ``over_tcp``: processes of an engine talk over TCP as well.
+
+    Raises PlacementError when the block is too small.
+    """
+    an_engine = 2 + (DERIVED_PORTS if over_tcp else 0)
+    needed = an_engine * num_engines + SHARED_PORTS + num_stages
     if needed > count:
         raise PlacementError(
             f"{num_engines} engines and {num_stages} pipeline stages need {needed} ports, the job's block has {count} "
             f"from {base}"
         )
-    shared = base + PORTS_PER_ENGINE * num_engines
+    shared = base + an_engine * num_engines
     return Ports(
-        engines=tuple(base + PORTS_PER_ENGINE * i for i in range(num_engines)),
-        engine_groups=tuple(base + PORTS_PER_ENGINE * i + 1 for i in range(num_engines)),
+        engines=tuple(base + an_engine * i for i in range(num_engines)),
+        engine_groups=tuple(base + an_engine * i + 1 for i in range(num_engines)),
         router=shared,
         router_metrics=shared + 1,
         actor_group=shared + 2,

@@ -20,13 +20,15 @@ from bootstrap.handoff import Cluster
 from rlpost.actor.settings import ActorSettings
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.errors import CheckpointError, RlpostError
+from rlpost.errors import CheckpointError, Fenced, RlpostError
 from rlpost.orchestration.actor_settings import actor_settings
 from rlpost.orchestration.batches import model_break_even
-from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.checkpoints import Checkpoints, written
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
+from rlpost.orchestration.hf_export import export
 from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.placement import Placement, Ports, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
@@ -34,6 +36,8 @@ from rlpost.orchestration.turns import Turns
 from rlpost.orchestration.watch import Watch
 from rlpost.orchestration.weight_sync import WeightSync
 from rlpost.orchestration.workers import WorkerGroup, connect
+from rlpost.rollout.journal import Journal
+from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -50,7 +54,10 @@ class ClusterStages:
         self._checkpoints = checkpoints
         self._stop = stop
         folder = config.checkpoint.hf_checkpoint
-        self._break_even = model_break_even(json.loads((Path(folder) / "config.json").read_text()))
+        hf = json.loads((Path(folder) / "config.json").read_text())
+        self._break_even = model_break_even(hf)
+        traces = Path(cluster.attempt_dir).parents[1] / "traces"
+        self._observation = Observation(config, hf, checkpoints=checkpoints, traces=traces)
         self._generation = Generation(config, stop)
 
     async def start(self, checkpoint: Path | None) -> None:
@@ -61,16 +68,22 @@ class ClusterStages:
         logger.info("starting %d actor ranks and %d engines", len(placement.actors), len(placement.engines))
         self._fleet = Fleet(config, cluster, placement, ports)
         self._actors = self._actor_workers(placement)
-        starting = [self._start_actors(placement, ports, checkpoint), self._start_engines(len(placement.actors))]
+        num_ranks = len(placement.actors)
         if config.cluster.colocate:  # engines measure what memory is left: one after the other
-            for part in starting:
-                await self._within_deadline(part)
+            await self._within_deadline(self._start_actors(placement, ports, checkpoint))
+            await self._within_deadline(self._start_engines(num_ranks))
         else:
-            await self._within_deadline(*starting)
+            await self._within_deadline(
+                self._start_actors(placement, ports, checkpoint), self._start_engines(num_ranks)
+            )
         folder = Path(cluster.attempt_dir) / "weights"
         weights = WeightSync(config, self._fleet, self._actors, placement=placement, ports=ports, folder=folder)
+        weights.before_each = self._stop.check
+        self._weights = weights
         self._watch = Watch(config, self._fleet, weights)
+        self._watch.unless_stopped = self._stop.unless_requested
         await self._within_deadline(weights.connect())
+        await self._observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
 
     def _layout(self) -> tuple[Placement, Ports]:
@@ -78,15 +91,20 @@ class ClusterStages:
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
         num_engines, num_stages = len(placement.engines), config.perf.pipeline_model_parallel_size
+        kept = 1 if config.observe.use_prometheus else 0  # the last one of the block is that of the metrics
         return placement, service_ports(
-            cluster.port_base, cluster.port_count, num_engines=num_engines, num_stages=num_stages
+            cluster.port_base,
+            cluster.port_count - kept,
+            num_engines=num_engines,
+            num_stages=num_stages,
+            over_tcp=config.sglang.shares_attention,
         )
 
     async def _within_deadline(self, *starting: Awaitable[Any]) -> None:
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await self._unless_stopped(asyncio.gather(*starting))
+                await self._stop.unless_requested(asyncio.gather(*starting))  # nothing is trained that could be lost
         except TimeoutError:
             logs = self._cluster.attempt_dir
             raise RlpostError(
@@ -111,7 +129,7 @@ class ClusterStages:
         data_ranks: list[int] = await self._actors.call("data_parallel_rank")
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         self._training = Training(
-            self._config, self._actors, data_ranks, is_fresh=is_fresh, break_even=self._break_even
+            self._config, self._actors, data_ranks, stop=self._stop, is_fresh=is_fresh, break_even=self._break_even
         )
         if checkpoint is None:
             await self._actors.call("import_weights")
@@ -127,19 +145,29 @@ class ClusterStages:
         await self._fleet.start(gpus)
         await self._generation.connect(self._fleet.router)
 
-    def rollouts(self, state: RunState) -> Rollouts:
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """The source of batches that goes on from ``state``; engines are looked after while it is waited for."""
-        return self._generation.rollouts(state, self._watch.over)
+        self._observation.step = state.step
+        return self._generation.rollouts(state, journal, self._watch.over)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """The optimizer steps of a rollout."""
+        self._stop.check()
         await self._turns.train()
-        return await self._training.train(groups)
+        return await self._observation.around(groups, self._training.train(groups))
 
     async def sync(self, policy_version: int) -> None:
-        """Bring the weights to every engine; the version is checked on each."""
+        """Bring the weights to every engine; the version is checked on each.
+
+        What is being written meanwhile waits in the engine, which begins its cache anew ("retract"). To end it and ask
+        again ("abort") takes SGLang a second, so that is left for engines that do not say who wrote which token, and
+        for modes in which nothing is under way.
+        """
+        self._stop.check()
+        is_writing = self._config.rollout.rollout_mode == "fully_async"
+        pause: PauseMode = "retract" if is_writing and self._fleet.tells_versions else "abort"
         await self._turns.send()
-        await self._watch.update(policy_version, pause="abort", ready=self._turns.generate)
+        await self._watch.update(policy_version, pause=pause, ready=self._turns.generate)
 
     async def evaluate(self) -> Mapping[str, float]:
         """Means on every held-out set, as ``eval/SET/name``."""
@@ -149,11 +177,13 @@ class ClusterStages:
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit the actors' tensors and ``state``; with --async-save in the background, unless told to ``wait``.
 
-        A save that nobody waits for and that fails is logged: the next one tries again, and training goes on.
+        A save that nobody waits for and that fails, or is put off, is logged and owed, and training goes on. Raises
+        Fenced when another attempt has taken the folder over.
         """
         in_background = self._config.checkpoint.async_save and not wait
 
         async def write(folder: Path) -> None:
+            self._stop.saves.begin()
             await self._actors.call_each(
                 "save", [(str(folder), state.step)] * len(self._actors), in_background=in_background
             )
@@ -161,13 +191,25 @@ class ClusterStages:
         async with self._at_rest():
             try:
                 if in_background:
-                    await self._checkpoints.start(state, write, lambda: self._actors.call_aside("finish_save"))
+                    is_done = partial(self._actors.call_aside, "save_is_done")
+                    begun = await self._checkpoints.start(state, write, partial(written, is_done))
                 else:
-                    await self._checkpoints.commit(state, write)
+                    begun = await self._checkpoints.commit(state, write)
             except (CheckpointError, OSError) as error:
-                if wait:
+                if wait or isinstance(error, Fenced):
                     raise
                 logger.error("checkpoint of step %d is not saved, the one before stays: %s", state.step, error)
+                return
+            if begun and self._config.checkpoint.save_hf is not None and not self._stop.requested():
+                await export(self._config.checkpoint.save_hf, state.step, partial(self._actors.call, "export"))
+
+    def save_is_owed(self) -> bool:
+        """Whether a save that was due failed or was put off."""
+        return self._checkpoints.is_owed
+
+    async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Pace, sync, checkpoints and memory."""
+        return await self._observation.measured(step, metrics)
 
     async def settle_saves(self) -> bool:
         """Wait for what the last ``save`` left to the background; False when it failed."""
@@ -188,19 +230,12 @@ class ClusterStages:
 
     async def close(self) -> None:
         """End graders and router; Ray's workers, and the engines under them, end with the driver."""
+        await self._observation.close(is_leaving=self._stop.requested())
         await self._generation.close()
+        if hasattr(self, "_weights"):
+            await self._weights.close()
         if hasattr(self, "_fleet"):
             self._fleet.close()
-
-    async def _unless_stopped(self, work: asyncio.Future[Any]) -> None:
-        """Wait for ``work``; a stop request ends the wait: nothing is trained yet that could be lost."""
-        try:
-            while not work.done():
-                self._stop.check()
-                await asyncio.wait([work], timeout=0.5)
-            work.result()
-        finally:
-            work.cancel()
 
 
 def _make_actor(settings: ActorSettings) -> Any:

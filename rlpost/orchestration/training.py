@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_value
 from rlpost.config.tree import Config
 from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
+from rlpost.orchestration.passes import Actors, Passes
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -22,30 +24,36 @@ RankLogprobs = list[list[tuple[float, ...]]]
 """Of one rank's batch: per micro-batch, per sample; empty on all pipeline stages but the last."""
 
 
-class Actors(Protocol):
-    """The group of actor workers."""
-
-    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call ``method`` on every rank with its own arguments; results in order of rank."""
-
-
 class Training:
     """Trains on the groups of one rollout after the other."""
 
     def __init__(
-        self, config: Config, actors: Actors, data_ranks: Sequence[int], *, is_fresh: bool, break_even: float
+        self,
+        config: Config,
+        actors: Actors,
+        data_ranks: Sequence[int],
+        *,
+        stop: StopRequest,
+        is_fresh: bool,
+        break_even: float,
     ) -> None:
         """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights are those of
         --hf-checkpoint; ``break_even``: see ``batches.model_break_even``."""
         self._config = config
-        self._actors = actors
+        self._passes = Passes(actors, stop)
         self._data_ranks = data_ranks
         self._break_even = break_even
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
         self._guards = Guards(bounds, is_fresh=is_fresh)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """All optimizer steps of a rollout. Raises TrainingError when a step's numbers are wrong."""
+        """All optimizer steps of a rollout.
+
+        Raises:
+            TrainingError: a step's numbers are wrong.
+            Preempted: a stop was requested before the first optimizer step was made: nothing has happened.
+            HalfTrained: the deadline of a stop came after it; without one that is near, all steps are made.
+        """
         config = self._config
         samples = rollout_samples(groups, config.grpo)
         steps = batch_samples(samples, config, break_even=self._break_even)
@@ -63,14 +71,14 @@ class Training:
             samples = rollout_samples(groups, config.grpo, penalties)
             steps = batch_samples(samples, config, break_even=self._break_even)
         for number, (batches, old_logprobs) in enumerate(zip(steps, old, strict=True)):
-            results = await self._each("train_step", batches, old_logprobs)
+            results = await self._each("train_step", batches, old_logprobs, may_leave=number == 0)
             metrics |= results[0].metrics
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
         return metrics
 
-    async def _each(self, method: str, batches: StepBatches, *more: Sequence[Any]) -> list[Any]:
+    async def _each(self, method: str, batches: StepBatches, *more: Sequence[Any], may_leave: bool = True) -> list[Any]:
         own = [batches[rank] for rank in self._data_ranks]
-        return await self._actors.call_each(method, list(zip(own, *more, strict=True)))
+        return await self._passes.make(method, list(zip(own, *more, strict=True)), may_leave=may_leave)
 
     def _warn(self, warnings: Any) -> None:
         for warning in warnings:

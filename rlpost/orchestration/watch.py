@@ -1,9 +1,9 @@
 """The watch over the engines: one that is dead or hangs is restarted and given the current weights before it serves.
 
-In: the fleet and the way of the weights. Out: engines that all answer and all hold one version, or an error. While an
-engine is away its requests finish elsewhere (the router tries them again), so no prompt is lost and none is answered
-twice. An engine that shares the trainer's GPUs cannot be given weights while the trainer is away: it is taken out at
-once and comes back with the next update.
+In: the fleet and the way of the weights. Out: a router and engines that all answer and all hold one version, or an
+error. While an engine is away its requests finish elsewhere (the router tries them again), so no prompt is lost and
+none is answered twice. An engine that shares the trainer's GPUs cannot be given weights while the trainer is away: it
+is taken out at once and comes back with the next update.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Watch:
         self._busy = asyncio.Lock()
         self._version = 0
         self.num_restarts = 0
+        self.unless_stopped: Callable[[Awaitable[object]], Awaitable[object]] = _wait
+        """How to wait for engines that start, which takes minutes; what it raises ends the repair."""
 
     async def update(self, version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]) -> None:
         """Bring all engines to ``version``; engines that fail meanwhile, or were dismissed, are restarted first.
@@ -71,21 +73,25 @@ class Watch:
                 failure.append(error)
                 block.cancel()
 
+        asked_before = block.cancelling()
         watching = asyncio.create_task(watch())
         try:
-            yield
+            try:
+                yield
+                async with self._busy:  # a repair under way is not torn: its engine starts already
+                    watching.cancel()
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])  # a repair that fails in this instant cancels the block here
         except asyncio.CancelledError:
-            if failure:
-                block.uncancel()
+            if failure and block.uncancel() <= asked_before:  # nobody else wants the block to end
                 raise failure[0] from None
             raise
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
 
     async def _look(self) -> None:
         async with self._busy:
             sick = await self._fleet.unhealthy(generating=True)
+            await self._fleet.mend_router(sick)
             if sick and not self._shares_gpus:
                 await self._repair(sick, self._version, pause="retract", ready=_nothing)
                 return
@@ -98,14 +104,19 @@ class Watch:
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]
     ) -> None:
         self.num_restarts += len(sick)
+        await self._fleet.mend_router(sick)
         for index in set(sick) - self._fleet.dismissed:
             await self._fleet.dismiss(index)
-        await asyncio.gather(*(self._fleet.restart(index) for index in sick))
+        await self.unless_stopped(asyncio.gather(*(self._fleet.restart(index) for index in sick)))
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         for index in sick:
             await self._fleet.admit(index)
         logger.info("%d engines restarted, at policy version %d", len(sick), version)
+
+
+async def _wait(work: Awaitable[object]) -> object:
+    return await work
 
 
 async def _nothing() -> None:

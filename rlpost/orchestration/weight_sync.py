@@ -7,28 +7,36 @@ restarted the groups are formed anew, because a process group has no way to take
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, RlpostError
+from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.placement import Placement, Ports
+from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.weight_update import (
     BroadcastMover,
+    DeltaMover,
     DiskMover,
     Mover,
     PauseMode,
     SharingMover,
     WeightUpdate,
+    num_bytes,
     num_engine_ranks,
     stage_group,
 )
+from rlpost.weights.delta import WeightCopy
 
 logger = logging.getLogger(__name__)
+
+REMOVAL_S = 20.0  # of a copy of the weights; a stopping run has little time
 
 
 class WeightSync:
@@ -44,8 +52,17 @@ class WeightSync:
         self._placement = placement
         self._ports = ports
         self._folder = Path(config.sync.update_weight_disk_dir or folder)
+        self._attempt = folder.parent
+        self.before_each: Callable[[], object] = lambda: None
+        """Called before each bucket, or folder, is sent; what it raises ends the update there, with no rank in a
+        collective."""
         self._num_connections = 0
         self._group_name = ""
+        self.num_bytes = 0
+        """Of all weights as they travel."""
+        self.changed_frac: float | None = None
+        """Elements that the last update wrote, of all; None where updates do not tell."""
+        self._copies: WorkerGroup | None = None
 
     async def connect(self) -> None:
         """Find out what there is to send and open the way; called again after an engine was restarted.
@@ -55,6 +72,7 @@ class WeightSync:
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         self._update = WeightUpdate(self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s)
         buckets = (await self._actors.call("buckets.plan"))[0]
+        self.num_bytes = sum(map(num_bytes, buckets))
         self._mover: Mover
         if self._config.sync.update_weight_transport == "disk":
             if any(dtype.startswith("float8") for bucket in buckets for dtype in bucket.dtypes):
@@ -62,7 +80,8 @@ class WeightSync:
                     "sync.update_weight_transport = 'disk': the checkpoint is in FP8, and files hold the trainer's "
                     "precision; use 'memory'"
                 )
-            self._mover = DiskMover(self._write)
+            is_delta = self._config.sync.update_weight_mode == "delta"
+            self._mover = self._delta_mover() if is_delta else DiskMover(self._write)
         elif self._config.cluster.colocate:
             self._mover = SharingMover(buckets, self._share, ranks_of=self._placement.ranks_of_engines)
         else:
@@ -76,8 +95,12 @@ class WeightSync:
     async def update(
         self, version: int, *, pause: PauseMode = "abort", ready: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Bring all engines to ``version``; see ``WeightUpdate.update``."""
-        await self._update.update(version, self._mover, pause=pause, ready=ready)
+        """Bring all engines to ``version``; see ``WeightUpdate.update``. No file is left behind."""
+        try:
+            with span("update weights"):
+                await self._update.update(version, self._mover, pause=pause, ready=ready)
+        finally:
+            await asyncio.to_thread(self._remove_files)
 
     async def _leave(self) -> None:
         if self._group_name:
@@ -102,16 +125,60 @@ class WeightSync:
         )
 
     async def _send(self, index: int) -> None:
+        self.before_each()
         await self._actors.call("send_bucket", index)
 
     async def _share(self, index: int) -> list[str]:
+        self.before_each()
         return await self._actors.call("share_bucket", index)
 
     async def _write(self, version: int) -> list[str]:
-        """A folder of this version; the one before is removed: all engines have read it."""
-        folder = self._folder / f"version-{version:07d}"
+        """A folder of this version, for as long as the engines read it."""
+        self.before_each()
+        folder = self._version_folder(version)
         await self._actors.call("export", str(folder))
-        for old in self._folder.glob("version-*"):
-            if old != folder:
-                await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
         return [str(folder)] * len(self._fleet.addresses)
+
+    def _delta_mover(self) -> DeltaMover:
+        """With one copy on each host of engines, or one for all beside the files; where a worker holds it, it stays."""
+        local, first = self._config.sync.update_weight_local_checkpoint_dir, self._placement.actors[0]
+        run = self._attempt.parents[1]  # RUN/attempts/N
+        own = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"  # runs of one name may share a host
+        copy = self._folder / "copy" if local is None else Path(local) / own
+        if self._copies is None:
+            engines = [part for parts in self._placement.engines for part in parts]
+            nodes = {part.node_id: Slot(part.node_id, part.ip, 0) for part in ([first] if local is None else engines)}
+            self._copies = WorkerGroup(
+                [partial(WeightCopy, copy)] * len(nodes),
+                list(nodes.values()),
+                names=[f"weights-{index}" for index in range(len(nodes))],
+                log_dir=self._attempt,
+                envs=[{}] * len(nodes),
+            )
+        return DeltaMover(self._write_change, self._take_change, copy=str(copy))
+
+    async def _write_change(self, version: int, whole: bool) -> None:
+        self.before_each()
+        told = await self._actors.call("write_weights", str(self._version_folder(version)), version, whole)
+        written = next(one for one in told if one is not None)
+        self.num_bytes, self.changed_frac = written.num_bytes, written.changed_frac
+
+    async def _take_change(self, version: int) -> list[str | None]:
+        assert self._copies is not None
+        return await self._copies.call("take", str(self._version_folder(version)))
+
+    def _version_folder(self, version: int) -> Path:
+        return self._folder / f"version-{version:07d}"
+
+    async def close(self) -> None:
+        """Leave no copy of the weights behind, as far as the hosts still answer."""
+        if self._copies is not None:
+            try:
+                async with asyncio.timeout(REMOVAL_S):
+                    await self._copies.call("remove")
+            except (RlpostError, TimeoutError) as error:
+                logger.warning("a copy of the weights may be left on a host of engines: %s", error)
+
+    def _remove_files(self) -> None:
+        for folder in (*self._folder.glob("version-*"), *self._folder.glob(".version-*")):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
 import os
 import sys
@@ -21,13 +22,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bootstrap.handoff import Cluster
 from rlpost.errors import PlacementError, RlpostError
+from rlpost.metrics.spans import SPANS, Span, span, told
+from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Offer, Slot
 
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 15
 ASIDE = "aside"
-"""A second thread of a worker, for what has to be asked while it computes."""
+"""More threads of a worker, for what has to be asked while it computes: one may wait for the end of a save."""
+NUM_ASIDE = 2
 
 
 def connect(cluster: Cluster) -> list[Offer]:
@@ -68,12 +72,17 @@ class _Worker:
         self._target = make()
 
     def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        found = operator.attrgetter(method)(self._target)
-        return found(*arguments, **keywords) if callable(found) else found
+        with span(method):
+            found = operator.attrgetter(method)(self._target)
+            return found(*arguments, **keywords) if callable(found) else found
 
     @ray.method(concurrency_group=ASIDE)
     def call_aside(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         return self.call(method, arguments, keywords)
+
+    @ray.method(concurrency_group=ASIDE)
+    def told(self, since: float) -> tuple[float, list[Span]]:
+        return told(since)
 
 
 class WorkerGroup:
@@ -92,7 +101,7 @@ class WorkerGroup:
         self._names = [f"{name} on {slot.ip}" for name, slot in zip(names, slots, strict=True)]
         self._logs = [log_dir / f"{name}.log" for name in names]
         self._workers = [
-            ray.remote(concurrency_groups={ASIDE: 1})(_Worker)
+            ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
             .options(
                 num_cpus=0,
                 num_gpus=0 if slot.shared_with else slot.num_gpus,
@@ -119,6 +128,17 @@ class WorkerGroup:
     async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
         """``call``, beside whatever the workers are computing: it must touch nothing that they compute with."""
         return await self._all([worker.call_aside.remote(method, arguments, {}) for worker in self._workers])
+
+    async def spans(self, since: float) -> list[ProcessSpans]:
+        """What each worker did after a moment of this process's clock."""
+
+        async def asked(index: int) -> ProcessSpans:
+            worker, sent = self._workers[index], SPANS.now()
+            ahead = clock_offset(sent, (await self._one(index, worker.told.remote(math.inf)))[0], SPANS.now())
+            _, found = await self._one(index, worker.told.remote(since + ahead))
+            return ProcessSpans(self._logs[index].stem, found, ahead)
+
+        return await asyncio.gather(*map(asked, range(len(self))))
 
     async def _all(self, references: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._one(i, reference)) for i, reference in enumerate(references)]

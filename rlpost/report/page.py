@@ -16,10 +16,15 @@ from rlpost.report.html import Cell, card, document, filter_tools, key, raw, sec
 from rlpost.report.panels import Panel, panels
 from rlpost.report.series import seconds, short
 from rlpost.report.svg import line_plot, stacked_plot
-from rlpost.report.timeline import Attempt, Timeline, timeline
+from rlpost.report.timeline import Attempt, Doing, Timeline, timeline
 
 _LEVELS = {"OK": "good", "WARN": "warn", "EXCLUDE_NODE": "bad", "FATAL_CONFIG": "bad"}
-_DOING = {"waiting": "in the queue", "starting": "starting", "training": "training", "ending": "giving way"}
+_DOING: dict[Doing, str] = {
+    "waiting": "in the queue",
+    "starting": "starting",
+    "training": "training",
+    "ending": "giving way",
+}
 _MARKS = {"committed": "checkpoint", "preempted": "preemption", "failed": "failure", "done": "done"}
 PACE_STEPS = 20
 SHOWN_ANSWERS = 8
@@ -118,7 +123,7 @@ def _tiles(facts: RunFacts, told: Timeline | None) -> str:
 
 
 def _time(told: Timeline) -> str:
-    spent = [
+    spent: list[tuple[str, str]] = [
         (f"{words} {seconds(round(told.spent_s(doing)))}", doing)
         for doing, words in _DOING.items()
         if told.spent_s(doing)

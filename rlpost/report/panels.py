@@ -61,7 +61,11 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "nats",
         (("log-prob difference", "train/rollout_logprob_abs_diff"), ("k3", "train/rollout_k3")),
     ),
-    ("Truncated", "share of answers", (("truncated", "rollout/truncated_frac"),)),
+    (
+        "Cut off or repetitive",
+        "share of answers",
+        (("cut off", "rollout/truncated_frac"), ("repetitive", "rollout/repetitive_frac")),
+    ),
     (
         "Groups",
         "number",
@@ -72,22 +76,52 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     ("Staleness", "versions", (("mean", "rollout/staleness_mean"), ("oldest", "rollout/staleness_max"))),
-    ("Throughput", "tokens/s", (("throughput", "time/tokens_per_s"),)),
+    (
+        "Throughput",
+        "tokens/s",
+        (("throughput", "time/tokens_per_s"), ("for each GPU", "time/tokens_per_s_per_gpu")),
+    ),
+    (
+        "Waiting",
+        "share of a step",
+        (("trainer", "time/trainer_waits_frac"), ("for answers", "time/generation_waited_frac")),
+    ),
+    ("Model FLOPs utilisation", "share", (("model FLOPs utilisation", "perf/mfu_frac"),)),
+    ("Weight sync", "s", (("weight sync", "sync/update_s"),)),
+    (
+        "Checkpoint",
+        "s",
+        (("until it is committed", "checkpoint/total_s"), ("that training waited", "checkpoint/blocking_s")),
+    ),
+    (
+        "Memory",
+        "GB",
+        (
+            ("engine", "memory/engine_gb"),
+            ("actor", "memory/actor_gb"),
+            ("driver", "memory/driver_gb"),
+            ("actor on its GPU, at most", "memory/actor_gpu_peak_gb"),
+            ("reserved there", "memory/actor_gpu_reserved_gb"),
+        ),
+    ),
+    (
+        "Memory in use",
+        "share",
+        (("of the fullest GPU", "memory/gpu_used_frac"), ("of the machine", "memory/host_used_frac")),
+    ),
     ("Learning rate", "", (("learning rate", "train/lr"),)),
 )
-_AS_IT_IS = ("Learning rate",)  # has no noise that a smoothed curve could take away
+_AS_IT_IS = ("Learning rate", "Checkpoint", "Memory", "Memory in use")  # nothing there that a smooth curve shows better
+_DOTS = ("Checkpoint",)  # few points
 
 
 def panels(lines: Lines) -> list[Panel]:
-    """The plots of one run: reward first, then time, memory if it was measured, then the rest."""
+    """The plots of one run, reward first."""
     found = [_reward(lines)]
     found += [_panel(lines, *plot) for plot in _PLOTS]
     trained = [line for line in lines if "time/step_s" in line]
     phases = [Curve(label, points(trained, name), n) for n, (label, name) in enumerate(PHASES)]
     found.insert(-1, Panel("Phases of a step", "s", tuple(curve for curve in phases if curve.points), is_stacked=True))
-    memory = sorted({name for line in lines for name in line if name.startswith("memory/")})
-    curves = tuple(Curve(name.removeprefix("memory/"), points(lines, name), n) for n, name in enumerate(memory))
-    found.append(Panel("Memory", "as its name says", curves))
     return [panel for panel in found if panel.curves]
 
 
@@ -104,7 +138,7 @@ def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
     found = []
     for title, unit, name in wanted:
         of_runs = [(label, points(lines, name), n) for n, (label, lines) in enumerate(runs)]
-        dots, soften = name.startswith("eval/"), title not in _AS_IT_IS
+        dots, soften = name.startswith("eval/") or title in _DOTS, title not in _AS_IT_IS
         curves = tuple(Curve(label, own, n, dots=dots, soften=soften) for label, own, n in of_runs if own)
         found.append(Panel(title, f"{name}, {unit}" if unit else name, curves))
     return [panel for panel in found if panel.curves]
@@ -120,7 +154,14 @@ def _reward(lines: Lines) -> Panel:
 
 
 def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str]]) -> Panel:
-    curves = [(label, points(lines, name)) for label, name in plotted]
-    there = [(label, own) for label, own in curves if own]
-    soften = title not in _AS_IT_IS
-    return Panel(title, unit, tuple(Curve(label, own, n, soften=soften) for n, (label, own) in enumerate(there)))
+    there = [(label, own) for label, name in plotted if (own := points(lines, name))]
+    soften, dots = title not in _AS_IT_IS, title in _DOTS
+    curves = tuple(Curve(label, own, n, soften=soften, dots=dots) for n, (label, own) in enumerate(there))
+    return Panel(title, unit, curves)
+
+
+def mean_phases(lines: Lines) -> dict[str, float]:
+    """Mean seconds a step of each phase that took any; an evaluation counts for the steps between, too."""
+    trained = [line for line in lines if "time/step_s" in line]
+    sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
+    return {label: total / len(trained) for label, total in sums.items() if total} if trained else {}

@@ -118,12 +118,18 @@ def _mark(entry: Mapping[str, Any], at_s: float) -> Mark | None:
         case "committed":
             return Mark("committed", at_s, f"checkpoint at step {entry.get('step')}")
         case "preempted":
-            return Mark("preempted", at_s, f"preempted: {entry.get('reason', '')}")
+            return Mark("preempted", at_s, _preempted(entry))
         case "verdict" if entry.get("verdict") not in ("done", "requeue"):
             return Mark("failed", at_s, f"{entry.get('verdict')}: {entry.get('cause', '')}")
         case "done":
             return Mark("done", at_s, f"done at step {entry.get('step')}")
     return None
+
+
+def _preempted(entry: Mapping[str, Any]) -> str:
+    text = f"preempted: {entry.get('reason', '')}"
+    seconds = entry.get("seconds_from_signal")
+    return text if seconds is None else f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
 
 
 def _attempts(entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: datetime) -> tuple[Attempt, ...]:
@@ -148,7 +154,7 @@ def _attempts(entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: date
             case "committed":
                 now = replace(now, last_saved=entry.get("step"))
             case "preempted":
-                now = replace(now, ended=f"preempted: {entry.get('reason', '')}")
+                now = replace(now, ended=_preempted(entry))
             case "verdict":
                 cause = now.ended or f"{entry.get('verdict')}: {entry.get('cause', '')}"
                 answer = entry.get("answer")

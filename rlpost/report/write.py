@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from slurm.run_folder import RunFolder, write_atomic
 logger = logging.getLogger(__name__)
 
 FILE_NAME, RECIPE_NAME = "report.html", "recipe.toml"
+_writing = threading.Lock()  # one page at a time in this process
 
 
 def write_report(run: RunFolder) -> Path:
@@ -31,11 +33,42 @@ def write_report(run: RunFolder) -> Path:
 
 
 def try_to_write_report(run: RunFolder) -> None:
-    """The same while training waits: whatever is wrong with the page is a warning, for the run must go on."""
+    """The same, after one that is being written. Whatever is wrong with the page is a warning, for a run must go on."""
     try:
-        write_report(run)
+        with _writing:
+            write_report(run)
     except Exception as error:
         logger.warning("no report this time: %s: %s", type(error).__name__, error)
+
+
+class Reporter:
+    """Writes the page from a thread of its own, so that a training waits for none: a page of a long run takes a second
+    of this machine's time. All who ask while one is being written get one more afterwards. The thread does not keep the
+    process: the last page is written by ``try_to_write_report``."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._asked = threading.Lock()  # guards the two below
+        self._again = False
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Have the page written soon; returns at once."""
+        with self._asked:
+            if self._thread is not None:
+                self._again = True
+                return
+            self._thread = threading.Thread(target=self._write, name="report", daemon=True)
+            self._thread.start()
+
+    def _write(self) -> None:
+        while True:
+            try_to_write_report(self._run)
+            with self._asked:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
 
 
 def recipe(settings: Sequence[Setting]) -> str:

@@ -128,7 +128,12 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         request = pickle.dumps((what, timeout_s, prompt, tuple(samples)))
         too_late = threading.Event()
-        alarm = threading.Timer(timeout_s + GRACE_S, lambda: (too_late.set(), self._process.kill()))
+
+        def give_up() -> None:
+            too_late.set()
+            self._process.kill()
+
+        alarm = threading.Timer(timeout_s + GRACE_S, give_up)
         alarm.start()
         try:
             self._process.stdin.write(LENGTH.pack(len(request)) + request)

@@ -93,11 +93,6 @@ class Book:
         return tuple(self._waiting.values())
 
     @property
-    def num_running(self) -> int:
-        """Groups under way."""
-        return len(self._running)
-
-    @property
     def num_finished(self) -> int:
         """Groups that are complete and wait for their training."""
         return len(self._finished)
@@ -142,10 +137,7 @@ class Book:
     def finished(self, group: SampleGroup, *, wanted: bool) -> None:
         """A running group is complete; one that is not wanted is filtered."""
         del self._running[group.prompt_id], self._since[group.prompt_id]
-        if wanted:
-            self._finished[group.prompt_id] = group
-        else:
-            self._filter(group)
+        self._settled(group, wanted)
 
     def cut_off(self, entry: Unfinished) -> None:
         """A running group was ended early; it waits, with its tokens where they are kept."""
@@ -163,20 +155,19 @@ class Book:
 
     def take(self) -> list[SampleGroup] | None:
         """The groups to train next, by prompt id, or None as long as they are not there."""
-        for group in [g for g in self._finished.values() if g.oldest_version < self._oldest_allowed()]:
-            self._filter(self._finished.pop(group.prompt_id))
+        self._filter_too_old()
         batch = self._batch()
-        if batch is None:
-            return None
-        for group in batch:
-            self._lent[group.prompt_id] = self._finished.pop(group.prompt_id)
-        return sorted(batch, key=lambda group: group.prompt_id)
+        return None if batch is None else self._lend(batch)
 
-    def replayed(self, groups: Sequence[SampleGroup]) -> None:
-        """Recorded groups stand in for answers to prompts that wait. Raises KeyError naming one that does not."""
-        for group in groups:
-            del self._waiting[group.prompt_id]
-            self._finished[group.prompt_id] = group
+    def take_again(self, prompt_ids: Iterable[int]) -> list[SampleGroup]:
+        """The batch that was taken before a crash. Raises KeyError naming a group that is not finished."""
+        self._filter_too_old()
+        return self._lend([self._finished[prompt_id] for prompt_id in prompt_ids])
+
+    def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
+        """A recorded group stands in for answers to a prompt that waits. Raises KeyError naming one that does not."""
+        del self._waiting[group.prompt_id]
+        self._settled(group, wanted)
 
     def trained(self) -> None:
         """What was taken is trained."""
@@ -200,9 +191,26 @@ class Book:
 
     def counts(self) -> dict[str, float]:
         """What was counted since the last call, and how much is held."""
-        found = {name: self._counts[name] for name in ("num_filtered", "num_aborted", "num_continued", "wasted_tokens")}
+        found: dict[str, float] = {
+            name: self._counts[name] for name in ("num_filtered", "num_aborted", "num_continued", "wasted_tokens")
+        }
         self._counts.clear()
         return found | {"num_held": len(self._finished), "num_unfinished": len(self._waiting) + len(self._running)}
+
+    def _settled(self, group: SampleGroup, wanted: bool) -> None:
+        if wanted:
+            self._finished[group.prompt_id] = group
+        else:
+            self._filter(group)
+
+    def _lend(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
+        for group in batch:
+            self._lent[group.prompt_id] = self._finished.pop(group.prompt_id)
+        return sorted(batch, key=lambda group: group.prompt_id)
+
+    def _filter_too_old(self) -> None:
+        for group in [g for g in self._finished.values() if g.oldest_version < self._oldest_allowed()]:
+            self._filter(self._finished.pop(group.prompt_id))
 
     def _filter(self, group: SampleGroup) -> None:
         self._ledger.filtered(group.prompt_id)

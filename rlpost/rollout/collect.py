@@ -7,6 +7,8 @@ moment, and what happened on the way. Here is only what waits: every decision is
     one_step_off    batch | train           | sync | train         | sync      generation of the next batch begins when
                           | batch of step 2 |      | batch of 3    |           training begins and ends before sync
     fully_async     batches all the time; an engine that gets new weights goes on with what it was writing
+
+What finished and which batches were taken goes to the journal; after a crash they come from there first.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from rlpost.errors import DataError, Preempted
+from rlpost.errors import CheckpointError, DataError, Preempted
 from rlpost.rollout.book import Book
 from rlpost.rollout.draft import without_older
 from rlpost.rollout.filters import BufferFilter, GroupFilter, pop_first
+from rlpost.rollout.journal import Journal
+from rlpost.rollout.journal_format import GROUP
 from rlpost.rollout.recorded import read_groups
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
+LEAVE_S = 20.0  # for what runs to be cut off when a stop is requested
 MANY_BATCHES = 8  # so many times a batch dropped for one batch, and again at twice as many
 
 
@@ -78,9 +83,13 @@ class Collector:
         *,
         choices: Choices,
         stop_requested: Callable[[], bool],
+        journal: Journal | None = None,
     ) -> None:
         self._book, self._cursor, self._writer = book, cursor, writer
         self._choices, self._stop_requested = choices, stop_requested
+        self._journal = journal or Journal.off()
+        self._begins_early = choices.ahead or book.rules.max_staleness is not None
+        self._counts: Mapping[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -92,15 +101,24 @@ class Collector:
         Raises:
             Preempted: a stop was requested; everything is cut off and in the backlog.
             RolloutError: a request failed for good; everything else is cut off.
+            CheckpointError: the journal is not that of this run.
         """
-        self._open()
-        await self._until_batch()
-        groups = self._book.take()
-        assert groups is not None, "there was a batch"
-        self._num_dropped = 0
-        if self._choices.record is not None:
-            self._choices.record(self._book.step, groups)
-        if self._choices.ahead and self._book.step + 1 < self._book.rules.num_steps:
+        if self._stop_requested():
+            await self._stopped()
+        groups = self._again()
+        if groups is None:
+            self._open()
+            await self._until_batch()
+            groups = self._book.take()
+            assert groups is not None, "there was a batch"
+            self._num_dropped = 0
+            if self._choices.record is not None:
+                self._choices.record(self._book.step, groups)
+            self._counts = self._counted()
+            self._journal.batch(self._book.step, groups, self._counts)
+        await self._journal.durable()
+        if self._begins_early and not self._journal.num_batches and self._book.step + 1 < self._book.rules.num_steps:
+            self._again()
             self._open()
         return groups
 
@@ -123,15 +141,43 @@ class Collector:
         """State of the cursor, and all that was fetched before it and is not trained."""
         return self._cursor.state(), self._book.backlog()
 
-    def counts(self) -> dict[str, float]:
-        """What happened since the last call, by metric name."""
+    def wants_weights(self) -> bool:
+        """Whether something may be written before the next batch is trained: not while the journal has batches."""
+        return self._journal.num_batches <= self._begins_early
+
+    def counts(self) -> Mapping[str, float]:
+        """What happened before the last batch and since the one before it, by metric name."""
+        return self._counts
+
+    def _counted(self) -> dict[str, float]:
         found = {f"rollout/{name}": float(value) for name, value in self._book.counts().items()}
         return {**found, **self._choices.counters()}
 
+    def _again(self) -> list[SampleGroup] | None:
+        """The batch that was taken here before a crash; all groups that had finished are in the book once more."""
+        taken = None
+        for record in self._journal.again():
+            ids = [record.meta["prompt_id"]] if record.kind == GROUP else record.meta["prompt_ids"]
+            while self._book.newest_id < max(ids):
+                self._book.fetched(self._cursor.take(1))
+            try:
+                if record.kind == GROUP:
+                    self._book.replayed(record.group(), wanted=record.meta["wanted"])
+                else:
+                    taken, self._counts = self._book.take_again(ids), record.meta["counts"]
+                    self._book.counts()  # they are in the record
+            except KeyError as prompt_id:
+                raise CheckpointError(
+                    f"{record.path}: the journal has a group of prompt {prompt_id}, for which this run does not wait; "
+                    "was --save shared with another run? Move the folder away to go on from the checkpoint alone"
+                ) from None
+        return taken
+
     async def stop(self) -> None:
-        """Cut off what runs."""
+        """Cut off what runs. A run that has to leave waits neither for an engine that hangs nor for a slow tool."""
         self._book.is_open = False
-        await self._writer.connection.halt(list(self._tasks))
+        deadline_s = LEAVE_S if self._stop_requested() else None
+        await self._writer.connection.halt(list(self._tasks), deadline_s=deadline_s)
 
     def _open(self) -> None:
         self._book.is_open = True
@@ -140,10 +186,10 @@ class Collector:
 
     async def _until_batch(self) -> None:
         """Wait until there is a batch; where generation works for one at a time, cut off the rest."""
-        async with self._choices.watch():
+        async with self._choices.watch():  # also while the rest is cut off: an engine that hangs would never let go
             await self._wait()
-        if self._book.rules.max_staleness is None:
-            await self.stop()
+            if self._book.rules.max_staleness is None:
+                await self.stop()
 
     async def _wait(self) -> None:
         while True:
@@ -151,8 +197,7 @@ class Collector:
                 await self.stop()
                 raise self._failure
             if self._stop_requested():
-                await self.stop()
-                raise Preempted(f"a stop was requested while generating; {self._book.num_finished} groups are kept")
+                await self._stopped()
             if self._book.has_batch():
                 return
             assert self._tasks, "no batch, and nothing that could become one"
@@ -160,6 +205,10 @@ class Collector:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_POLL_S):
                     await self._changed.wait()
+
+    async def _stopped(self) -> NoReturn:
+        await self.stop()
+        raise Preempted(f"a stop was requested while generating; {self._book.num_finished} groups are kept")
 
     def _fill(self) -> None:
         """Start as many groups as the book has room for: first those that wait, then new prompts."""
@@ -173,7 +222,11 @@ class Collector:
                 task.add_done_callback(self._done)
 
     async def _run(self, entry: Unfinished) -> None:
-        written = await self._writer.write(entry)
+        try:
+            written = await self._writer.write(entry)
+        except asyncio.CancelledError:
+            self._book.cut_off(entry)
+            raise
         if isinstance(written, Unfinished):
             self._book.cut_off(written)
             return
@@ -181,6 +234,7 @@ class Collector:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
         wanted = self._choices.wanted(written)
+        self._journal.finished(written, wanted=wanted)
         self._book.finished(written, wanted=wanted)
         if not wanted:
             self._say_dropped()
@@ -232,7 +286,8 @@ class Replay:
         if self._stop_requested():
             raise Preempted("a stop was requested before the next recorded batch")
         if not self._book.has_batch():
-            self._book.replayed(self._recorded())
+            for group in self._recorded():
+                self._book.replayed(group)
         groups = self._book.take()
         assert groups is not None, "a recording is a batch"
         return groups
@@ -266,6 +321,10 @@ class Replay:
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
         """See ``Collector``."""
         return self._cursor.state(), self._book.backlog()
+
+    def wants_weights(self) -> bool:
+        """Engines follow the training as if they had written the batches."""
+        return True
 
     def counts(self) -> dict[str, float]:
         """See ``Collector``: the same names."""

@@ -40,7 +40,7 @@ class RouterAddress:
     engine_urls: tuple[str, ...]
     concurrency: int
     timeout_s: float = 4 * 3600.0  # of one request
-    patience_s: float = 600.0  # with a request that reaches no engine: a dead one is found and restarted meanwhile
+    patience_s: float = 600.0  # of waiting between tries that reach no engine: a dead one is restarted meanwhile
 
     async def abort_all(self) -> None:
         """End every request on every engine. One that does not answer is only logged: its requests end with it."""
@@ -91,14 +91,23 @@ class Connection:
                 what, {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
             )
 
-    async def halt(self, running: Sequence[asyncio.Future[Any]]) -> None:
-        """End all requests until every one of ``running`` is done; new ones raise Halted until ``go_on``."""
-        self.halted = True
+    async def halt(self, running: Sequence[asyncio.Task[Any]], *, deadline_s: float | None = None) -> None:
+        """End all requests until every one of ``running`` is done; new ones raise Halted until ``go_on``.
+
+        What is not done after ``deadline_s`` seconds, if that is given, is cancelled.
+        """
+        self.halted, started = True, time.monotonic()
         waiting = [task for task in running if not task.done()]
         while waiting:
             await self.router.abort_all()
             _, pending = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
             waiting = list(pending)
+            if waiting and deadline_s is not None and time.monotonic() - started > deadline_s:
+                logger.warning("%d groups did not end within %.0f s; they are given up", len(waiting), deadline_s)
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+                return
 
     def go_on(self) -> None:
         """Requests may be made again."""
@@ -107,7 +116,7 @@ class Connection:
     async def _post(self, what: str, body: Mapping[str, Any]) -> Any:
         """The answer to one request, tried again when it cannot have reached an engine that still works."""
         assert self._session is not None, "used outside its context"
-        url, started, pause_s = self.router.url, time.monotonic(), FIRST_PAUSE_S
+        url, waited_s, pause_s = self.router.url, 0.0, FIRST_PAUSE_S  # what an engine took to write is not waiting
         while True:
             try:
                 async with self._session.post(f"{url}/generate", json=body) as response:
@@ -118,12 +127,13 @@ class Connection:
                     is_lost = response.status != 503 and not any(code in text for code in NOT_REACHED)
             except TimeoutError as error:
                 raise RolloutError(f"router {url}: {what} was not answered in time") from error
-            except aiohttp.ClientConnectionError as error:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:  # not there, or cut off
                 failure, is_lost = f"does not answer: {error or type(error).__name__}", False
-            if is_lost or time.monotonic() - started + pause_s > self.router.patience_s:
+            if is_lost or waited_s + pause_s > self.router.patience_s:
                 raise RolloutError(f"router {url}: {what} ({len(body['input_ids'])} tokens): {failure}")
             logger.debug("router %s %s; again in %.1f s", url, failure, pause_s)
             await asyncio.sleep(pause_s)
+            waited_s += pause_s
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             if self.halted:
                 raise Halted

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import RolloutError
+from rlpost.metrics.memory import machine, process_gb
 from rlpost.rollout.process import ServerProcess
 from rlpost.types import EngineAddress
 
@@ -57,6 +58,7 @@ class Engine:
             RolloutError: it was not ready within ``deadline_s`` seconds; it is stopped.
         """
         started = time.monotonic()
+        self.stop()  # of a start that nobody waited for
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
         self._server.spawn(
@@ -78,8 +80,17 @@ class Engine:
         except RolloutError:
             self.stop()
             raise
+        self._spare_the_collector()
         logger.info("engine %s ready after %.1f s", self.url, time.monotonic() - started)
         return EngineAddress(url=self.url, num_gpus=self._num_gpus)
+
+    def _spare_the_collector(self) -> None:
+        """Leave what exists now out of Python's garbage collections in the server. SGLang does so after its warm-up,
+        which is left out without CUDA; there every flush of the cache collects, over all modules 0.4 s."""
+        try:
+            _call("engine", self.url, self._api_key, "POST", "/freeze_gc")
+        except RolloutError as error:
+            logger.warning("%s", error)
 
     def alive(self) -> bool:
         """Whether its process runs."""
@@ -93,6 +104,10 @@ class Engine:
     @property
     def pid(self) -> int | None:
         return self._server.pid if self._server else None
+
+    def memory_use(self) -> dict[str, float]:
+        """What it holds now, by the names of metrics."""
+        return {"memory/engine_gb": process_gb(), **machine()}
 
     def stop(self) -> None:
         """End the server and everything it started."""
@@ -160,10 +175,24 @@ class Router:
         """Whether its process runs."""
         return self._server is not None and self._server.alive()
 
+    def is_gone(self, timeout_s: float) -> bool:
+        """Whether its process ended, or does not answer for ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            if self._answers():
+                return False
+            if time.monotonic() > deadline:
+                break
+        return True
+
     def check_alive(self) -> None:
         """Raise EngineDied, with the end of the log, unless its process runs."""
         if self._server is not None and not self._server.alive():
             raise self._server.died()
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server else None
 
     def stop(self) -> None:
         """End the process."""
@@ -182,25 +211,29 @@ class Router:
         return {worker["url"] for worker in workers if worker["is_healthy"]}
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        """One request; the parsed JSON of its answer, or None when that is not JSON."""
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"},
-        )
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a site's proxy
-        try:
-            with direct.open(request, timeout=10) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            raise RolloutError(f"router {self.url}: {method} {path} answered {error.code}: {error.read()!r}") from error
-        except OSError as error:
-            raise RolloutError(f"router {self.url}: {method} {path} failed: {error}") from error
-        try:
-            return json.loads(text)
-        except ValueError:
-            return None
+        return _call("router", self.url, self._api_key, method, path, body)
+
+
+def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """One request; the parsed JSON of its answer, or None when that is not JSON."""
+    request = urllib.request.Request(
+        url + path,
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a site's proxy
+    try:
+        with direct.open(request, timeout=10) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        raise RolloutError(f"{name} {url}: {method} {path} answered {error.code}: {error.read()!r}") from error
+    except OSError as error:
+        raise RolloutError(f"{name} {url}: {method} {path} failed: {error}") from error
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, api_key: str) -> dict[str, Any]:

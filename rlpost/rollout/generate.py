@@ -54,7 +54,10 @@ class GroupWriter:
         samples = [sample for several in answers for sample in several]
         if any(not several or several[-1].finish_reason == "abort" for several in answers):
             return Unfinished(entry.prompt, tuple(samples))
-        rewards = await self._grader.grade(entry.prompt, samples)
+        try:
+            rewards = await self._grader.grade(entry.prompt, samples)
+        except Halted:
+            return Unfinished(entry.prompt, tuple(samples))
         scored = tuple(ScoredSample(sample, float(reward)) for sample, reward in zip(samples, rewards, strict=True))
         return SampleGroup(entry.prompt.prompt_id, scored)
 

@@ -7,11 +7,11 @@ reads back to equal groups.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.errors import ConfigError, DataError
+from rlpost.files import write_whole
 from rlpost.records import group_from, group_record
 from rlpost.types import SampleGroup
 
@@ -35,12 +35,7 @@ def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     """Write the groups of one step; a reader sees all of them or none."""
     path = recorded_path(template, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(group_record(group), ensure_ascii=False) + "\n" for group in groups)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_whole(path, (json.dumps(group_record(group), ensure_ascii=False) + "\n" for group in groups))
     return path
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.server_args import in_its_words
 
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -39,10 +40,20 @@ WITHOUT_CUDA: Mapping[str, Any] = {
     "max_running_requests": 64,
 }
 
+ONLY_ON_CUDA: Mapping[str, Any] = {
+    "enable_memory_saver": False,
+    # SGLang's attention and experts in plain torch know no other way to share an engine's work than tensor parallelism.
+    "enable_dp_attention": False,
+    "enable_dp_lm_head": False,
+    "dp_size": 1,
+    "ep_size": 1,
+    "moe_dense_tp_size": None,
+}
+
 
 def engine_arguments(given: Mapping[str, Any], *, has_cuda: bool) -> dict[str, Any]:
     """The fields of ServerArgs: what was given, over what a machine without CUDA needs, less what only runs on CUDA."""
-    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given, "enable_memory_saver": False}
+    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
 def end_with_parent(ready_fd: int) -> None:
@@ -76,13 +87,19 @@ def blot_out(secret: str | None) -> None:
     logging.setLogRecordFactory(make_without_secret)
 
 
-def use_stand_ins() -> None:
-    """Make the stand-ins importable here and in the processes that SGLang starts."""
+def use_stand_ins(num_ranks: int = 1) -> None:
+    """Make the stand-ins importable here and in the processes that SGLang starts, and let these share all cores:
+    SGLang refuses more ranks than NUMA nodes unless each is told its own."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * num_ranks))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
     sys.path.insert(0, str(STAND_INS))
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a router of experts takes longer than it saves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # SGLang makes memory for each bucket of weights anew; in pages of 4 KiB that takes longer than all the rest.
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
@@ -91,14 +108,15 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
 
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
-        use_stand_ins()
-    from sglang.srt.entrypoints.http_server import launch_server
+        use_stand_ins(int(arguments.get("tp_size", 1)))
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
     server_args = ServerArgs(**engine_arguments(in_its_words(arguments), has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
+    app.add_middleware(RequestSpans)
     try:
         launch_server(server_args, launch_callback=lambda: os.write(ready_fd, b"ready\n"))
     finally:

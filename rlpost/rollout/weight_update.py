@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -210,9 +212,57 @@ class DiskMover:
         await together("read the weights from disk", reading)
 
 
+class DeltaMover:
+    """Through files that hold what changed: copies of the model's folder take it, and the engines read those.
+
+    The first update of a mover is whole, so that nothing is taken for granted of a copy or an engine that is new; so is
+    the one after a failure.
+    """
+
+    in_session = False
+
+    def __init__(
+        self,
+        write: Callable[[int, bool], Awaitable[None]],
+        take: Callable[[int], Awaitable[Sequence[str | None]]],
+        *,
+        copy: str,
+    ) -> None:
+        """Args: ``write(version, whole)`` writes all weights or what changed since it wrote last; ``take(version)``
+        lets every copy take that and returns why each could not, None for one that could; ``copy`` is the copy's
+        folder, the same on every host."""
+        self._write = write
+        self._take = take
+        self._copy = copy
+        self._whole = True
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """All copies take the version, then all engines read at the same time."""
+        whole, self._whole = self._whole, True
+        problems = await self._taken(version, whole)
+        if problems and not whole:
+            logger.warning("all weights of version %d are sent: %s", version, "; ".join(problems))
+            problems = await self._taken(version, True)
+        if problems:
+            raise SyncError(f"weights of version {version} did not arrive: {'; '.join(problems)}")
+        reading = [one.client.update_weights_from_disk(self._copy, version=version) for one in receivers]
+        await together("read the weights from disk", reading)
+        self._whole = False
+
+    async def _taken(self, version: int, whole: bool) -> list[str]:
+        await self._write(version, whole)
+        return [problem for problem in await self._take(version) if problem]
+
+
 def num_engine_ranks(receivers: Sequence[Receiver]) -> int:
     """Ranks of all engines together."""
     return sum(one.address.num_gpus for one in receivers)
+
+
+def num_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's weights; the first number in the name of a type is its bits."""
+    sizes = [int(re.findall(r"\d+", dtype)[0]) // 8 for dtype in bucket.dtypes]
+    return sum(math.prod(shape) * size for shape, size in zip(bucket.shapes, sizes, strict=True))
 
 
 def stage_group(name: str, stage: int) -> str:

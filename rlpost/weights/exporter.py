@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlpost.types import Bucket
@@ -84,7 +85,7 @@ class Exporter:
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
 
@@ -125,27 +126,38 @@ def export_folder(
 
     Args: ``template`` is the folder the model came from; its configuration and tokenizer files are copied, with the
     dtype of the weights and with ``config`` in place of its config.json, and so are weights that are not trained. All
-    ranks that hold one copy of the model call this; the one with ``writes`` writes.
+    ranks that hold one copy of the model call this; the one with ``writes`` writes. Raises OSError there, and only
+    after its part in every gather, when that fails.
     """
     folder, template = Path(folder), Path(template)
     plan = exporter.plan(shard_bytes)
     kept = extra_layers(HuggingFaceFolder(template), exporter.inventory) if writes else []
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _copy_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
     num_files = len(plan) + bool(kept)
     file_of: dict[str, str] = {}
-    total = 0
-    for number, bucket in enumerate(plan, start=1):
-        tensors = exporter.gather(bucket)
-        if writes:
+    failures: list[Exception] = []
+
+    def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
+        """One file; after a failure none: the other ranks wait in the next gather, so this one goes on gathering."""
+        if not writes or failures:
+            return
+        try:
+            if not file_of:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _copy_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
             file_of.update(dict.fromkeys(tensors, _write(tensors, folder, number, num_files)))
-            total += sum(entry.num_bytes for entry in bucket)
+        except (OSError, SafetensorError) as error:
+            failures.append(error)
+
+    for number, bucket in enumerate(plan, start=1):
+        write(number, exporter.gather(bucket))
+    total = sum(entry.num_bytes for bucket in plan for entry in bucket)
     if kept:
         source = HuggingFaceFolder(template)
         tensors = {name: source.read(name) for name in kept}
-        file_of.update(dict.fromkeys(tensors, _write(tensors, folder, num_files, num_files)))
+        write(num_files, tensors)
         total += sum(tensor.nbytes for tensor in tensors.values())
+    if failures:
+        raise OSError(f"{folder}: {failures[0]}") from failures[0]
     if num_files > 1 and writes:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

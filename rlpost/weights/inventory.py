@@ -108,7 +108,8 @@ class Inventory:
         return Held(tensor, replace(rule, megatron=name), group, dim)
 
     def _entry(self, name: str, held: Held, family: Family) -> Entry:
-        expert, rules = names.expert_number(name), (held.rule,)
+        expert = names.expert_number(name)
+        rules: tuple[names.Rule, ...] = (held.rule,)
         if expert is not None:
             everyone = range(self.groups.expert.size())
             numbers = [self._first_expert(rank) + expert for rank in everyone]

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.errors import SyncError
 from rlpost.types import Bucket
@@ -32,6 +34,7 @@ from rlpost.weights.exporter import Exporter, describe
 from rlpost.weights.inventory import Entry
 from rlpost.weights.quantise import BlockFp8
 
+_DEVICE = 6  # place of storage_device among the arguments of torch's rebuild_cuda_tensor
 ALIGNMENT = 16  # bytes; a tensor of any dtype may begin there
 
 
@@ -91,6 +94,7 @@ class Broadcast:
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)
         self.group: dist.ProcessGroup | None = None
+        self.memory = FlatMemory()
 
     def connect(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
         """Form the group of this rank's stage with the engines; its source listens on the address, others do nothing.
@@ -135,7 +139,7 @@ class Broadcast:
             return
         if self.group is None:
             raise SyncError("no engine is connected; call connect before send")
-        flat = torch.cat([as_bytes(tensor) for tensor in tensors.values()])
+        flat = self.memory.filled(tensors.values())
         try:
             dist.broadcast(flat, group=self.group, group_src=0)
         except (dist.DistError, RuntimeError) as error:
@@ -179,7 +183,7 @@ class Sharing:
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine's stream does not know ours
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(handles)
+        _HandlePickler(buffer).dump(handles)
         return base64.b64encode(buffer.getvalue()).decode()
 
     def release(self) -> None:
@@ -188,6 +192,41 @@ class Sharing:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+
+class _HandlePickler(ForkingPickler):
+    """Names the GPU of a tensor by its UUID. Its number is that of this process, which sees one GPU; an engine over
+    several sees it under another. SGLang's side reads either (sglang/srt/utils/patch_torch.py; pytorch issue 149196).
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(value)
+        return rebuild, with_uuid(arguments, lambda number: str(torch.cuda.get_device_properties(number).uuid))
+
+
+def with_uuid(arguments: tuple[Any, ...], uuid_of: Callable[[int], str]) -> tuple[Any, ...]:
+    """The arguments of torch's ``rebuild_cuda_tensor`` with the device's UUID in place of its number."""
+    return (*arguments[:_DEVICE], uuid_of(arguments[_DEVICE]), *arguments[_DEVICE + 1 :])
+
+
+class FlatMemory:
+    """Memory for the bytes of one bucket after another. On a CPU it is kept, for the system hands out new memory page
+    by page, slower than it is filled; CUDA's allocator keeps what is given back, and the trainer needs it."""
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The bytes of the tensors, one after another: [num_bytes], uint8; good until the next call."""
+        parts = [as_bytes(tensor) for tensor in tensors]
+        if parts[0].device.type != "cpu":
+            return torch.cat(parts)
+        size = sum(map(len, parts))
+        if self.kept is None or len(self.kept) < size:
+            self.kept = torch.empty(size, dtype=torch.uint8)
+        return torch.cat(parts, out=self.kept[:size])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ class Attempt:
         options: more options of the agent.
         stub_ray: for tests of the agents alone.
         user: whose job it is.
+        time_limit: of the job, as sbatch takes it.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Attempt:
         options: str = "",
         stub_ray: bool = False,
         user: str = "root",
+        time_limit: str | None = None,
     ) -> None:
         self.lab = lab
         self.folder = lab.shared / name
@@ -108,6 +110,7 @@ class Attempt:
         )
         num_nodes = len(nodes.split(","))
         wanted = [f"-N{num_nodes}", "--ntasks-per-node=1", "--gres=gpu:2", "-w", nodes]
+        wanted += [f"--time={time_limit}"] if time_limit else []
         path = f"{STUB_RAY}:{REPOSITORY}" if stub_ray else str(REPOSITORY)
         environ = {"PYTHONPATH": path}
         if user != "root":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_two_nodes_work_on_eth0_and_outlive_the_term_of_a_preemption(lab: Lab) -
     until(lambda: job_info(lab, attempt.job).state.name == "COMPLETED", lab, "the end of the job")
     for node in ("n01", "n02"):
         assert agents_and_ray(lab, node) == ""
+
+
+def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
+    """Submitted without --signal: the head looks at the clock itself. The job has a minute, the lead is 45 s."""
+    attempt = Attempt(lab, "unwarned", options="--signal-lead-s 45", stub_ray=True, time_limit="1")
+    attempt.wait_until_it_works()
+    assert attempt.wait()[0] == "requeue"
+    stop = json.loads(attempt.log("STOP"))
+    assert "no signal came" in stop["reason"]
+    assert stop["deadline"] - stop["time"] == pytest.approx(45, abs=10)
+    attempt.end()
 
 
 def test_a_dead_node_fails_the_attempt_in_seconds_with_its_name(lab: Lab, wrong_name: None) -> None:

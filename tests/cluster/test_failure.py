@@ -85,6 +85,25 @@ def test_a_driver_that_is_killed_is_found_in_seconds(lab: Lab) -> None:
     attempt.end()
 
 
+def test_a_temp_disk_that_fills_is_found_in_seconds_and_its_node_named(lab: Lab) -> None:
+    attempt = Attempt(lab, "full", options="--loss-grace-s 2", stub_ray=True)
+    attempt.wait_until_it_works()
+    folder = f"/tmp/r{attempt.job}.0"
+    lab.run("n02", ["mount", "-t", "tmpfs", "-o", "size=150m", "tmpfs", folder])
+    try:
+        lab.run("n02", ["dd", "if=/dev/zero", f"of={folder}/fill", "bs=1M", "count=140"])
+        seconds = attempt.seconds_to_verdict()
+    finally:
+        lab.run("n02", ["umount", "--lazy", folder])
+    print(f"temp disk full: {seconds:.1f} s")
+    assert seconds < 10
+    assert attempt.verdict["verdict"] == "failed"
+    assert str(attempt.verdict["cause"]).startswith(f"n02: Ray's temp dir {folder} is full: 10 MiB left of 150")
+    assert attempt.excluded == ["n02"]
+    assert "temp dir" in attempt.log("STOP")  # the driver had its time
+    attempt.end()
+
+
 def test_a_node_that_never_starts_is_named_and_not_taken_again(lab: Lab) -> None:
     never = on_node(1, "echo broken image; exit 3")
     attempt = Attempt(lab, "never", run_if=never, options="--bringup-deadline-s 3", stub_ray=True)
@@ -130,17 +149,25 @@ def test_a_slow_head_is_waited_for(lab: Lab) -> None:
     attempt.end()
 
 
-LISTEN = (
-    "import os, socket, time; from bootstrap.ports import candidate_blocks, ephemeral_floor; "
-    'base = next(candidate_blocks(os.environ["SLURM_JOB_ID"], ephemeral_floor())).base; '
-    'taken = socket.create_server(("", base + 4)); time.sleep(60)'
-)
+# Listens for as long as the agent lives that its shell becomes.
+LISTEN = """
+import os, pathlib, socket, sys, time
+from bootstrap.ports import candidate_blocks, ephemeral_floor
+agent = os.getppid()
+base = next(candidate_blocks(os.environ["SLURM_JOB_ID"], ephemeral_floor())).base
+taken = socket.create_server(("", base + 4))
+pathlib.Path(sys.argv[1]).touch()
+while os.getppid() == agent:
+    time.sleep(0.05)
+"""
 
 
 def test_a_taken_port_is_found_before_ray_starts(lab: Lab) -> None:
     script = lab.shared / "listen.py"
     script.write_text(LISTEN)
-    attempt = Attempt(lab, "port", run_if=on_node(1, f"{sys.executable} {script} & sleep 1"), stub_ray=True)
+    listens = lab.shared / "listens"
+    first = f"{sys.executable} {script} {listens} & while [ ! -e {listens} ]; do sleep 0.05; done"
+    attempt = Attempt(lab, "port", run_if=on_node(1, first), stub_ray=True)
     word, cause = attempt.wait()
     assert word == "requeue"
     assert "n02: ports: " in cause and "taken by another process" in cause

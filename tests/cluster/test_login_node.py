@@ -35,12 +35,17 @@ spec = JobSpec(nodes=2, time="10", driver_args=(sys.argv[2],))
 print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), where="slurm"))
 """
 FOLLOW = """\
-import sys; from slurm import client; from slurm.states import JobState
-job = sys.argv[1]
-running = client.wait_for(job, lambda info: info.state is JobState.RUNNING, deadline_s=30, poll_s=0.1)
+import sys, time; from slurm import client; from slurm.states import JobState
+job, end = sys.argv[1], time.monotonic() + 30
+def wait_for(condition):
+    while not condition(info := client.job_info(job)):
+        assert time.monotonic() < end, info
+        time.sleep(0.1)
+    return info
+running = wait_for(lambda info: info.state is JobState.RUNNING)
 client.cancel(job)
-over = client.wait_for(job, lambda info: info.state.is_over, deadline_s=30, poll_s=0.1)
-print(running.nodelist, over.state, client.job_state("999999"))
+over = wait_for(lambda info: info.state.is_over)
+print(running.nodelist, over.state, client.job_info("999999").state)
 """
 
 

@@ -90,7 +90,22 @@ def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
     attempt.end()
 
 
-def test_the_doctor_runs_as_a_job(lab: Lab) -> None:
+def test_the_doctor_runs_as_a_job_and_compares_the_nodes(lab: Lab) -> None:
+    """One table from the first node; n02 has a lower limit than n01."""
+    doctor = f"{sys.executable} -m bootstrap.doctor --num-gpus 2"
+    limited = f"sh -c 'test $SLURM_NODEID = 0 || ulimit -n 5000; exec {doctor}'"
+    script = f"#!/bin/bash\nsrun --ntasks-per-node=1 {limited}\n"
+    wanted = ["-N2", "--gres=gpu:2", "-w", "n01,n02", "--output=doctor.txt", "--error=doctor.err"]
+    job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
+    until(lambda: job_info(lab, job).state.is_over, lab, "the doctor's report")
+    said = (lab.shared / "doctor.txt").read_text()
+    assert said.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in said
+    compared = said[said.index("host  interface") :].splitlines()
+    assert [line.split()[:3] for line in compared[1:3]] == [[n, "eth0", lab.ip(n)] for n in ("n01", "n02")]
+    assert not list(lab.shared.glob(".doctor-*"))
+
+
+def test_the_doctor_runs_on_one_node_alone(lab: Lab) -> None:
     script = f"#!/bin/bash\nsrun {sys.executable} -m bootstrap.doctor --num-gpus 3 --json\n"
     wanted = ["-N1", "--gres=gpu:2", "-w", "n02", "--output=doctor.json", "--error=doctor.err"]
     job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})

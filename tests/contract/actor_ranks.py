@@ -258,13 +258,16 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
 
 def save_beside_training(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]) -> list[str]:
     """After the first step save into the first folder, waiting, and into the second in the background, of which nothing
-    is waited for until two more steps are trained; then save into the third. Returns the weights' hash at each save."""
+    is waited for until everything has left the device and come back, as on shared GPUs, and two more steps are trained;
+    then save into the third. Returns the weights' hash at each save."""
     actor.import_weights()
     train = lambda samples: actor.train_step(my_batch(actor, samples, max_tokens=None))  # noqa: E731
     train(steps[0])
     hashes = [actor.weights_hash()] * 2
     actor.save(folders[0], 1)
     actor.save(folders[1], 1, in_background=True)
+    assert actor.memory.offload("weights", "grads", "optimizer")
+    actor.memory.restore("weights", "grads", "optimizer")
     for samples in steps[1:]:
         train(samples)
     actor.finish_save()

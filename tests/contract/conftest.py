@@ -30,6 +30,7 @@ class Sglang:
     addresses: tuple[EngineAddress, ...]
     router: RouterAddress
     logs: Path
+    balancer: Router
 
 
 def free_ports(count: int) -> list[int]:
@@ -72,7 +73,7 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             addresses = tuple(each.result() for each in starting)
         urls = tuple(address.url for address in addresses)
         router.add_engines(urls, deadline_s=60)
-        yield Sglang(tiny_model, key, engines, addresses, RouterAddress(url, key, urls, concurrency=64), logs)
+        yield Sglang(tiny_model, key, engines, addresses, RouterAddress(url, key, urls, concurrency=64), logs, router)
     finally:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda each: each.stop(), (*engines, router)))

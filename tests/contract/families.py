@@ -46,13 +46,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (class of transform
     "glm4-0414": ("Glm4", {"attention_bias": True}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
+FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
+"""Those that docs/extending.md brings with a package."""
 
 
 def make_family(folder: Path, name: str) -> None:
     """Save the tiny model of a family; norms are not all one and biases not all zero."""
     import transformers
 
-    kind, options = FAMILIES[name]
+    kind, options = (FAMILIES | FROM_OUTSIDE)[name]
     config = getattr(transformers, f"{kind}Config")(**(COMMON | options))
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)

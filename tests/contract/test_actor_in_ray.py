@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,17 @@ pytestmark = pytest.mark.timeout(300)
 ray = pytest.importorskip("ray")
 
 
+def _is_profile_of_two_steps(paths: list[str]) -> None:
+    """A Chrome trace with the operators of training in it, forward and backward, as torch names them."""
+    (path,) = paths
+    assert Path(path).name == "profile-rank0-steps-1-2.json.gz"
+    with gzip.open(path) as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+    assert names["aten::mm"] > 0
+    assert names["autograd::engine::evaluate_function: EmbeddingBackward0"] == 2
+    assert names["Optimizer.step#AdamW.step"] == 2
+
+
 class Holder:
     """Makes an actor where it lives, as a worker of the trainer does."""
 
@@ -26,15 +40,20 @@ class Holder:
         import psutil
 
         from rlpost.actor.actor import Actor
+        from rlpost.metrics.spans import SPANS
 
         actor = Actor(actor_settings)
         actor.setup(0, 1, "127.0.0.1", free_port())
         actor.import_weights()
         metrics = []
+        actor.profiling.begin([0], operators=True, memory=False)
         for samples in steps[:2]:
             num_tokens = sum(sum(sample.loss_mask) for sample in samples)
             batch = TrainBatch((tuple(samples),), num_samples=len(samples), num_tokens=num_tokens)
             metrics.append(dict(actor.train_step(batch).metrics))
+        written = actor.profiling.end(folder + "-traces", "1-2")
+        actor.profiling.begin([1], operators=True, memory=False)  # another rank's
+        assert actor.profiling.end(folder + "-traces", "3-3") == []
         started: list[int] = []
         watching, stop = threading.Event(), threading.Event()
 
@@ -51,6 +70,7 @@ class Holder:
         stop.set()
         watcher.join()
         result = {"metrics": metrics, "children": sorted(set(started)), "hash": actor.weights_hash()}
+        result |= {"profiles": written, "memory": actor.memory_use, "spans": SPANS.since(0.0)}
         actor.close()
         return result
 
@@ -72,6 +92,9 @@ def test_a_checkpoint_saved_in_a_ray_worker_starts_no_process_and_is_continued_o
     holder = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}}).remote()
     inside = ray.get(holder.train_and_save.remote(one, STEPS, folder), timeout=240)
     assert inside["children"] == []
+    _is_profile_of_two_steps(inside["profiles"])
+    assert [one[0] for one in inside["spans"]] == ["forward, backward", "optimizer"] * 2
+    assert inside["memory"]["memory/actor_gb"] > 0.1
     (resumed,) = run_ranks(train, 1, one, steps=STEPS, files=Files(load=folder), max_tokens=200)
     (whole,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=200)
     assert whole["metrics"][:2] == [pytest.approx(metrics, rel=1e-5, abs=1e-6) for metrics in inside["metrics"]]

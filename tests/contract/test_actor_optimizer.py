@@ -98,6 +98,25 @@ def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
         _precision(narrow)
 
 
+def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(monkeypatch):
+    """Megatron-LM refuses --optimizer-cpu-offload without --use-precision-aware-optimizer."""
+    import torch
+
+    from rlpost.actor.optimizer import _placement, _precision
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    offloaded = ActorSettings("", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert _precision(offloaded) == {"use_precision_aware_optimizer": True}
+    placement = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    assert _placement(offloaded).items() >= placement.items()
+    with pytest.raises(ConfigError, match=r"needs perf\.use_distributed_optimizer"):
+        _precision(dataclasses.replace(offloaded, use_distributed_optimizer=False))
+    narrow = dataclasses.replace(offloaded, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload, which keeps float32"):
+        _precision(narrow)
+    assert _precision(ActorSettings("")) == {}
+
+
 def test_a_schedule_goes_on_after_a_resume_even_without_the_state_of_adam(models, tmp_path):
     """Three steps of a warm-up of four; the checkpoint of the second has weights and progress alone."""
     settings = ActorSettings(

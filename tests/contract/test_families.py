@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
-from tests.contract.families import FAMILIES, make_family
+from tests.contract.families import FAMILIES, FROM_OUTSIDE, make_family
 from tests.contract.samples import STEPS
+from tests.examples import install, write_examples
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = STEPS[0]
@@ -21,21 +23,26 @@ CUTS = {
 }
 MOE_CUT = (2, {"expert_model_parallel_size": 2})
 CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [("qwen3-moe", "ep2"), ("glm4.5-moe", "ep2")]
+CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, torch.Tensor]]]:
     """Of each family its folder and transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     made = {}
-    for name in FAMILIES:
+    monkeypatch = pytest.MonkeyPatch()  # of the module, and the ranks look where this process does
+    packages = tmp_path_factory.mktemp("packages")
+    monkeypatch.syspath_prepend(str(install(write_examples(packages / "from") / "mistral", packages / "to")))
+    for name in (*FAMILIES, *FROM_OUTSIDE):
         folder = tmp_path_factory.mktemp("families") / name
         make_family(folder, name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         with torch.no_grad():
             made[name] = folder, torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES])
-    return made
+    yield made
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("name", "cut"), CASES)

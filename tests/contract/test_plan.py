@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost.actor.architecture import architecture
-from rlpost.config.load import load
+from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, stage_bytes
 from rlpost.config.plan.estimate import held_memory
-from rlpost.config.plan.shape import Layout, Shape, rank_parameters, shape_of
+from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
 from rlpost.weights.families import family
 from tests.unit.config.test_models import PUBLISHED
 
@@ -98,6 +99,16 @@ def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name,
     """Exactly, module by module, experts apart."""
     said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
+
+
+@pytest.mark.parametrize("recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"])
+def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
+    """Data parallelism aside, which holds the same parameters once more."""
+    model = tomllib.loads(recipe.read_text())["model"]
+    used, (_, counted) = layout_of(load(files_of(recipe, {}), {}).config), RANKS[model]
+    sizes = ("tensor", "pipeline", "context", "expert", "first", "last")
+    assert [getattr(used, name) for name in sizes] == [getattr(counted, name) for name in sizes]
+    assert shape(PUBLISHED[model]).num_experts == 0 or used.expert_tensor == counted.expert_tensor
 
 
 SIZES = {"qwen3_4b": 4.02e9, "glm4_9b": 9.4e9, "qwen3_30b_a3b": 30.5e9, "llama3_1_8b": 8.03e9, "glm45_355b": 355e9}

@@ -22,7 +22,7 @@ from rlpost.rollout.collect import Choices, Collector
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.rollout.weight_update import DiskMover, WeightUpdate
+from rlpost.rollout.weight_update import DiskMover, PauseMode, WeightUpdate
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, Unfinished
 from tests.contract.conftest import Sglang
 from tests.e2e.plugins import asks_by_a_digit
@@ -97,11 +97,13 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
         before = cut[sample.prompt_id, sample.index]
         assert sample.response_ids[: len(before)] == before
     for sample in samples_of(groups):
-        assert (len(sample.response_ids) == LONG.max_new_tokens) == (sample.finish_reason == "length")
+        room = LONG.max_new_tokens - len(sample.response_ids)  # none is left now and then by an answer that ends there
+        assert room == 0 if sample.finish_reason == "length" else (sample.finish_reason == "stop" and room >= 0)
     assert_logprobs_are_those_of_transformers(sglang.model, continued)
 
 
-def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang) -> None:
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
     """The same weights under a new version, so that transformers can tell whether a token was lost or said twice."""
     update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
 
@@ -112,7 +114,7 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang) -> None:
         batch = asyncio.create_task(collector.batch())
         while not await running(sglang):
             await asyncio.sleep(0.01)
-        await update.update(1, DiskMover(write))
+        await update.update(1, DiskMover(write), pause=pause)
         collector.synced(0)
         return await batch
 

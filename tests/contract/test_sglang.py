@@ -32,6 +32,7 @@ from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_args import server_arg_names
 from rlpost.rollout.weight_update import (
     BroadcastMover,
+    DeltaMover,
     DiskMover,
     SharingMover,
     WeightUpdate,
@@ -39,6 +40,8 @@ from rlpost.rollout.weight_update import (
     stage_group,
 )
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup
+from rlpost.weights.delta import DATA, WeightCopy
+from rlpost.weights.sent import LastSent
 from rlpost.weights.sync import Sharing, place
 from tests.contract.conftest import Sglang, free_ports
 
@@ -172,11 +175,26 @@ def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) ->
     groups_of(sglang, held_out(sglang.model, 2), GREEDY, n=1)
 
 
+def test_an_engine_tells_when_it_was_asked_what(sglang: Sglang) -> None:
+    """One span a request, which lies within the time that the asker waited; none of health checks."""
+    client = EngineClient(sglang.addresses[0].url, sglang.api_key)
+    before = time.time()
+    asyncio.run(client.request("POST", "/generate", {"text": "1", "sampling_params": {"max_new_tokens": 2}}))
+    asyncio.run(client.request("GET", "/health", None))
+    now, spans = asyncio.run(client.request("GET", f"/spans?since={before}", None))
+    after = time.time()
+    assert [name for name, _, _, _ in spans if not name.startswith("v1/")] == ["generate"], spans
+    ((begin, end),) = [(begin, end) for name, _, begin, end in spans if name == "generate"]
+    assert before - 0.1 <= begin < end <= now <= after + 0.1
+
+
 def test_strangers_are_refused_by_engines_and_router(sglang: Sglang) -> None:
     url = sglang.addresses[0].url
     for key in ("wrong", ""):
         with pytest.raises(RolloutError, match="401"):
             asyncio.run(EngineClient(url, key).model_info())
+        with pytest.raises(RolloutError, match="401"):
+            asyncio.run(EngineClient(url, key).request("GET", "/spans?since=0", None))
         stranger = RouterAddress(sglang.router.url, key, (), 1)
         with pytest.raises(RolloutError, match="401"):
             asyncio.run(
@@ -306,6 +324,26 @@ class InOneProcess:
         return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
 
 
+class InFiles:
+    """A model that is not cut, as ``LastSent`` asks the exporter for it."""
+
+    inventory = None
+
+    def __init__(self, model: Any, names: list[str]) -> None:
+        self.model, self.names = model, names
+
+    def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
+        return tuple((name,) for name in self.names)
+
+    def gather(self, bucket: tuple[str, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
+        return {name: self.model.state_dict()[name] for name in bucket}
+
+    def export(self, exporter: Any, folder: Path) -> None:
+        for bucket in exporter.plan(1):
+            exporter.gather(bucket)
+        self.model.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("way", ["memory", "disk"])
 def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_path: Path, way: str) -> None:
     """Through memory of this machine and through files: greedy answers are those of transformers afterwards."""
@@ -337,6 +375,50 @@ def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_
         assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
 
 
+def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(sglang: Sglang, tmp_path: Path) -> None:
+    """A tenth of the weights change; the files of that are as much smaller, and greedy answers those of transformers.
+    Then a change is damaged on its way: all weights follow, under the same version, and the next is a change again."""
+    torch.manual_seed(37)
+    model = load(sglang.model)
+    tied = {"lm_head.weight"}
+    trainer = InFiles(model, [name for name in model.state_dict() if name not in tied])
+    half, copy = LastSent(trainer, bucket_bytes=1, writes=True), WeightCopy(tmp_path / "copy")
+    written: list[tuple[int, bool, int]] = []
+    prompts, damage = held_out(sglang.model, 12), {32}
+
+    async def write(version: int, whole: bool) -> None:
+        folder = tmp_path / f"version-{version}"
+        told = half.write_whole(folder, version, trainer.export) if whole else half.write_delta(folder, version)
+        assert told is not None
+        written.append((version, whole, told.num_bytes))
+        if version in damage and not whole:
+            content = bytearray((folder / DATA).read_bytes())
+            content[-1] ^= 0xFF
+            (folder / DATA).write_bytes(content)
+
+    async def take(version: int) -> list[str | None]:
+        return [copy.take(tmp_path / f"version-{version}")]
+
+    mover = DeltaMover(write, take, copy=str(copy.folder))
+    whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
+    answers = []
+    for version in range(30, 34):
+        asyncio.run(whole.update(version, mover))
+        answers.append(hf_greedy(model, prompts))
+        for address in sglang.addresses:
+            assert asyncio.run(EngineClient(address.url, sglang.api_key).weight_version()) == str(version)
+            assert greedy_of_engine(address.url, sglang.api_key, prompts) == answers[-1]
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.view(-1)[version::10] *= 3.0
+    assert answers[0] != answers[1] != answers[2]
+    assert [(version, is_whole) for version, is_whole, _ in written] == [
+        (30, True), (31, False), (32, False), (32, True), (33, False),
+    ]  # fmt: skip
+    sizes = [size for _, _, size in written]
+    assert sizes[1] < sizes[0] / 5 and sizes[4] < sizes[3] / 5
+
+
 def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> None:
     """SGLang ends itself when it is asked while busy; the client makes sure that it is not."""
     prompts = held_out(sglang.model, 8)
@@ -361,6 +443,29 @@ def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> Non
     groups = asyncio.run(away_and_back())
     assert len(groups) == len(prompts)
     assert greedy_of_engine(client.url, sglang.api_key, prompts) == before
+
+
+def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_anew(sglang: Sglang) -> None:
+    router, prompts = sglang.balancer, held_out(sglang.model, 40)
+    host, port = sglang.router.url.removeprefix("http://").split(":")
+
+    def start_anew() -> None:
+        assert router.is_gone(timeout_s=1.0)
+        router.stop()
+        router.start(host, int(port), deadline_s=60)
+        router.add_engines(sglang.router.engine_urls, deadline_s=60)
+
+    async def killed_meanwhile() -> list[SampleGroup]:
+        working = asyncio.create_task(asyncio.to_thread(groups_of, sglang, prompts, GREEDY, 2))
+        await asyncio.sleep(0.2)
+        os.kill(router.pid, signal.SIGKILL)
+        await asyncio.to_thread(start_anew)
+        return await working
+
+    assert not router.is_gone(timeout_s=1.0)
+    groups = asyncio.run(killed_meanwhile())
+    assert [group.prompt_id for group in groups] == [prompt.prompt_id for prompt in prompts]
+    assert {len(group.samples) for group in groups} == {2}
 
 
 def test_a_killed_engine_is_named(sglang: Sglang) -> None:

@@ -6,7 +6,9 @@ preempted runs train on the recording (engines run, are synchronised after every
 weights and metrics must be equal to the last bit. All in one file, so that they share the first run.
 """
 
+import json
 import re
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -70,10 +72,19 @@ def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
     assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
 
 
+def assert_leaves_within(run: Run, *, seconds: float) -> None:
+    """The stop file has Slurm's own deadline, which the grace time set; the checkpoint fits well before it."""
+    stop = json.loads(run.log(0, "STOP"))
+    assert float(stop["deadline"]) - stop["time"] == pytest.approx(120, abs=15)
+    (event,) = run.events("preempted")
+    assert event["saved"] == "checkpoint"
+    assert 0 < event["seconds_from_signal"] < seconds
+
+
 def test_the_run_ends_done_with_every_step_once(undisturbed):
     assert undisturbed.verdict(0) == "done"
     assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
-    assert set(evaluations(undisturbed.metrics)) == {0, 12, 24}
+    assert set(evaluations(undisturbed.metrics)) == {0, 6, NUM_STEPS}
     events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
     assert sorted(events[:2]) == ["attempt", "submitted"]  # a job may begin before sbatch has returned
     assert events[2:] == ["started", "ready", "done", "verdict"]
@@ -146,6 +157,7 @@ def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(undisturbed, sig
     preempt(run)
     assert_as_if_nothing_happened(run, undisturbed)
     assert "USR2" in run.log(0, "STOP")
+    assert_leaves_within(run, seconds=60)
 
 
 def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
@@ -161,4 +173,26 @@ def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_
     preempt(run)
     assert_as_if_nothing_happened(run, undisturbed)
     assert "TERM" in run.log(0, "STOP")
+    assert_leaves_within(run, seconds=60)
     assert "requeue" in Path(f"{silent_lab.shared}/plain-{run.job}.out").read_text()
+
+
+def test_resumed_on_one_node_of_two_it_goes_on_with_half_the_trainer_ranks(undisturbed, signalling_lab, recordings):
+    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2, the last steps
+    are trained again by TP=2 and DP=1. Only the order in which floating-point numbers are added differs."""
+    run = Run(signalling_lab, signalling_lab.shared / "fewer-nodes")
+    shutil.copytree(undisturbed.folder, run.folder, symlinks=True)
+    shutil.rmtree(run.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
+    begin = undisturbed.events("committed")[-2]["step"]
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "1", *replay, "--resume"]
+    run.job = signalling_lab.run("ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT).stdout.split()[1]
+    until_over(run)
+    first, second = run.events("started")
+    assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)
+    assert begin < NUM_STEPS
+    assert len(list((run.folder / "attempts/1").glob("actor-*.log"))) == 2
+    assert [line["step"] for line in run.metrics] == list(range(NUM_STEPS + 1))
+    for ours, theirs in zip(run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli import main as door
+from rlpost.cli.api_page import api_page
 from rlpost.config.flags import fields, flag
 from rlpost.config.show import reference
 from rlpost.metrics.writer import MetricsWriter
@@ -26,11 +27,12 @@ from slurm.run_folder import create_run_folder
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a reader puts a file of his own in the place of.
 PLACEHOLDERS = {"RECIPE": "jobs/recipes/tiny.toml", "PROFILE": "jobs/clusters/local.toml"}
+PLACEHOLDERS |= {"jobs/NAME.sbatch": "jobs/tiny.sbatch"}
 LEFT_OUT_OF_PARSING = {"--help", "-h"}
 
 
@@ -61,7 +63,7 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     known = {**door.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
-    if words[0] in ("submit", "check", "plan"):
+    if words[0] in ("submit", "check", "plan", "fetch"):
         print_config(words[0], words[1:])
         return
     if words[0] == "doctor":
@@ -103,7 +105,7 @@ def test_a_command_of_the_docs_can_be_typed(command, monkeypatch):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert all(word in targets for word in words[1:] if "=" not in word)
     elif words[0] == "sbatch":
-        files = [word for word in words[1:] if word.endswith(".sbatch")]
+        files = [PLACEHOLDERS.get(word, word) for word in words[1:] if word.endswith(".sbatch")]
         assert all((ROOT / file).exists() for file in files)
     elif Path(words[0]).name.startswith("python"):
         parse_python(words[1:], monkeypatch)
@@ -194,9 +196,17 @@ def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +233,10 @@ def test_flags_that_are_named_exist(name, flags_of_verbs):
 
 def test_the_reference_of_settings_is_that_of_the_tree():
     assert (ROOT / "docs/settings.md").read_text() == reference(), "docs/settings.md is old; run make docs"
+
+
+def test_the_api_page_is_that_of_the_docstrings():
+    assert (ROOT / "docs/api.md").read_text() == api_page(), "docs/api.md is old; run make docs"
 
 
 SYMPTOMS = (

@@ -13,6 +13,7 @@ docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import statistics
@@ -60,7 +61,7 @@ class Runs:
         ready, started = folder / READY_FILE, folder / STARTED_FILE
         try:
             if not wait_until(lambda: ready.exists() and bool(ready.read_text()), deadline_s=DEADLINE_S):
-                raise RuntimeError(f"{way} on {num_nodes} nodes is not ready in {DEADLINE_S:g} s\n{_said(folder)}")
+                raise TimeoutError(f"{way} on {num_nodes} nodes is not ready in {DEADLINE_S:g} s\n{_said(folder)}")
             if timeline:
                 print("\n".join(_timeline(folder, float(started.read_text()), float(ready.read_text()))))
             return float(ready.read_text()) - float(started.read_text())
@@ -70,7 +71,7 @@ class Runs:
     def _end(self, job: str) -> None:
         self.lab.run("ctl", ["scancel", job], check=False)
         for node in self.lab.nodes:  # the next way must not share the machine with what this one has left
-            self.lab.run(node, ["pkill", "-KILL", "-f", "ray"], check=False)
+            self.lab.run(node, ["pkill", "-KILL", "-f", "ray|driver.py"], check=False)
         self.lab.wait_idle(self.lab.nodes, deadline_s=DEADLINE_S)
 
 
@@ -98,7 +99,11 @@ def measure(sizes: Sequence[int], ways: Sequence[str], repeat: int, *, timeline:
         for round_number in range(repeat):
             for num_nodes in sizes:
                 for way in ways:
-                    seconds = runs.seconds(way, num_nodes, timeline=timeline)
+                    try:
+                        seconds = runs.seconds(way, num_nodes, timeline=timeline)
+                    except TimeoutError as error:  # a peer that does not come up is a result
+                        print(error, file=sys.stderr)
+                        seconds = math.inf
                     times.setdefault((way, num_nodes), []).append(seconds)
                     print(f"round {round_number + 1}: {way} on {num_nodes} nodes: {seconds:.2f} s", file=sys.stderr)
     lines = ["| way | nodes | median s | least | most | of the floor |", "|---|---|---|---|---|---|"]

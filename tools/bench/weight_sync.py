@@ -18,27 +18,30 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.weight_update import (
     BroadcastMover,
     DiskMover,
     Mover,
+    Receiver,
     SharingMover,
     WeightUpdate,
     num_engine_ranks,
     stage_group,
 )
 from rlpost.types import Bucket
-from rlpost.weights.sync import Sharing, as_bytes, place
+from rlpost.weights.sync import FlatMemory, Sharing, as_bytes, place
 from tools.bench.page import put_section
 
 HEADING = "## Weight sync"
@@ -99,6 +102,74 @@ class Trainer:
     def flat(self, index: int) -> torch.Tensor:
         return torch.cat([as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()])
 
+    def parts(self, index: int) -> list[torch.Tensor]:
+        return list(self.gather(index, on_all_stages=True).values())
+
+
+class TimedClient(EngineClient):
+    """Keeps how long each request took, by path."""
+
+    seconds: ClassVar[Counter[str]] = Counter()
+
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None, **how: Any) -> Any:
+        """See ``EngineClient``."""
+        started = time.perf_counter()
+        try:
+            return await super().request(method, path, body, **how)
+        finally:
+            self.seconds[path] += time.perf_counter() - started
+
+
+def timed(whole: WeightUpdate) -> WeightUpdate:
+    """The same with clients that keep time."""
+    whole.receivers = tuple(
+        Receiver(one.address, TimedClient(one.client.url, one.client.api_key, one.client.timeout_s))
+        for one in whole.receivers
+    )
+    return whole
+
+
+def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
+    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory for the bucket, and
+    the copy into the model."""
+    from rlpost.rollout.server import use_stand_ins
+
+    use_stand_ins()
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    torch.set_num_threads(1)
+    own = [[torch.zeros(count) for count in part] for part in sizes]
+    making, loading = [], []
+    for _ in range(5):
+        started = time.perf_counter()
+        made = 0.0
+        for part in own:
+            begun = time.perf_counter()
+            empty = [(str(at), torch.empty(tensor.shape)) for at, tensor in enumerate(part)]
+            bucket = FlattenedTensorBucket(named_tensors=empty)
+            del empty
+            made += time.perf_counter() - begun
+            for (_, tensor), target in zip(bucket.reconstruct_tensors(), part, strict=True):
+                target.copy_(tensor)
+        making.append(made)
+        loading.append(time.perf_counter() - started - made)
+    answer.send((statistics.median(making), statistics.median(loading)))
+
+
+def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
+    """``servers_own`` in a process of its own, with the server's environment."""
+    sizes = [[tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))]
+    mine, theirs = multiprocessing.Pipe()
+    environment = dict(os.environ)
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # read when a process begins
+    process = multiprocessing.get_context("spawn").Process(target=servers_own, args=(sizes, theirs), daemon=True)
+    process.start()
+    os.environ.clear()
+    os.environ.update(environment)
+    found = mine.recv()
+    process.join()
+    return found
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -121,8 +192,13 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         return group
 
+    memory = FlatMemory()  # as ``rlpost.weights.sync.Broadcast`` does it
+
+    def broadcast(index: int) -> None:
+        dist.broadcast(memory.filled(trainer.parts(index)), group=group, group_src=0)
+
     async def send(index: int) -> None:
-        await asyncio.to_thread(dist.broadcast, trainer.flat(index), group=group, group_src=0)
+        await asyncio.to_thread(broadcast, index)
 
     mover = BroadcastMover(trainer.buckets, send, group_name=GROUP)
     connecting = mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
@@ -200,10 +276,10 @@ class PlainCopy:
 
 async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int) -> Any:
     """Seconds of each round: medium -> (updates, plain copies)."""
-    seconds: dict[str, tuple[list[float], list[float]]] = {medium: ([], []) for medium in movers}
+    seconds: dict[str, tuple[list[float], list[float], list[Counter[str]]]] = {m: ([], [], []) for m in movers}
     version = 0
 
-    async def timed(work: Callable[[], Awaitable[Any]]) -> float:
+    async def clock(work: Callable[[], Awaitable[Any]]) -> float:
         started = time.perf_counter()
         await work()
         return time.perf_counter() - started
@@ -211,11 +287,14 @@ async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover
     for round_number in range(repeat + 1):
         for medium, mover in movers.items():
             version += 1
-            update = await timed(lambda mover=mover, version=version: whole.update(version, mover))
-            plain = await timed(lambda medium=medium: asyncio.to_thread(copy.move, medium))
+            TimedClient.seconds.clear()
+            update = await clock(lambda mover=mover, version=version: whole.update(version, mover))
+            requests = Counter(TimedClient.seconds)
+            plain = await clock(lambda medium=medium: asyncio.to_thread(copy.move, medium))
             if round_number:  # the first makes buffers and warms caches
                 seconds[medium][0].append(update)
                 seconds[medium][1].append(plain)
+                seconds[medium][2].append(requests)
     return seconds
 
 
@@ -228,7 +307,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
     engine = Engine(model_path=str(model), api_key=GROUP, server_args=settings, log_path=folder / "engine.log")
     try:
         address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
-        whole = WeightUpdate([address], api_key=GROUP)
+        whole = timed(WeightUpdate([address], api_key=GROUP))
         copy = PlainCopy(trainer, folder / "plain")
         movers = {"broadcast": await broadcast_mover(trainer, whole), **other_movers(trainer, model, files)}
         seconds = await measure(trainer, whole, movers, copy, options.repeat)
@@ -242,12 +321,35 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
         "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
         "|---|---|---|---|---|---|",
     ]
-    for medium, (updates, plains) in seconds.items():
+    for medium, (updates, plains, _) in seconds.items():
         update, plain = statistics.median(updates), statistics.median(plains)
         lines.append(
             f"| {medium} | {update:.3f} | {size / 2**20 / update:.0f} | {plain:.3f} | {size / 2**20 / plain:.0f} | "
             f"{update / plain:.2f} |"
         )
+    return [*lines, "", *where_it_goes(seconds, await asyncio.to_thread(measure_servers_own, trainer))]
+
+
+def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[str]:
+    """Seconds of the requests that move weights, of those around them, and between requests."""
+    making, loading = own
+    plain = statistics.median(seconds["broadcast"][1])
+    floor = (plain + making + loading) / plain
+    lines = [
+        "Seconds of an update: *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
+        f"resume; *ours*: the rest. SGLang's own work on the same bytes, called directly: {making:.3f} s to make",
+        f"memory for each bucket that it receives over a group, {loading:.3f} s to copy weights into the model. With",
+        f"both on top of the way itself a broadcast cannot come below {floor:.1f} x of a plain copy.",
+        "",
+        "| mover | weights | around | ours |",
+        "|---|---|---|---|",
+    ]
+    for medium, (updates, _, requests) in seconds.items():
+        moving = [sum(spent for path, spent in one.items() if "update_weights" in path) for one in requests]
+        around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
+        rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
+        middle = (statistics.median(values) for values in (moving, around, rest))
+        lines.append(f"| {medium} | {' | '.join(f'{value:.3f}' for value in middle)} |")
     return lines
 
 

@@ -1,11 +1,9 @@
-"""Settings of the algorithm that contradict or need each other: pure, but for a look whether a named file is there.
+"""Settings of the algorithm that contradict or need each other. Pure.
 
 In: a ``Config``. Out: one line for each problem.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rlpost.config.tree import Config
 
@@ -44,13 +42,4 @@ def algorithm_problems(config: Config) -> list[str]:
             f"rollout.n_samples_per_prompt = {config.rollout.n_samples_per_prompt}: with grpo.loss_type = sft_loss a "
             "line of --prompt-data has one response; leave it at 1"
         )
-    return problems + _missing_files(config)
-
-
-def _missing_files(config: Config) -> list[str]:
-    named = {key: getattr(config.grpo, key) for key in ("custom_loss_function_path", "custom_advantage_function_path")}
-    return [
-        f"grpo.{key} = {path}: no such file"
-        for key, path in named.items()
-        if path is not None and ":" in path and not Path(path.rpartition(":")[0]).is_file()
-    ]
+    return problems

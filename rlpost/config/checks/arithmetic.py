@@ -29,6 +29,11 @@ def layout_problems(config: Config) -> list[str]:
             f"cluster.actor_num_gpus_per_node = {cluster.actor_num_gpus_per_node}: a node has only "
             f"cluster.num_gpus_per_node = {cluster.num_gpus_per_node}"
         )
+    if cluster.colocate and config.sglang.rollout_external_engine_addrs:
+        problems.append(
+            "cluster.colocate = true: engines of sglang.rollout_external_engine_addrs are not on the trainer's GPUs; "
+            "leave one of them out"
+        )
     problems += parallel_problems(config)
     per_engine = cluster.rollout_num_gpus_per_engine
     generate = "the GPUs that train (colocate)" if cluster.colocate else "cluster.rollout_num_gpus"

@@ -46,6 +46,10 @@ def optimizer_problems(config: Config) -> list[str]:
             "use_precision_aware_optimizer needs perf.use_distributed_optimizer",
         ),
         (
+            given.optimizer_cpu_offload and not config.perf.use_distributed_optimizer,
+            "optimizer_cpu_offload needs perf.use_distributed_optimizer (Megatron's HybridDeviceOptimizer does)",
+        ),
+        (
             given.overlap_cpu_optimizer_d2h_h2d and not given.optimizer_cpu_offload,
             "overlap_cpu_optimizer_d2h_h2d needs optimizer_cpu_offload",
         ),

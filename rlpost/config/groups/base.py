@@ -36,12 +36,12 @@ def _function_path(given: str) -> str:
     raise ValueError("write module.function or FILE.py:function")
 
 
-def _several(given: Any) -> Any:
+def several(given: Any) -> Any:
     """One word is a list of one."""
     return ([given] if given else []) if isinstance(given, str) else given
 
 
-FilePaths = Annotated[tuple[FilePath, ...], BeforeValidator(_several)]
+FilePaths = Annotated[tuple[FilePath, ...], BeforeValidator(several)]
 
 
 def _json_table(given: Any) -> Any:

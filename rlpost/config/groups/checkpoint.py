@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.config.groups.base import FilePath, Group, Positive
+from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber
 
 
 class CheckpointConfig(Group):
@@ -15,7 +15,8 @@ class CheckpointConfig(Group):
     a torch_dist folder of tools/convert_hf_to_torch_dist.py, or another Hugging Face folder; --hf-checkpoint unless
     given."""
     load: FilePath | None = None
-    """Folder of checkpoints to resume from; the same as --save unless given."""
+    """Folder of checkpoints to resume from where --save has none yet; where this has none either the run begins from
+    --ref-load."""
     save: FilePath | None = None
     """Folder of checkpoints; RUN/checkpoints unless given."""
     save_interval: Positive | None = None
@@ -27,3 +28,11 @@ class CheckpointConfig(Group):
     """Leave the state of the optimizer out of checkpoints: smaller, but Adam starts anew after a resume."""
     keep_last: Positive = 2
     """Committed checkpoints to keep."""
+    keep_every: Positive | None = None
+    """Keep those of every so many steps for good, besides the last ones."""
+    save_hf: FilePath | None = None
+    """Hugging Face folder to export the weights to whenever a checkpoint is saved, with {step} (or {rollout_id}) where
+    the number of the step goes; it appears when it is whole. Not at a preemption, when time is short."""
+    save_deadline_s: PositiveNumber = 1800.0
+    """Seconds after which a checkpoint that is waited for counts as failed. One in the background has no deadline: a
+    later one is put off until it is written."""

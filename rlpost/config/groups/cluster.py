@@ -80,7 +80,8 @@ class ClusterConfig(Group):
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
     """How this site asks Slurm for GPUs."""
     signal_lead_s: Positive = 120
-    """Seconds before the time limit at which Slurm warns the job."""
+    """Seconds before the time limit at which Slurm warns the job, and at which it warns itself where Slurm does not;
+    also the grace period that a preempted job counts on where it cannot ask Slurm."""
     socket_ifname: str | None = None
     """Network interface for Ray, GLOO and NCCL; found by itself unless given."""
     bringup_deadline_s: Positive = 600

@@ -58,8 +58,8 @@ class OptimizerConfig(Group):
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copy gradients and weights while the host steps."""
     use_precision_aware_optimizer: bool = False
-    """Keep main weights, gradients and moments in the types below; needs TransformerEngine or --optimizer-cpu-offload
-    and the distributed optimizer."""
+    """Keep main weights, gradients and moments in the types below, for which it needs TransformerEngine and the
+    distributed optimizer. On a GPU --optimizer-cpu-offload implies it, all in fp32."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the gradients there."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"

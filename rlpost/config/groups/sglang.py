@@ -30,6 +30,11 @@ class SglangConfig(Group):
         """The pass-through settings, by the names of SGLang's ServerArgs."""
         return {key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()}
 
+    @property
+    def shares_attention(self) -> bool:
+        """Whether attention is data-parallel inside an engine."""
+        return bool(self.server_args.get("enable_dp_attention"))
+
     @model_validator(mode="after")
     def _only_sglang_names(self) -> SglangConfig:
         for key in self.model_extra or {}:

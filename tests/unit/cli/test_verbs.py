@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli import control, follow, image_doctor
 from rlpost.cli.inside import dashboard_port, head_of
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
@@ -18,7 +19,9 @@ from rlpost.config.keys import KEYS, without_keys
 from rlpost.errors import ConfigError
 from rlpost.reward.pool import _Worker
 from rlpost.rollout.process import ServerProcess
+from slurm.queue import QueueEntry
 from slurm.run_folder import RunFolder, create_run_folder
+from slurm.states import JobState
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
@@ -105,6 +108,52 @@ def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path
     assert "did you mean 'cancel'" in capsys.readouterr().err
 
 
+def test_a_run_on_this_machine_is_cancelled_by_its_attempt_and_before_there_is_one_later(
+    no_slurm, tmp_path, capsys, monkeypatch
+):
+    """The attempt before is over: a request in its folder would be read by nobody."""
+    run = make_run(tmp_path / "runs/here", job_id="local-1")
+    monkeypatch.setattr(control, "local_is_alive", lambda job_id: True)
+    assert main(["cancel", "here"]) == 2
+    (run.new_attempt() / "verdict").write_text("requeue\n")
+    assert main(["cancel", "here"]) == 2
+    assert capsys.readouterr().err.count("call this again in a moment") == 2
+    assert not any(entry["event"] == "cancelled" for entry in run.ledger.read())
+    attempt = run.new_attempt()
+    assert main(["cancel", "here"]) == 0
+    assert json.loads((attempt / "STOP").read_text())["reason"] == "rlpost cancel"
+
+
+def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch):
+    run, asked = make_run(tmp_path / "run", job_id="7"), []
+
+    def answer(job_ids):
+        asked.extend(job_ids)
+        state = {"7": JobState.COMPLETED, "8": JobState.RUNNING}
+        return {job_id: QueueEntry(job_id, state[job_id]) for job_id in job_ids}
+
+    monkeypatch.setattr(follow, "queue", answer)
+    run.ledger.append("chained", attempt=0, job_id="8")
+    assert not follow._slurm_is_over(run, "7")() and asked == ["8"]
+
+
+def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/n01.log\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in KEYS:
+        monkeypatch.setenv(name, "hf_secret")
+    assert image_doctor._submitted("#!/bin/sh\n", tmp_path) == 0
+    assert capsys.readouterr().out == "fine\n"
+    assert "hf_secret" not in (tmp_path / "seen").read_text()
+
+
+def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
+    assert main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: cannot be read (Is a directory); a TOML file is needed\n"
+
+
 def test_the_help_lists_every_verb(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -158,14 +207,14 @@ def test_settings_are_shown_without_torch(tmp_path, command):
 
 def test_keys_go_into_one_file_of_the_owner_and_come_out_for_the_driver(tmp_path):
     run = make_run(tmp_path / "a")
-    environ = {"HF_TOKEN": "one", "WANDB_API_KEY": "a=b c", "PATH": "/bin"}
+    environ = {"HF_TOKEN": "one", "WANDB_API_KEY": "a=b c", "SGLANG_API_KEY": "sk", "PATH": "/bin"}
     put_away(run, environ)
     assert environ == {"PATH": "/bin"}
     assert secrets_path(run).stat().st_mode & 0o777 == 0o600
     put_away(run, {"HF_TOKEN": "two"})  # submitted again, with one of them
     driver = {"PATH": "/bin"}
     take_out(run, driver)
-    assert driver == {"HF_TOKEN": "two", "WANDB_API_KEY": "a=b c", "PATH": "/bin"}
+    assert driver == {"HF_TOKEN": "two", "WANDB_API_KEY": "a=b c", "SGLANG_API_KEY": "sk", "PATH": "/bin"}
     assert without_keys(driver) == {"PATH": "/bin"}
 
 

@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import json
+import re
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,7 +12,9 @@ from rich.console import Console
 
 from rlpost.cli import watch as live
 from rlpost.cli.main import main
-from rlpost.cli.watch import is_over, mean_phases, page, phase_bar, read_view, sparkline, warnings_in
+from rlpost.cli.standing import warnings_in
+from rlpost.cli.watch import is_over, page, phase_bar, read_view, sparkline
+from rlpost.report.panels import mean_phases
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.run_folder import RunFolder
 from slurm.states import JobState
@@ -46,6 +50,20 @@ def test_the_page_says_where_the_run_is(view):
     for words in ("tokens/s, 100", "generate 67%", "engine-0 0:0", "iter_0000240", "engine-1 was restarted"):
         assert words in shown, words
     assert "preempted: SIGUSR2" in shown and "all is well" not in shown
+    assert "36% of what the GPUs can do" in shown
+
+
+def test_the_table_says_the_same_in_short_and_to_programs_too(run, capsys):
+    assert main(["status", str(run.root)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("generate 67%", "iter_0000240, ", "engine-1 was restarted"):
+        assert words in shown, words
+    assert re.search(r"preemptions +2 *\n", shown)
+    assert main(["status", str(run.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["num_attempts"], told["num_preemptions"], told["mfu"]) == (3, 2, 0.36)
+    assert set(told["phases_s"]) >= {"generate", "train", "sync"}
+    assert told["warnings"] == ["08:00:01 WARNING engine-1 was restarted"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -42,6 +42,10 @@ def test_the_settings_of_published_recipes_have_no_problems():
             {"use_precision_aware_optimizer": True, "perf": {"use_distributed_optimizer": False}},
             ["perf.use_distributed_optimizer"],
         ),
+        (
+            {"optimizer_cpu_offload": True, "perf": {"use_distributed_optimizer": False}},
+            ["optimizer_cpu_offload needs perf.use_distributed_optimizer"],
+        ),
     ],
 )
 def test_what_cannot_be_is_named_with_its_numbers(given, words):

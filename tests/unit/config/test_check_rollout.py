@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.checks.arithmetic import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.arithmetic import debug_problems, eval_problems, layout_problems, rollout_problems
 from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.load import load, parse_dump
@@ -35,6 +35,16 @@ def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str
     settings = config(**groups)
     (problem,) = [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)]
     assert key in problem
+
+
+def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> None:
+    external = {"rollout_external_engine_addrs": ["10.0.0.9:30000"]}
+    alone = {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 8}
+    settings = config(cluster=alone, sglang=external)
+    assert (settings.num_engines, settings.num_nodes) == (0, 1)
+    assert not layout_problems(settings)
+    (problem,) = layout_problems(config(cluster={**alone, "colocate": True}, sglang=external))
+    assert "rollout_external_engine_addrs" in problem
 
 
 def test_what_fits_is_no_problem() -> None:

@@ -39,12 +39,12 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
 
 # Which of the published command lines a recipe is made of, those that win last.
 SOURCES = {
-    "qwen3_4b": ["qwen3-4b"],
-    "qwen3_4b_decoupled": ["qwen3-4b", "qwen3-4b-decoupled"],
-    "qwen3_4b_async": ["qwen3-4b", "qwen3-4b-decoupled"],
-    "qwen3_4b_fp8": ["qwen3-4b", "qwen3-4b-fp8"],
-    "glm_z1_9b": ["glm-z1-9b"],
-    "glm45_355b": ["glm45-355b", "partial-rollout", "checkpoint", "wandb"],
+    "qwen3_4b": ["model-qwen3-4b", "qwen3-4b"],
+    "qwen3_4b_decoupled": ["model-qwen3-4b", "qwen3-4b", "qwen3-4b-decoupled"],
+    "qwen3_4b_async": ["model-qwen3-4b", "qwen3-4b", "qwen3-4b-decoupled"],
+    "qwen3_4b_fp8": ["model-qwen3-4b", "qwen3-4b", "qwen3-4b-fp8"],
+    "glm_z1_9b": ["model-glm4-9b", "glm-z1-9b"],
+    "glm45_355b": ["model-glm45-355b", "glm45-355b", "partial-rollout", "checkpoint", "wandb"],
 }
 A_RUN_S_OWN = "into the run's own folder: two runs must not share one"
 DIFFERENT = {  # key: why a recipe does not say what its source says
@@ -55,6 +55,8 @@ DIFFERENT = {  # key: why a recipe does not say what its source says
     "buffer_filter_path": "the same function here",
     "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
     "use_wandb": "needs a key: --use-wandb",
+    "rotary_base": "a million in the published config.json; the source's number is an example of how to override it",
+    "moe_token_drop_policy": "which tokens to drop; none are dropped",
 }
 
 

@@ -20,7 +20,12 @@ UNITS = {"s": "s", "tokens_per_s": "tokens/s", "frac": "share"}
 
 def test_every_name_is_declared_once_under_an_area():
     assert [name for name, count in Counter(metric.name for metric in METRICS).items() if count > 1] == []
-    assert all(re.fullmatch(r"(reward|rollout|train|eval/SET|time)/[a-z0-9_]+(@K)?", metric.name) for metric in METRICS)
+    assert all(
+        re.fullmatch(
+            r"(reward|rollout|train|eval/SET|time|perf|sync|checkpoint|memory|run)/[a-z0-9_]+(@K)?", metric.name
+        )
+        for metric in METRICS
+    )
 
 
 def test_a_unit_at_the_end_of_a_name_is_its_unit():
@@ -43,7 +48,7 @@ def test_literal_names_in_the_code_are_declared():
         if path.name != "names.py":
             found |= set(
                 re.findall(
-                    r'"((?:reward|rollout|train|time|memory|gpu|host|checkpoint|sync)/[a-z0-9_]+)"', path.read_text()
+                    r'"((?:reward|rollout|train|time|perf|sync|checkpoint|memory|run)/[a-z0-9_]+)"', path.read_text()
                 )
             )
     assert len(found) > 25

@@ -7,8 +7,8 @@ import pytest
 from rlpost.checkpoint.commit import newest_committed
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.errors import CheckpointError
-from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.errors import CheckpointError, ConfigError, Fenced
+from rlpost.orchestration.checkpoints import Checkpoints, written
 
 
 class Disk:
@@ -27,10 +27,27 @@ class Disk:
         (self.folder / "tensors").write_text(self.folder.name)
 
 
-def checkpoints(folder):
+def checkpoints(folder, provenance=None, **settings):
     committed = []
-    made = Checkpoints(CheckpointConfig(), folder, committed=lambda step, path: committed.append(step))
+    made = Checkpoints(
+        CheckpointConfig(**settings),
+        folder,
+        committed=lambda step, path: committed.append(step),
+        provenance=provenance,
+    )
     return made, committed
+
+
+async def fill(folder):
+    (folder / "tensors").write_text(folder.name)
+
+
+def save(made, *steps):
+    async def run():
+        for step in steps:
+            await made.commit(RunState(step=step), fill)
+
+    asyncio.run(run())
 
 
 def test_a_background_save_counts_when_it_is_whole_and_not_before(tmp_path):
@@ -62,19 +79,41 @@ def test_it_is_committed_as_soon_as_it_is_written_without_being_asked(tmp_path):
     asyncio.run(run())
 
 
-def test_two_saves_never_write_at_once(tmp_path):
+def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_waited_for(tmp_path, caplog):
     async def run():
         made, committed = checkpoints(tmp_path)
         first, second = Disk(), Disk()
-        await made.start(RunState(step=1), first.write, first.finish)
-        starting = asyncio.create_task(made.start(RunState(step=2), second.write, second.finish))
-        await asyncio.sleep(0.05)
-        assert second.folder is None
+        assert await made.start(RunState(step=1), first.write, first.finish)
+        async with asyncio.timeout(20):
+            assert not await made.start(RunState(step=2), second.write, second.finish)
+        assert second.folder is None and "step 2 is put off" in caplog.text
         first.go_on.set()
-        await starting
-        assert committed == [1]
+        assert not await made.settle(), "step 1 is there, step 2 was due"
+        assert committed == [1] and made.is_owed
         second.go_on.set()
-        assert await made.settle() and committed == [1, 2]
+        assert await made.start(RunState(step=3), second.write, second.finish)
+        assert await made.settle() and committed == [1, 3] and not made.is_owed
+
+    asyncio.run(run())
+
+
+def test_a_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
+    async def run():
+        made, committed = checkpoints(tmp_path, save_deadline_s=0.1)
+        never = Disk()
+        await made.start(RunState(step=1), never.write, never.finish)
+        async with asyncio.timeout(20):
+            assert not await made.settle()
+            with pytest.raises(CheckpointError, match=r"still being written after 0 s .*hangs"):
+                await made.commit(RunState(step=2), never.write)
+        never.go_on.set()
+        assert not await made.settle() and committed == [1], "it was slow, and is kept"
+
+        async def stuck(folder):
+            await asyncio.sleep(3600)
+
+        with pytest.raises(CheckpointError, match=r"step 3 was not written within 0 s"):
+            await made.commit(RunState(step=3), stuck)
 
     asyncio.run(run())
 
@@ -86,8 +125,9 @@ def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp
         for disk in (good, bad, again):
             disk.go_on.set()
         await made.start(RunState(step=1), good.write, good.finish)
+        assert await made.settle()
         await made.start(RunState(step=2), bad.write, bad.finish)
-        assert not await made.settle()
+        assert not await made.settle() and made.is_owed
         assert made.newest()[1].step == 1 and "step 2 is not committed" in caplog.text and "disk full" in caplog.text
         await made.start(RunState(step=3), again.write, again.finish)
         assert await made.settle() and committed == [1, 3]
@@ -107,3 +147,121 @@ def test_a_save_that_is_waited_for_raises(tmp_path):
             await made.commit(RunState(step=1), fail)
 
     asyncio.run(run())
+
+
+def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
+    """Also when nobody waited for it: the last save of the run must not be taken for one that is there."""
+
+    async def run():
+        made, _ = checkpoints(tmp_path)
+
+        async def fail(folder):
+            raise OSError(28, "No space left on device")
+
+        with pytest.raises(OSError, match="No space"):
+            await made.commit(RunState(step=1), fail)
+        assert made.is_owed and not await made.settle()
+        await made.commit(RunState(step=2), fill)
+        assert not made.is_owed and await made.settle()
+        assert made.last.step == 2 and made.last.num_bytes > 0 and made.last.blocking_s == made.last.total_s
+
+    asyncio.run(run())
+
+
+def test_the_last_ones_are_kept_and_those_of_every_tenth_step(tmp_path):
+    made, committed = checkpoints(tmp_path, keep_last=2, keep_every=10)
+    assert made.oldest_kept() is None and made.save_folder == tmp_path
+    save(made, *range(4, 34, 3))
+    kept = sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*"))
+    assert kept == [10, 28, 31] and committed[-1] == 31
+    assert made.oldest_kept() == 28, "an archive is no place to fall back to"
+
+
+def test_what_cannot_be_deleted_does_not_undo_a_commit(tmp_path, caplog, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    made, committed = checkpoints(tmp_path, keep_last=1)
+    save(made, 1)
+    monkeypatch.setattr("rlpost.checkpoint.commit.shutil.rmtree", fail)
+    save(made, 2)
+    assert committed == [1, 2] and not made.is_owed and "are not deleted" in caplog.text
+
+
+def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_has(tmp_path, caplog):
+    own, other = tmp_path / "own", tmp_path / "other"
+    made, _ = checkpoints(own, load=str(other))
+    assert made.newest() == (None, RunState(pending={})) and "--ref-load" in caplog.text
+    save(checkpoints(other)[0], 7)
+    assert made.newest()[1].step == 7
+    save(made, 8)
+    assert made.newest()[0].parent == own
+
+
+def test_another_model_is_refused_and_other_mathematics_are_named(tmp_path, caplog):
+    from rlpost.checkpoint.provenance import Provenance
+    from rlpost.config.load import load
+
+    def of(model=None, **grpo):
+        config = load([], {"grpo": grpo, "cluster": {"nodes": 2}}).config
+        return Provenance.of(config, model or {"num_hidden_layers": 2}, wandb_run_id="abc")
+
+    save(checkpoints(tmp_path, of(eps_clip=0.2))[0], 3)
+    checkpoints(tmp_path, of(eps_clip=0.2, log_probs_chunk_size=64))[0].newest()
+    assert not caplog.records
+    checkpoints(tmp_path, of(eps_clip=0.3))[0].newest()
+    assert "eps_clip: 0.2 -> 0.3" in caplog.text
+    with pytest.raises(ConfigError, match=r"num_hidden_layers: 2 -> 4"):
+        checkpoints(tmp_path, of({"num_hidden_layers": 4}))[0].newest()
+    held = Provenance.from_json((tmp_path / "iter_0000003/provenance.json").read_text())
+    assert held.wandb_run_id == "abc" and held.hash == of(eps_clip=0.2).hash != of(eps_clip=0.3).hash
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_beginning_anew(tmp_path):
+    made, _ = checkpoints(tmp_path)
+    save(made, 1)
+    (tmp_path / "iter_0000001" / "tensors").write_text("x")
+    with pytest.raises(CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*give another --save"):
+        made.newest()
+    (tmp_path / "iter_0000001" / "COMMITTED").unlink()
+    (tmp_path / "latest").unlink()
+    assert made.newest()[0] is None, "what was never committed is nothing to lose"
+
+
+def test_a_newer_attempt_takes_the_folder_and_the_older_one_says_so(tmp_path):
+    async def run():
+        old, _ = checkpoints(tmp_path)
+        old.claim("0 of runs/a")
+        await old.commit(RunState(step=1), fill)
+        disk = Disk()
+        await old.start(RunState(step=2), disk.write, disk.finish)
+        new, _ = checkpoints(tmp_path)
+        new.claim("1 of runs/a")
+        assert new.newest()[1].step == 1
+        disk.go_on.set()
+        with pytest.raises(Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"):
+            await old.settle()
+        with pytest.raises(Fenced):
+            await old.commit(RunState(step=3), fill)
+        await new.commit(RunState(step=2), fill)
+        assert new.newest()[1].step == 2
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".deleting")]
+
+    asyncio.run(run())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    made, _ = checkpoints(tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"--save .*file/checkpoints: no checkpoint can be written"):
+        made.claim("0")
+
+
+def test_files_are_asked_for_until_every_rank_has_written(tmp_path):
+    answers = [[True, False], [False, True], [True, True], [False, False]]
+
+    async def ask():
+        return answers.pop(0)
+
+    asyncio.run(written(ask))
+    assert answers == [[False, False]]

@@ -10,13 +10,14 @@ import pytest
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
 from rlpost.data.cursor import PromptCursor
-from rlpost.errors import Preempted
+from rlpost.errors import CheckpointError, Fenced, Preempted, RlpostError
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.rollout.book import Book
 from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
 
@@ -49,7 +50,7 @@ class FakeEngines:
         samples = [Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", version) for i in (0, 1)]
         return SampleGroup(prompt.prompt_id, tuple(map(ScoredSample, samples, map(float, rewards))))
 
-    async def halt(self, running):
+    async def halt(self, running, *, deadline_s=None):
         self.halted = True
         await asyncio.gather(*running)
 
@@ -115,6 +116,12 @@ class FakeStages:
         self.saved = (state, self.weights)
         self.saves.append((state.step, wait))
 
+    async def measured(self, step, metrics):
+        return {"time/tokens_per_s_per_gpu": metrics["rollout/num_tokens"] / metrics["time/step_s"]}
+
+    def save_is_owed(self):
+        return False
+
     async def settle_saves(self):
         return self.background_succeeds
 
@@ -130,23 +137,29 @@ def config(**rollout):
     ).config
 
 
-def run(folder, stages, state, saved=False, **rollout):
+def run(folder, stages, state, saved=False, wanted=lambda group: True, **rollout):
     cursor = PromptCursor(Prompts(), shuffle=True, seed=1)
     if state.cursor:
         cursor = PromptCursor.from_state(Prompts(), state.cursor, shuffle=True, seed=1)
     metrics = MetricsWriter(folder / "metrics.jsonl")
     metrics.rewind(state.step if state.pending is None else state.step - 1)
     settings, stop = config(**rollout), StopRequest(folder / "STOP")
+    journal = Journal.resume(folder / "journal", state.journal, step=state.step, settings="")
 
     async def whole():
         book = Book(rules(settings), state.backlog, step=state.step)
-        choices = Choices(ahead=settings.rollout.rollout_mode == "one_step_off")
+        choices = Choices(ahead=settings.rollout.rollout_mode == "one_step_off", wanted=wanted)
         engines = FakeEngines(stages)
-        rollouts = Watched(stages, book, cursor, engines, choices=choices, stop_requested=stop.requested)
-        loop = Loop(stages, settings, rollouts=rollouts, metrics=metrics, stop=stop)
+        rollouts = Watched(
+            stages, book, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
+        )
+        loop = Loop(stages, settings, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop)
         return await loop.run(state, saved=saved)
 
-    return asyncio.run(whole())
+    try:
+        return asyncio.run(whole())
+    finally:
+        journal.close()
 
 
 def comparable(folder):
@@ -172,7 +185,8 @@ def test_every_step_generates_trains_and_synchronises_once_and_evaluates_when_du
     assert [line["step"] for line in lines if "eval/heldout/reward_mean" in line] == [0, 2, 4, 6]
     assert stages.seen == list(range(24))
     backlog = Backlog(num_fetched=24, num_trained=24, newest_id=23)
-    assert stages.saved[0] == RunState(step=6, cursor={"epoch": 2, "offset": 4, "num_prompts": 10}, backlog=backlog)
+    cursor = {"epoch": 2, "offset": 4, "num_prompts": 10}
+    assert stages.saved[0] == RunState(step=6, cursor=cursor, backlog=backlog, journal=2)
 
 
 STOPS = [
@@ -224,10 +238,45 @@ def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_backgrou
     assert stages.saves == [(3, False), (6, False)] + ([] if succeeds else [(6, True)])
 
 
+@pytest.mark.parametrize(
+    "error", [CheckpointError("the storage hangs"), OSError("no space left"), RlpostError("an actor died")]
+)
+def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(tmp_path, untouched, error):
+    """Else the attempt would count as a failure, and what the journal holds might not outlive the machine."""
+
+    class Refused(FakeStages):
+        async def save(self, state, *, wait):
+            if wait:
+                raise error
+            await super().save(state, wait=wait)
+
+    first = Refused(tmp_path / "STOP", ("train", 5))
+    with pytest.raises(Preempted):
+        run(tmp_path, first, RunState(pending={}))
+    (tmp_path / "STOP").unlink()
+    state, weights = first.saved
+    assert state.step == 3
+    second = FakeStages()
+    second.weights = weights
+    run(tmp_path, second, state, saved=True)
+    assert second.weights == untouched[0].weights
+    assert comparable(tmp_path) == untouched[1]
+
+
+def test_an_attempt_that_lost_its_folder_ends_as_fenced_even_at_a_stop(tmp_path):
+    class Lost(FakeStages):
+        async def save(self, state, *, wait):
+            raise Fenced("another attempt writes there")
+
+    with pytest.raises(Fenced):
+        run(tmp_path, Lost(tmp_path / "STOP", ("train", 1)), RunState(pending={}))
+
+
 def test_a_finished_run_started_again_does_nothing(tmp_path, untouched):
     state = untouched[0].saved[0]
     stages = FakeStages()
-    assert run(tmp_path, stages, state, saved=True) == state
+    again = replace(state, journal=0)  # in this folder there is no journal
+    assert run(tmp_path, stages, again, saved=True) == again
     assert stages.seen == [] and stages.saved is None
 
 

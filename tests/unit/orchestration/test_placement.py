@@ -81,6 +81,15 @@ def test_all_ports_are_different_and_inside_the_block():
     assert all(20000 <= number < 20100 for number in numbers)
 
 
+def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_place():
+    """SGLang takes the six ports behind it: no other service, and no other engine, has one of them."""
+    ports = service_ports(20000, 100, num_engines=3, num_stages=2, over_tcp=True)
+    derived = [meeting + behind for meeting in ports.engine_groups for behind in range(1, 7)]
+    named = [*ports.engines, *ports.engine_groups, ports.router, ports.router_metrics, ports.actor_group]
+    named += ports.sync_groups
+    assert len({*named, *derived}) == len(named) + len(derived)
+
+
 def test_a_block_that_is_too_small_is_refused():
     with pytest.raises(PlacementError, match="need 10 ports"):
         service_ports(20000, 9, num_engines=3, num_stages=1)

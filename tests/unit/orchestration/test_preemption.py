@@ -1,9 +1,18 @@
-"""A stop request is a file; its reason is what people read."""
+"""A stop request is a file: its reason is what people read, its deadline decides what is saved."""
+
+import asyncio
+import errno
+import json
+import os
 
 import pytest
 
-from rlpost.errors import Preempted
-from rlpost.orchestration.preemption import StopRequest
+from rlpost.errors import HalfTrained, Preempted
+from rlpost.orchestration.grading import StoppableGrader
+from rlpost.orchestration.preemption import EXIT_S, FIXED_S, Request, SaveTimes, StopRequest, leave_with, parse_request
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt, Sample, Unfinished
 
 
 @pytest.mark.parametrize(
@@ -21,3 +30,137 @@ def test_a_request_is_raised_with_its_reason_in_words(tmp_path, text, reason):
     (tmp_path / "STOP").write_text(text)
     with pytest.raises(Preempted, match=f"^stop requested: {reason}$"):
         stop.check()
+
+
+@pytest.mark.parametrize("nothing", ["N/A", "", "Unknown", None, "nan", -5, [1]])
+def test_a_deadline_that_slurm_does_not_know_is_none(nothing):
+    text = json.dumps({"reason": "x", "time": 7, "deadline": nothing})
+    assert parse_request(text) == Request("x", 7.0, None)
+
+
+def stop_at(tmp_path, now, text):
+    stop = StopRequest(tmp_path / "STOP", clock=lambda: now)
+    (tmp_path / "STOP").write_text(text)
+    return stop
+
+
+def test_the_time_that_is_left_is_counted_to_the_deadline_and_the_time_that_passed_from_the_signal(tmp_path):
+    stop = StopRequest(tmp_path / "STOP", clock=lambda: 130.0)
+    assert stop.time_left_s() is None and stop.seconds_from_signal() is None and not stop.is_nearly_over()
+    stop = stop_at(tmp_path, 130.0, '{"reason": "USR2", "time": 100, "deadline": "200"}')
+    assert (stop.time_left_s(), stop.seconds_from_signal()) == (70.0, 30.0)
+    assert not stop.is_nearly_over()
+    assert stop_at(tmp_path, 199.0, '{"reason": "USR2", "deadline": 200}').is_nearly_over()
+
+
+def test_a_file_made_by_hand_counts_from_when_it_was_made(tmp_path):
+    (tmp_path / "STOP").write_text("please")
+    made = (tmp_path / "STOP").stat().st_mtime
+    stop = StopRequest(tmp_path / "STOP", clock=lambda: made + 3)
+    assert stop.seconds_from_signal() == pytest.approx(3)
+    assert stop.time_left_s() is None
+
+
+def test_a_checkpoint_is_saved_when_it_fits_before_the_deadline_and_else_the_journal_alone():
+    assert leave_with(None, 1e9) == "checkpoint"
+    assert leave_with(60 + EXIT_S, 60) == "checkpoint"
+    assert leave_with(59 + EXIT_S, 60) == "journal"
+    assert leave_with(-5, 0) == "journal"
+
+
+@pytest.mark.parametrize(
+    ("now", "request_", "saved"),
+    [
+        (100, Preempted("x"), "checkpoint"),
+        (190, Preempted("x"), "journal"),
+        (100, HalfTrained("x"), "journal"),
+    ],
+)
+def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(tmp_path, now, request_, saved):
+    stop = stop_at(tmp_path, now, '{"reason": "x", "deadline": 200}')
+    assert stop.left_with is None
+    assert stop.leave_with(request_) == saved == stop.left_with
+
+
+def test_before_anything_is_measured_a_save_takes_what_its_size_takes_on_slow_storage():
+    saves = SaveTimes()
+    saves.expect(2e9, num_nodes=4)
+    assert saves.estimate_s == pytest.approx(FIXED_S + 8 * 2e9 / (4 * 200e6))
+
+
+def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
+    now = [0.0]
+    saves = SaveTimes(clock=lambda: now[0])
+    saves.expect(1e15, num_nodes=1)
+    saves.recall([{"step": 1}, {"bytes": 1000, "seconds": 10}, {"bytes": 1000, "seconds": None}])
+    assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 10)
+    saves.begin()
+    now[0] = 40.0
+    assert saves.committed(2000) == 40.0
+    assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 40)
+    assert saves.committed(2000) is None, "a commit that nobody began teaches nothing"
+    for _ in range(5):
+        saves.begin()
+        now[0] += 1
+        saves.committed(2000)
+    assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 1), "what was slow once is forgotten"
+
+
+def test_a_file_system_that_does_not_answer_for_a_moment_requests_nothing(tmp_path, monkeypatch):
+    def stale(path, **named):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    stop = StopRequest(tmp_path / "STOP")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stale)
+        assert not stop.requested()
+        stop.check()
+    (tmp_path / "STOP").write_text("now")
+    assert stop.requested()
+
+
+def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_path):
+    stop, ended = StopRequest(tmp_path / "STOP"), []
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def whole():
+        assert await stop.unless_requested(asyncio.sleep(0, "result")) == "result"
+        waiting = asyncio.create_task(stop.unless_requested(work()))
+        await asyncio.sleep(0)
+        (tmp_path / "STOP").write_text("now")
+        with pytest.raises(Preempted):
+            await waiting
+
+    asyncio.run(whole())
+    assert ended == [True]
+
+
+def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path):
+    """The group comes back unfinished with every answer complete, so that a resume only grades it."""
+    stop = StopRequest(tmp_path / "STOP")
+
+    class Slow:
+        async def grade(self, prompt, samples):
+            (tmp_path / "STOP").write_text("now")
+            await asyncio.sleep(60)
+
+    async def answer(draft, prompt, sampling):
+        return Sample(prompt.prompt_id, draft.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
+
+    writer = GroupWriter(None, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
+    entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
+    assert isinstance(entry, Unfinished)
+    assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
+
+    class Quick:
+        async def grade(self, prompt, samples):
+            return [1.0 for _ in samples]
+
+    later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
+    group = asyncio.run(GroupWriter(None, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
+    assert group.rewards == (1.0, 1.0)

@@ -1,11 +1,13 @@
 """The training stage against actors that only remember what they were asked."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from rlpost.config.tree import Config
-from rlpost.errors import TrainingError
+from rlpost.errors import HalfTrained, Preempted, TrainingError
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.types import Sample, SampleGroup, ScoredSample, StepResult
 
@@ -42,7 +44,7 @@ def groups():
     ]
 
 
-def train(actors, *, num_steps=1, is_fresh=True, **grpo):
+def train(actors, *, num_steps=1, is_fresh=True, stop=None, **grpo):
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2},
@@ -51,7 +53,8 @@ def train(actors, *, num_steps=1, is_fresh=True, **grpo):
             "grpo": grpo,
         }
     )
-    training = Training(config, actors, [0, 0], is_fresh=is_fresh, break_even=1e9)
+    stop = stop or StopRequest(Path("/nowhere"))
+    training = Training(config, actors, [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9)
     return asyncio.run(training.train(groups()))
 
 
@@ -93,3 +96,42 @@ def test_warnings_are_logged_and_errors_end_the_run(caplog):
     with pytest.raises(TrainingError, match="train/ref_kl"):
         train(Actors(HEALTHY | {"train/ref_kl": 0.5}))
     train(Actors(HEALTHY | {"train/ref_kl": 0.5}), is_fresh=False)
+
+
+class Stopping(Actors):
+    """A stop is requested within the n-th call of a method; a deadline may be near."""
+
+    def __init__(self, path, stop_in, *, deadline="N/A"):
+        super().__init__()
+        self.path, self.stop_in, self.deadline = path, stop_in, deadline
+
+    async def call_each(self, method, arguments):
+        found = await super().call_each(method, arguments)
+        if (method, len(self.named(method))) == self.stop_in:
+            self.path.write_text(f'{{"reason": "test", "deadline": "{self.deadline}"}}')
+            if self.deadline != "N/A":
+                await asyncio.sleep(60)
+        return found
+
+
+@pytest.mark.parametrize("stop_in", [("compute_logprobs", 1), ("compute_logprobs", 2), ("compute_ref_logprobs", 2)])
+def test_a_stop_before_the_first_optimizer_step_leaves_before_the_next_pass(tmp_path, stop_in):
+    actors = Stopping(tmp_path / "STOP", stop_in)
+    with pytest.raises(Preempted) as found:
+        train(actors, num_steps=2, kl_coef=0.1, stop=StopRequest(tmp_path / "STOP"))
+    assert not isinstance(found.value, HalfTrained)
+    assert not actors.named("train_step")
+    assert actors.calls[-1][0] == stop_in[0]
+
+
+def test_a_stop_after_the_first_optimizer_step_lets_the_others_follow_when_there_is_time(tmp_path):
+    """Between two steps of a rollout the weights belong to no state that a resume could start from."""
+    actors = Stopping(tmp_path / "STOP", ("train_step", 1))
+    train(actors, num_steps=2, stop=StopRequest(tmp_path / "STOP"))
+    assert len(actors.named("train_step")) == 2
+
+
+def test_a_deadline_within_a_later_step_leaves_what_must_not_be_saved(tmp_path):
+    actors = Stopping(tmp_path / "STOP", ("train_step", 2), deadline="1")
+    with pytest.raises(HalfTrained, match="train_step does not end before the deadline"):
+        train(actors, num_steps=2, stop=StopRequest(tmp_path / "STOP"))

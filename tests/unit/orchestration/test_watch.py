@@ -22,6 +22,9 @@ class FakeFleet:
     async def unhealthy(self, *, generating):
         return sorted(self.sick - self.dismissed)
 
+    async def mend_router(self, sick):
+        pass
+
     async def dismiss(self, index):
         self.log.append(f"dismiss {index}")
         self.dismissed.add(index)
@@ -155,6 +158,73 @@ def test_a_cancelled_block_stays_cancelled():
             await asyncio.Event().wait()
 
     asyncio.run(run())
+
+
+class FailingRestart(FakeFleet):
+    """A restart that hangs until it is given up, and says then what was wrong."""
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise EngineDied(f"engine {index} does not come back") from None
+
+
+async def generate_until_restart(fleet, watch):
+    async with watch.over():
+        while "restart 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
+
+
+class SlowRestart(FakeFleet):
+    """A restart that takes a while."""
+
+    fails = False
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        await asyncio.sleep(3 * INTERVAL_S)
+        if self.fails:
+            raise EngineDied(f"engine {index} does not come back")
+
+
+def test_a_repair_under_way_when_the_block_ends_is_finished():
+    """Torn, it would leave an engine that starts, and a second start on the same port with the next update."""
+    fleet = SlowRestart(sick={1})
+    asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
+    assert fleet.log[-1] == "admit 1"
+
+
+def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_cancellation():
+    fleet = SlowRestart(sick={1})
+    fleet.fails = True
+
+    async def run():
+        block = asyncio.current_task()
+        with pytest.raises(EngineDied, match="engine 1 does not come back"):
+            await generate_until_restart(fleet, watch_over(fleet))
+        assert block.cancelling() == 0, "what follows the block is not cancelled"
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
+    fleet = FailingRestart(sick={1})
+
+    async def run():
+        block = asyncio.create_task(generate_and_hang())
+        while "restart 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
+        block.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await block
+
+    async def generate_and_hang():
+        async with watch_over(fleet).over():
+            await asyncio.Event().wait()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
 class FakeActors:

@@ -78,6 +78,15 @@ def _line(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
         **{f"time/{name}_s": value for name, value in times.items()},
         "time/step_s": total,
         "time/tokens_per_s": 512 * length / total,
+        "time/tokens_per_s_per_gpu": 32 * length / total,
+        "perf/mfu_frac": 0.36,
+        "sync/update_s": times["sync"],
+        "memory/actor_gb": 61.0,
+        "memory/actor_gpu_peak_gb": 70.0 + done,
+        "memory/engine_gb": 24.0,
+        "memory/gpu_used_frac": 0.93,
+        "memory/host_used_frac": 0.4,
+        **({"checkpoint/blocking_s": 1.5, "checkpoint/total_s": 40.0} if step % 20 == 1 else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,7 @@ from rlpost.config.load import load, parse_dump
 from rlpost.report.compare import compare_page
 from rlpost.report.facts import Setting, compared, network_table, read_facts
 from rlpost.report.page import report_page
-from rlpost.report.write import recipe, try_to_write_report, write_report
+from rlpost.report.write import Reporter, recipe, try_to_write_report, write_report
 from slurm.run_folder import RunFolder
 from tests.unit.report.runs import HOSTILE, make_run
 
@@ -90,6 +91,10 @@ def test_a_plot_has_the_values_of_the_metrics(run, page):
         for line in lines
         if "eval/aime/reward_mean" in line
     ]
+    saved = {curve["label"]: curve["points"] for curve in plots["Checkpoint"]["curves"]}
+    assert saved["that training waited"] == [[step, 1.5] for step in range(1, 241, 20)]
+    assert {curve["label"] for curve in plots["Memory"]["curves"]} == {"engine", "actor", "actor on its GPU, at most"}
+    assert {"Model FLOPs utilisation", "Weight sync", "Memory in use", "Throughput"} <= plots.keys()
     spike = max(plots["Gradient norm"]["curves"][0]["points"], key=lambda point: point[1])
     assert spike[0] == 61
 
@@ -124,6 +129,29 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     (tmp_path / "report").write_text("a file where the folder should be")
     try_to_write_report(RunFolder(tmp_path))
     assert "no report this time" in caplog.text
+
+
+def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one_more(tmp_path, monkeypatch):
+    writers, may_end, begun = [], threading.Event(), threading.Event()
+
+    def write(run):
+        writers.append(threading.current_thread().name)
+        begun.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr("rlpost.report.write.write_report", write)
+    reporter = Reporter(RunFolder(tmp_path))
+    reporter.ask()
+    assert begun.wait(10)
+    for _ in range(5):
+        reporter.ask()
+    assert len(writers) == 1
+    may_end.set()
+    thread = next((one for one in threading.enumerate() if one.name == "report"), None)
+    if thread is not None:
+        thread.join(10)
+    try_to_write_report(RunFolder(tmp_path))
+    assert writers == ["report", "report", "MainThread"]
 
 
 def test_recorded_groups_are_shown_where_no_answers_were_kept(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from rlpost.errors import DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
+from rlpost.rollout import collect, connection
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
@@ -227,6 +229,42 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
     again = FakeEngine()
     assert ids(asyncio.run(collecting(again, resumed, rules, backlog))) == [0, 1, 2]
     assert again.log.count("generate") == 2
+
+
+def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "LEAVE_S", 0.1)
+    monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
+    stop = asyncio.Event()
+
+    async def work(collector: Collector, book: Book) -> Backlog:
+        asking = asyncio.create_task(collector.batch())
+        while not engine.under_way:
+            await asyncio.sleep(0)
+        stop.set()
+        with pytest.raises(Preempted):
+            await asking
+        return collector.in_hand()[1]
+
+    engine = FakeEngine(holds=asyncio.Event())  # an abort changes nothing
+    backlog = asyncio.run(collecting(engine, work, Rules(2, 2, 9), stop_requested=stop.is_set))
+    assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
+
+
+def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
+    """An engine that hangs then would never let go; whoever looks after it ends it."""
+    seen = []
+
+    @contextlib.asynccontextmanager
+    async def watch() -> AsyncIterator[None]:
+        yield
+        seen.append(engine.under_way)
+
+    async def work(collector: Collector, book: Book) -> None:
+        assert ids(await collector.batch()) == [0, 1]
+
+    engine = LongTail(lambda prompt_id: prompt_id == 2)
+    asyncio.run(collecting(engine, work, Rules(2, 3, 9), watch=watch))
+    assert seen == [0]
 
 
 def test_generation_goes_on_while_nobody_waits_when_it_never_rests() -> None:

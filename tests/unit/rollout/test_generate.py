@@ -99,6 +99,20 @@ def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.log.count("generate") > 3
 
 
+def test_the_time_that_an_engine_took_to_write_is_not_taken_off_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long answer whose engine dies is asked for again as patiently as a short one."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.01)
+
+    class DiesLate(FakeEngine):
+        async def generate(self, body: dict[str, Any]) -> Any:
+            if self.unavailable:
+                await asyncio.sleep(0.7)  # more than all patience
+            return await super().generate(body)
+
+    groups = asyncio.run(run(DiesLate(unavailable=1), prompts(1), n=1))
+    assert len(groups[0].samples) == 1
+
+
 def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
     nowhere = RouterAddress("http://127.0.0.1:9", KEY, (), 4, patience_s=0.05)

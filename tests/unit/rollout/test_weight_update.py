@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlpost.errors import SyncError
-from rlpost.rollout.weight_update import BroadcastMover, DiskMover, SharingMover, WeightUpdate
+from rlpost.rollout.weight_update import BroadcastMover, DeltaMover, DiskMover, SharingMover, WeightUpdate, num_bytes
 from rlpost.types import Bucket, EngineAddress
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -175,6 +175,66 @@ def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None
     assert engine.bodies[1]["model_path"] == "/shared/version-5" and engine.version == "5"
 
 
+@pytest.fixture
+def changes():
+    """A mover with two copies, what it wrote, and the problems that the copies will have, one an attempt."""
+    written, problems = [], []
+
+    async def write(version: int, whole: bool) -> None:
+        written.append((version, whole))
+
+    async def take(version: int) -> list[str | None]:
+        return [None, problems.pop(0) if problems else None]
+
+    return DeltaMover(write, take, copy="/local/copy"), written, problems
+
+
+async def go_to(engine: FakeEngine, mover: DeltaMover, *versions: int) -> None:
+    async with serving(engine) as urls:
+        whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
+        for version in versions:
+            await whole.update(version, mover)
+
+
+def test_the_first_update_is_whole_and_the_engine_reads_the_copy(changes) -> None:
+    mover, written, _ = changes
+    engine = FakeEngine()
+    asyncio.run(go_to(engine, mover, 1, 2, 3))
+    assert written == [(1, True), (2, False), (3, False)]
+    read = [body for path, body in zip(engine.log, engine.bodies, strict=True) if path == "update_weights_from_disk"]
+    assert {body["model_path"] for body in read} == {"/local/copy"} and engine.version == "3"
+
+
+def test_a_copy_that_cannot_take_a_change_gets_all_weights_before_any_engine_reads(changes) -> None:
+    mover, written, problems = changes
+    engine = FakeEngine()
+    problems += [None, "of another base"]
+    asyncio.run(go_to(engine, mover, 1, 2, 3))
+    assert written == [(1, True), (2, False), (2, True), (3, False)]
+    assert engine.log.count("update_weights_from_disk") == 3
+
+
+def test_a_copy_that_cannot_take_all_weights_either_ends_the_update(changes) -> None:
+    """The next update begins with all weights again."""
+    mover, written, problems = changes
+    engine = FakeEngine()
+    problems += [None, "of another base", "no space left"]
+    with pytest.raises(SyncError, match="version 2 did not arrive: no space left"):
+        asyncio.run(go_to(engine, mover, 1, 2))
+    assert engine.version == "1" and engine.log[-1] == "pause_generation"
+    asyncio.run(go_to(FakeEngine(), mover, 3))
+    assert written[-1] == (3, True)
+
+
+def test_an_engine_that_cannot_read_is_given_all_weights_next(changes) -> None:
+    mover, written, _ = changes
+    asyncio.run(go_to(FakeEngine(), mover, 1))
+    with pytest.raises(SyncError, match="read the weights from disk"):
+        asyncio.run(go_to(FakeEngine(refuses="update_weights_from_disk"), mover, 2))
+    asyncio.run(go_to(FakeEngine(), mover, 3))
+    assert written == [(1, True), (2, False), (3, True)]
+
+
 def test_requests_under_way_may_wait_out_an_update() -> None:
     """Retracted requests are computed anew with the new weights; what follows the weights comes before the resume."""
     order = []
@@ -192,3 +252,11 @@ def test_requests_under_way_may_wait_out_an_update() -> None:
     asyncio.run(move())
     assert engine.bodies[0] == {"mode": "retract"}
     assert order[0][-1] == "end_weight_update" and "continue_generation" not in order[0]
+
+
+def test_the_bytes_of_a_bucket_are_those_of_torchs_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    tensors = [torch.empty(3, 5, dtype=getattr(torch, dtype)) for dtype in dtypes]
+    bucket = Bucket(names=dtypes, shapes=((3, 5),) * 5, dtypes=dtypes)
+    assert num_bytes(bucket) == sum(tensor.nbytes for tensor in tensors)

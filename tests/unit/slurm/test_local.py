@@ -67,7 +67,9 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
     os.kill(int(job.job_id), signal.SIGTERM)
     assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
     assert job.result() == "requeue"
-    assert "SIGTERM" in json.loads((attempt / "STOP").read_text())["reason"]
+    said = json.loads((attempt / "STOP").read_text())
+    assert "SIGTERM" in said["reason"]
+    assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), "until the time limit"
 
 
 def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, home: Path) -> None:

@@ -155,3 +155,12 @@ def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
     ours = {module for module in modules if module and module.startswith("slurm")}
     assert ours <= {"slurm.ledger", "slurm.image"}
     assert not {"tomllib", "zoneinfo", "graphlib"} & modules
+
+
+def test_an_attempt_that_had_time_for_the_journal_alone_counts_by_the_step_it_reached() -> None:
+    def left(step: int, saved: str) -> dict[str, Any]:
+        return {"event": "preempted", "step": step, "saved": saved}
+
+    assert stalled_attempts([ATTEMPT, committed(3), ATTEMPT, left(5, "journal")]) == 0
+    assert stalled_attempts([ATTEMPT, committed(3), ATTEMPT, left(5, "nothing")]) == 1
+    assert stalled_attempts([ATTEMPT, left(5, "journal"), ATTEMPT, left(5, "journal")]) == 1, "no farther than before"

@@ -1,0 +1,61 @@
+"""Where the random generators of a rank stand: Python's, NumPy's, torch's on host and device, Megatron's tracker.
+
+In: this process. Out: a table of tensors and numbers that a checkpoint holds for each rank, and back. What is drawn
+while training (dropout) then goes on after a resume at the same layout as if nothing had happened; another layout has
+other ranks, so there the generators begin anew from the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+KEY = "random_state"
+
+
+def layout() -> list[int]:
+    """What must be equal for the ranks of a checkpoint to be those of now: their number, and how they are grouped."""
+    return [
+        dist.get_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    ]
+
+
+def sharded() -> ShardedObject:
+    """This rank's part of what a checkpoint holds. On loading its data are replaced, and ``restore`` takes them."""
+    return ShardedObject(KEY, collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def collect() -> dict[str, Any]:
+    """The state of every generator."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Set every generator to what ``collect`` found; CUDA's only where there is a GPU now as there was then."""
+    version, internal, gauss_next = states["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(dict(states["megatron"]))

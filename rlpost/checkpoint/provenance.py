@@ -1,0 +1,101 @@
+"""What a run was when it committed: the settings that its numbers depend on, its model, its name at W&B. JSON, pure.
+
+In: the settings of an attempt and the config.json of its model. Out: a small file beside the state in every commit,
+and at a resume the difference. Another model is an error; another mathematics (loss, optimizer, schedule, prompts,
+sampling, precision) is a choice that a person may make, so it is said, by key. Where workers stand, how much memory
+they use and how often something is looked at is no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.config.tree import Config
+from rlpost.errors import CheckpointError
+
+PROVENANCE_FILE = "provenance.json"
+GROUPS = ("grpo", "optimizer", "rollout", "model", "megatron")
+# fmt: off
+INDIFFERENT = frozenset(
+    {
+        "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
+        "log_probs_chunk_size", "guard_initial_kl", "guard_rollout_logprob_diff", "guard_grad_norm_factor",
+        "reward_timeout_s", "reward_workers", "rm_url", "rm_url_timeout_s", "num_rollout",
+        "num_steps_per_rollout", "lr_decay_iters", "moe_token_dispatcher_type", "moe_enable_deepep",
+        "moe_grouped_gemm", "moe_permute_fusion", "no_rope_fusion", "override_hf_config", "global_batch_size",
+    }
+)
+"""Keys of these groups that say how, not what; those that other values follow from are held by what follows."""
+# fmt: on
+PRECISION = ("bf16", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32")
+# fmt: off
+FIXED = frozenset(
+    {
+        "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+        "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
+        "num_experts", "n_routed_experts", "first_k_dense_replace", "n_shared_experts",
+    }
+)
+"""Keys of config.json without which the tensors of a checkpoint are those of another model."""
+# fmt: on
+MODEL = "config.json: "
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """``settings`` are those that the numbers depend on, by key; keys of config.json have MODEL before them."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    wandb_run_id: str | None = None
+
+    @classmethod
+    def of(cls, config: Config, model: Mapping[str, Any], *, wandb_run_id: str | None = None) -> Provenance:
+        """Of an attempt; ``model`` is the config.json of --hf-checkpoint."""
+        tree = config.model_dump(mode="json")
+        held = {key: value for group in GROUPS for key, value in tree[group].items() if key not in INDIFFERENT}
+        held |= {key: tree["perf"][key] for key in PRECISION}
+        held["num_steps_per_rollout"] = config.num_steps_per_rollout
+        if config.optimizer.lr_decay_style != "constant" or config.optimizer.weight_decay_incr_style != "constant":
+            held["lr_decay_iters"] = config.lr_decay_iters
+        return cls(held | {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}, wandb_run_id)
+
+    @property
+    def hash(self) -> str:
+        """One word for all settings."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        record = {"hash": self.hash, "settings": self.settings, "wandb_run_id": self.wandb_run_id}
+        return json.dumps(record, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Provenance:
+        """Raises CheckpointError when the text is none."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            return cls(dict(raw["settings"]), raw["wandb_run_id"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"not a {PROVENANCE_FILE}: {error!r}; got {text[:200]!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Lines ``key: before -> now``: of the model, with which nothing can go on, and of the mathematics."""
+
+    model: tuple[str, ...]
+    mathematics: tuple[str, ...]
+
+
+def changes(before: Provenance, now: Provenance) -> Changes:
+    """What differs. A key that one of the two programs did not know yet has no other value than that of the other."""
+    lines = [
+        f"{key}: {before.settings[key]!r} -> {now.settings[key]!r}"
+        for key in sorted(before.settings.keys() & now.settings.keys())
+        if before.settings[key] != now.settings[key]
+    ]
+    model = tuple(line for line in lines if line.startswith(MODEL))
+    return Changes(model, tuple(line for line in lines if line not in model))

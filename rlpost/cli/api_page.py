@@ -1,0 +1,100 @@
+"""docs/api.md: what code outside this project may build on, with its signatures and docstrings. Pure, but for reading.
+
+In: the sources of ``MODULES``, which are parsed and not imported, so the page is the same on every machine. Out:
+Markdown. What is not on the page may change from one day to the next.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[2]
+MODULES = {
+    "What flows": ("rlpost.types", "rlpost.errors"),
+    "Functions of your own": (
+        "rlpost.algorithm.objective",
+        "rlpost.algorithm.settings",
+        "rlpost.rollout.draft",
+        "rlpost.rollout.sampling",
+        "rlpost.rollout.filters",
+    ),
+    "Models of your own": ("rlpost.weights.family", "rlpost.weights.names", "rlpost.weights.families"),
+    "Recipes from a program": ("rlpost.config.load", "rlpost.check", "rlpost.cli.submit"),
+    "Jobs and runs": ("slurm.spec", "slurm.render", "slurm.executor", "slurm.run_folder", "slurm.ledger"),
+}
+_BEGIN = """\
+# API
+
+<!-- Written by tools/make_docs.py from the docstrings; change them there. -->
+
+What code of your own may import. How it is used: [extending](extending.md); everything else may change at any time.
+Settings are in [settings](settings.md), the rooms of the house in [architecture](architecture.md).
+"""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def api_page() -> str:
+    """The page."""
+    lines = [_BEGIN]
+    for title, modules in MODULES.items():
+        lines.append(f"## {title}\n")
+        for module in modules:
+            lines += _module(module)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _module(name: str) -> Iterator[str]:
+    path = SOURCES / name.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    tree = ast.parse(source)
+    yield f"### `{name}`\n\n{_markdown(ast.get_docstring(tree))}\n"
+    for node in tree.body:
+        if isinstance(node, _Function) and _is_public(node.name):
+            yield f"{_code(_signature(node))}\n{_markdown(ast.get_docstring(node))}\n"
+        elif isinstance(node, ast.ClassDef) and _is_public(node.name):
+            yield _class(node, source.splitlines())
+
+
+def _class(node: ast.ClassDef, source: list[str]) -> str:
+    """Its fields as they stand in the source, comments included; then what it can do."""
+    bases = ", ".join(ast.unparse(base) for base in node.bases)
+    lines = [*(f"@{ast.unparse(one)}" for one in node.decorator_list), f"class {node.name}({bases}):"]
+    lines[-1] = lines[-1].replace("():", ":")
+    methods = []
+    for part in node.body[bool(ast.get_docstring(node)) :]:
+        if isinstance(part, ast.AnnAssign | ast.Assign | ast.Expr):  # a field, or the text below it
+            lines += source[part.lineno - 1 : part.end_lineno]
+        elif isinstance(part, _Function) and (_is_public(part.name) or part.name == "__call__"):
+            methods.append(f"- `{_signature(part)}`: {_indented(ast.get_docstring(part))}".removesuffix(": "))
+    text = f"{_code(chr(10).join(lines))}\n{_markdown(ast.get_docstring(node))}\n"
+    return text + ("\n" + "\n".join(methods) + "\n" if methods else "")
+
+
+def _signature(node: _Function) -> str:
+    kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    if any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list):
+        return f"{node.name}: {ast.unparse(node.returns) if node.returns else 'Any'}"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{kind} {node.name}({ast.unparse(node.args)}){returns}"
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def _code(text: str) -> str:
+    return f"```python\n{text}\n```\n"
+
+
+def _indented(text: str | None) -> str:
+    return re.sub(r"\n(?=.)", "\n  ", _markdown(text))
+
+
+def _markdown(docstring: str | None) -> str:
+    """A docstring as Markdown: code in single ticks, and a list of what stands indented below Args and Raises."""
+    text = (docstring or "").replace("``", "`")
+    text = re.sub(r"^(Args|Returns|Raises):\n", r"\n\1:\n\n", text, flags=re.MULTILINE)
+    return re.sub(r"^    (\w+): ", r"- `\1`: ", text, flags=re.MULTILINE).replace("\n\n\n", "\n\n")

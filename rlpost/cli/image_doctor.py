@@ -1,0 +1,87 @@
+"""``rlpost doctor --image --cluster PROFILE``: what the image of a profile lacks, seen from inside it.
+
+In: a cluster profile, whose container is started by a job of one node, after its setup commands. Out: the table of
+``bootstrap.image_doctor``, which without a profile is called for the image that one is in, and its exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlpost.cli.submit import PROJECT, job_spec
+from rlpost.config.keys import without_keys
+from rlpost.config.load import files_of, load
+from rlpost.errors import ConfigError
+from slurm.errors import SlurmError
+from slurm.render_once import render_look
+from slurm.spec import JobSpec
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of the command. Raises ConfigError."""
+    made = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does an image lack?")
+    made.add_argument("--cluster", metavar="PROFILE", required=True, help="FILE.toml, or a name in jobs/clusters")
+    made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
+    made.add_argument("--json", action="store_true", help="for programs")
+    made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
+    options = made.parse_args(arguments)
+    words = [flag for flag, given in (("--cpu", options.cpu), ("--json", options.json)) if given]
+    config = load(files_of(None, {"cluster": options.cluster}), {}).config
+    try:
+        spec = look_spec(job_spec(config, driver_args=tuple(words)))
+        with tempfile.TemporaryDirectory(dir=_shared(config.cluster.runs_dir), prefix=".image-") as folder:
+            spec = replace(spec, run_folder=folder, output=f"{folder}/job.out")
+            if options.dry_run:
+                print(render_look(spec), end="")
+                return 0
+            return _submitted(render_look(spec), Path(folder))
+    except SlurmError as error:
+        raise ConfigError(str(error)) from error
+
+
+def look_spec(spec: JobSpec) -> JobSpec:
+    """The same job with one node and half an hour, which never comes back."""
+    python = spec.python or ("python3" if spec.container else sys.executable)
+    once = replace(spec, job_name="rlpost-image", nodes=1, spare_nodes=0, requeue="never")
+    return replace(once, time="30", signal_lead_s=60, home=str(PROJECT), python=python)
+
+
+def _shared(runs_dir: str) -> Path:
+    folder = Path(runs_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _submitted(script: str, folder: Path) -> int:
+    """Submit, wait, show what was said."""
+    path = folder / "job.sbatch"
+    path.write_text(script)
+    command = ["sbatch", "--wait", "--parsable", str(path)]
+    try:
+        # sbatch sends its environment to Slurm, which keeps it
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_keys(os.environ))
+    except FileNotFoundError:
+        raise ConfigError("no sbatch on this host; run rlpost doctor --image inside the image instead") from None
+    with waiting:
+        assert waiting.stdout is not None
+        job = waiting.stdout.readline().strip().partition(";")[0]
+        if job:
+            print(f"waiting for job {job}, one node", file=sys.stderr)
+        try:
+            code = waiting.wait()
+        except KeyboardInterrupt:
+            if job:
+                subprocess.run(["scancel", job])
+            raise
+    said = "".join(log.read_text() for log in folder.glob("*.log"))
+    if code not in (0, 1) or not said:  # no verdict on the image: what Slurm and the container said
+        said = "".join(path.read_text() for path in folder.glob("job.out")) + said
+    print(said or f"the job wrote nothing (sbatch: exit {code})\n", end="")
+    return code

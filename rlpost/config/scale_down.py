@@ -1,0 +1,297 @@
+"""A recipe at a size that one machine runs: the same algorithm and rollout on a small model of the same family. Pure.
+
+In: the settings of a recipe, the architecture of its model in the words of [model], and how many ranks may train. Out:
+settings, and each value that is another. What is made smaller: the model (layers, widths, heads, experts, by powers of
+two, so that their ratios stay), the parallel layout (folded to the ranks), engines and nodes, the batch, and lengths.
+What goes with the model: its folder, tokenizer, prompts and the stop tokens and reward that fit them. All else stays as
+the recipe has it: advantages, losses and corrections, how answers are sampled, filtered, cut off and kept, who shares
+GPUs with whom, precision, recomputation, the optimizer and where it lies, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.plan.shape import NEEDED, Layout, layout_of
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+
+RANKS = 2
+"""That train, where nobody says how many."""
+HIDDEN, HEAD, HEADS, LAYERS, EXPERTS, TOPK = 128, 16, 8, 4, 8, 2
+"""What is at most this is not made smaller (for TOPK: not below it)."""
+WIDTH_MULTIPLE = 16
+"""Of every width, so that tensor parallelism and blocks of FP8 divide it."""
+FP8_BLOCK = (16, 16)
+VOCAB = 64
+"""Of the tokenizer that tools/make_tiny_model.py makes."""
+PROMPTS, ANSWER = 4, 32
+"""Prompts a step and tokens of an answer; batch and lengths are halved until they are no larger."""
+PACKED = 2 * ANSWER
+"""Tokens of a micro-batch at the least: prompts are not made shorter, and some samples should share one."""
+ENGINES = 2
+OBJECT_STORE = 100_000_000
+FOLDER = Path("assets/scaled")
+MODEL, MODEL_FP8, TRAIN, HELDOUT = "model", "model-FP8", "train.jsonl", "heldout.jsonl"
+ONE_ENGINE_S = ("enable_dp_attention", "enable_dp_lm_head", "dp_size", "ep_size", "moe_dense_tp_size")
+"""Options of SGLang that share an engine's work out among its GPUs; without a meaning on one."""
+LENGTHS = (
+    "rollout.rollout_max_response_len", "rollout.rollout_max_context_len", "rollout.rollout_max_prompt_len",
+    "eval.eval_max_response_len", "perf.max_tokens_per_gpu", "perf.log_probs_max_tokens_per_gpu",
+)  # fmt: skip
+BATCHES = ("rollout.rollout_batch_size", "rollout.over_sampling_batch_size", "rollout.global_batch_size")
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting as ``group.key``, its value in the recipe and the scaled one."""
+
+    name: str
+    recipe: Any
+    scaled: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The settings to run, and in which of them they differ from the recipe."""
+
+    config: Config
+    changes: tuple[Change, ...]
+
+
+def scale_down(
+    config: Config, words: Mapping[str, Any], *, ranks: int, fp8: bool = False, kept: Collection[str] = ()
+) -> Scaled:
+    """The recipe for ``ranks`` ranks on one node.
+
+    Args:
+        config: the recipe.
+        words: the architecture of its model, by the names of [model].
+        ranks: how many may train.
+        fp8: whether the folder of the model holds block-wise FP8, for engines that infer in it.
+        kept: ``group.key`` of settings that a person gave for this very run: they stay as given.
+
+    Raises:
+        ConfigError: ``ranks`` is less than one, or a size of the model is not known.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--scale-down {ranks}: give how many ranks may train, 1 or more")
+    if missing := [name for name in NEEDED if words.get(name) is None]:
+        raise ConfigError(
+            f"--scale-down: model.{', model.'.join(missing)} not known; the model's config.json is not there, so name "
+            "a file of jobs/models with --model or in the recipe"
+        )
+    layout = folded(layout_of(config), ranks)
+    model = scaled_model(words, layout)
+    is_small = all(words.get(name) == value for name, value in model.items())
+    values = {f"model.{name}": value for name, value in model.items()}
+    values |= _layout_values(config, layout) | _cluster_values(config, layout) | _batch_values(config)
+    values |= {} if is_small else _assets(config, fp8=fp8)
+    return _changed(config, {name: value for name, value in values.items() if name not in kept})
+
+
+def folded(layout: Layout, ranks: int) -> Layout:
+    """The layout on at most ``ranks`` ranks: sizes are halved in the order DP, CP, PP, TP, first down to 2, so that
+    each kind of parallelism that the recipe has stays as long as it can, then down to 1.
+
+    Experts are no factor of the product; they are spread over as many ranks of a stage as there are.
+    """
+    sizes = {"data": layout.data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    for smallest in (2, 1):
+        for name in sizes:
+            while _product(sizes) > ranks and sizes[name] > smallest:
+                sizes[name] = sizes[name] // 2 if sizes[name] % 2 == 0 else smallest
+    world, tensor, pipeline = _product(sizes), sizes["tensor"], sizes["pipeline"]
+    expert_tensor = min(layout.expert_tensor, tensor)
+    expert = layout.expert
+    while expert > 1 and (world // pipeline) % (expert * expert_tensor):
+        expert = expert // 2 if expert % 2 == 0 else 1
+    return Layout(
+        world=world,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=sizes["context"],
+        expert=expert,
+        expert_tensor=expert_tensor,
+        sequence_parallel=layout.sequence_parallel and tensor > 1,
+        chunk=None if layout.chunk is None or pipeline == 1 else 1,
+    )
+
+
+def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
+    """The architecture in small, as far as it has another value; ``layout`` divides it."""
+    hidden, heads = words["hidden_size"], words["num_attention_heads"]
+    groups = words.get("num_query_groups") or heads
+    head_dim = words.get("kv_channels") or hidden // heads
+    while heads > HEADS and heads % 2 == groups % 2 == 0 and (groups // 2) % layout.tensor == 0:
+        heads, groups = heads // 2, groups // 2
+    factor = 1
+    while hidden / factor > HIDDEN:
+        factor *= 2
+    chunks = layout.pipeline * (2 if layout.chunk else 1)
+    num_layers = _halved(words["num_layers"], max(LAYERS, chunks))
+    num_layers = -(-num_layers // chunks) * chunks if num_layers != words["num_layers"] else num_layers
+    model = {
+        "num_layers": num_layers,
+        "hidden_size": _width(hidden, factor),
+        "ffn_hidden_size": _width(words["ffn_hidden_size"], factor),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": _halved(head_dim, HEAD),
+        "vocab_size": min(words["vocab_size"], VOCAB),
+    }
+    return model | (_experts(words, layout, factor=factor, num_layers=num_layers) if words.get("num_experts") else {})
+
+
+def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layers: int) -> Values:
+    experts, divisor = words["num_experts"], 1
+    while experts > EXPERTS and experts % 2 == 0 and (experts // 2) % layout.expert == 0:
+        experts, divisor = experts // 2, divisor * 2
+    pattern = tuple(words.get("moe_layer_freq") or (1,) * words["num_layers"])
+    topk = words["moe_router_topk"]
+    made = {
+        "num_experts": experts,
+        "moe_router_topk": topk if divisor == 1 else max(TOPK, topk // divisor),
+        "moe_ffn_hidden_size": _width(words["moe_ffn_hidden_size"], factor),
+        "moe_layer_freq": _pattern(pattern, num_layers),
+    }
+    if shared := words.get("moe_shared_expert_intermediate_size"):
+        made["moe_shared_expert_intermediate_size"] = (
+            shared // words["moe_ffn_hidden_size"] * made["moe_ffn_hidden_size"]
+        )
+    return made
+
+
+def _pattern(pattern: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Which layers have experts: every so many-th of them; the first is dense where any is and none is left."""
+    chosen = tuple(pattern[index * len(pattern) // num_layers] for index in range(num_layers))
+    return (0, *chosen[1:]) if 0 in pattern and 0 not in chosen else chosen
+
+
+def _width(size: int, factor: int) -> int:
+    return size if factor == 1 else -(-size // (factor * WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
+
+
+def _halved(size: int, limit: int) -> int:
+    """The size, halved and rounded up until it is no larger than the limit."""
+    while size > limit:
+        size = -(-size // 2)
+    return size
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    return sizes["data"] * sizes["context"] * sizes["pipeline"] * sizes["tensor"]
+
+
+def _layout_values(config: Config, layout: Layout) -> Values:
+    given = config.perf.expert_tensor_parallel_size
+    return {
+        "perf.tensor_model_parallel_size": layout.tensor,
+        "perf.sequence_parallel": layout.sequence_parallel,
+        "perf.pipeline_model_parallel_size": layout.pipeline,
+        "perf.num_layers_per_virtual_pipeline_stage": layout.chunk,
+        "perf.decoder_first_pipeline_num_layers": None,
+        "perf.decoder_last_pipeline_num_layers": None,
+        "perf.context_parallel_size": layout.context,
+        "perf.expert_model_parallel_size": layout.expert,
+        "perf.expert_tensor_parallel_size": None if given is None else layout.expert_tensor,
+    }
+
+
+def _cluster_values(config: Config, layout: Layout) -> Values:
+    """One node of this machine; as many engines as the recipe has, but no more than ``ENGINES``."""
+    cluster = config.cluster
+    engines = min(config.num_engines, ENGINES)
+    if cluster.colocate:
+        engines = next((count for count in range(engines, 0, -1) if layout.world % count == 0), 0)
+    size = layout.world // engines if cluster.colocate and engines else 1
+    generates = 0 if cluster.colocate else engines * size
+    values = {
+        "cluster.nodes": 1,
+        "cluster.spare_nodes": 0,
+        "cluster.num_gpus_per_node": layout.world + generates,
+        "cluster.actor_num_nodes": 1,
+        "cluster.actor_num_gpus_per_node": layout.world,
+        "cluster.rollout_num_gpus_per_engine": size,
+        "cluster.container": "none",
+        "cluster.container_image": None,
+        "cluster.container_mounts": (),
+        "cluster.preflight_bandwidth_gbps": None,
+        "cluster.ray_object_store_memory": min(cluster.ray_object_store_memory or OBJECT_STORE, OBJECT_STORE),
+    }
+    if generates:
+        values["cluster.rollout_num_gpus"] = generates
+    return values | _engine_options(config, size)
+
+
+def _engine_options(config: Config, size: int) -> Values:
+    given = config.sglang.server_args
+    return {
+        f"sglang.sglang_{name}": None if size == 1 else min(given[name], size) if type(given[name]) is int else True
+        for name in ONE_ENGINE_S
+        if name in given
+    }
+
+
+def _batch_values(config: Config) -> Values:
+    """Batches by one factor, lengths by another, all of a kind by the same."""
+    batches = {name: value for name in BATCHES if (value := _get(config, name)) is not None}
+    prompts, smaller = batches["rollout.rollout_batch_size"], 1
+    while prompts // smaller > PROMPTS and all(value % (2 * smaller) == 0 for value in batches.values()):
+        smaller *= 2
+    lengths = {name: value for name in LENGTHS if (value := _get(config, name)) is not None}
+    shorter = 1
+    while lengths["rollout.rollout_max_response_len"] // shorter > ANSWER:
+        shorter *= 2
+    values = {name: value // smaller for name, value in batches.items()}
+    short = {name: -(-value // shorter) for name, value in lengths.items()}
+    packs = {name: max(value, PACKED) for name, value in short.items() if name.endswith("tokens_per_gpu")}
+    return values | short | (packs if shorter > 1 else {})
+
+
+def _assets(config: Config, *, fp8: bool) -> Values:
+    """What tools/make_tiny_model.py makes: the model, and problems in place of prompts."""
+    folder = FOLDER / config.cluster.job_name
+    path = {name: str((folder / name).absolute()) for name in (MODEL, MODEL_FP8, TRAIN, HELDOUT)}
+    values: Values = {
+        "checkpoint.hf_checkpoint": path[MODEL_FP8] if fp8 else path[MODEL],
+        "checkpoint.ref_load": path[MODEL] if config.checkpoint.ref_load or fp8 else None,
+        "rollout.prompt_data": (path[TRAIN],),
+        "rollout.prompt_data_weights": (),
+        "rollout.input_key": "prompt",
+        "rollout.label_key": "label",
+        "rollout.rollout_stop_token_ids": (),
+        "rollout.rm_type": "exact_match",
+    }
+    if config.eval.eval_prompt_data:
+        values["eval.eval_prompt_data"] = ("heldout", f"{path[HELDOUT]}@[0:{PROMPTS}]")
+    return values
+
+
+def _get(config: Config, name: str) -> Any:
+    group, key = name.split(".")
+    return getattr(getattr(config, group), key, None)
+
+
+def _changed(config: Config, values: Mapping[str, Any]) -> Scaled:
+    changes = tuple(
+        Change(name, before, value) for name, value in values.items() if (before := _get(config, name)) != value
+    )
+    groups: dict[str, Values] = {}
+    for change in changes:
+        group, key = change.name.split(".")
+        groups.setdefault(group, {})[key] = change.scaled
+    update = {}
+    for group, entries in groups.items():
+        node = getattr(config, group)
+        given = {key: value for key, value in node if key not in entries}
+        # what passes through to SGLang is gone without a value
+        extra = set(node.model_extra or {})
+        new = {key: value for key, value in entries.items() if value is not None or key not in extra}
+        update[group] = type(node).model_validate(given | new)
+    return Scaled(config.model_copy(update=update), changes)

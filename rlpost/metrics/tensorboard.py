@@ -1,0 +1,62 @@
+"""TensorBoard: the lines of ``metrics.jsonl`` once more, under the same names.
+
+In: a folder, then one dict a step. Out: one file of events an attempt there. The first event of a file tells the reader
+that whatever older files hold from its step on is void (TensorBoard's ``SessionLog.START``, what torch's SummaryWriter
+calls ``purge_step``), so that a step stands there once, whatever happens to the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 30
+
+
+class TensorBoardWriter:
+    """The events of one attempt. Raises ConfigError when it cannot begin; afterwards nothing raises."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"observe.use_tensorboard = true (--use-tensorboard): {error}; pip install tensorboard on the nodes, "
+                "or leave it out"
+            ) from None
+        self._events, self._summaries = event_pb2, summary_pb2
+        try:
+            self._file = EventFileWriter(str(folder), flush_secs=FLUSH_S)
+        except OSError as error:
+            raise ConfigError(f"observe.tensorboard_dir (--tensorboard-dir) {folder}: {error}") from error
+        self._begun = False
+        logger.info("tensorboard: events in %s", folder)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the line of ``step``."""
+        try:
+            if not self._begun:
+                self._add(step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+                self._begun = True
+            values = [self._summaries.Summary.Value(tag=name, simple_value=float(x)) for name, x in metrics.items()]
+            self._add(step, summary=self._summaries.Summary(value=values))
+        except Exception as error:  # whatever becomes of the events, the run goes on
+            logger.warning("tensorboard: step %d was not written: %s", step, error)
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        try:
+            self._file.close()
+        except Exception as error:
+            logger.warning("tensorboard: not closed: %s", error)
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.add_event(self._events.Event(wall_time=time.time(), step=step, **content))

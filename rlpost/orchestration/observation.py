@@ -1,0 +1,222 @@
+"""What is measured of every step beside its phases, and what is recorded of the steps that somebody chose.
+
+In: the groups of a step and its metrics; actors and engines, which are asked. Out: metrics, and files in RUN/traces.
+Invariant: no look at a run ends it: whoever does not answer is missing from a line, with a warning in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlpost.algorithm.schedule import sequence_work
+from rlpost.config.tree import Config
+from rlpost.errors import RlpostError
+from rlpost.metrics import memory
+from rlpost.metrics.spans import SPANS
+from rlpost.metrics.trace import ProcessSpans, trace
+from rlpost.orchestration.batches import model_break_even, used_parameters
+from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.orchestration.workers import WorkerGroup
+from rlpost.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ASK_S, PROFILE_S, LEAVE_S = 10.0, 300.0, 5.0
+"""For an answer of all workers, until they have written their profiles, and for all of it when a stop is requested."""
+
+
+class Observation:
+    """Looks at a run. ``attach`` what there is of actors and engines, when they are there."""
+
+    def __init__(self, config: Config, hf: Mapping[str, Any], *, checkpoints: Checkpoints, traces: Path) -> None:
+        """Args: ``hf``, the model's config.json; ``traces``, the folder of what is recorded."""
+        self._checkpoints = checkpoints
+        self._saved = checkpoints.last  # what the newest line has, or had no part in
+        self._config = config
+        self._settings = config.observe
+        self._flops = Flops(config, hf)
+        self._traces = traces
+        self._actors: WorkerGroup | None = None
+        self._fleet: Fleet | None = None
+        self._weights: WeightSync | None = None
+        self._since = SPANS.now()
+        self.step = 0
+        """The newest that is trained."""
+        self._begins: dict[int, float] = {}  # of the steps to trace
+        self._is_profiling = False
+        self._peak_flops: float | None = None
+        self._done = 0.0  # floating-point operations of the step
+
+    async def attach(self, actors: WorkerGroup | None, fleet: Fleet | None, weights: WeightSync | None) -> None:
+        """Who is looked at from now on."""
+        self._actors, self._fleet, self._weights = actors, fleet, weights
+        if actors is not None:
+            self._peak_flops = (await actors.call("peak_flops"))[0]
+
+    async def around(self, groups: Sequence[SampleGroup], training: Awaitable[T]) -> T:
+        """Await the training of the next step, under the profiler if it is one of those."""
+        step, steps = self.step + 1, self._settings.profiled
+        if self._actors is not None and step in steps and not self._is_profiling:
+            beginning = self._actors.call_each(
+                "profiling.begin",
+                [(list(self._settings.profile_ranks),)] * len(self._actors),
+                operators=self._settings.profile,
+                memory=self._settings.record_memory_history,
+            )
+            await self._answer(beginning)
+            self._is_profiling, self._first = True, step
+        try:
+            return await training
+        finally:
+            self._done = self._flops.of(groups)
+            if self._is_profiling and step + 1 not in steps:
+                await self._end_profile(step)
+
+    async def _end_profile(self, last: int) -> None:
+        self._is_profiling = False
+        assert self._actors is not None
+        writing = self._actors.call("profiling.end", str(self._traces), f"{self._first}-{last}")
+        written = await self._answer(writing, within_s=PROFILE_S)
+        for path in (path for of_rank in written or () for path in of_rank):
+            logger.info("profile: %s", path)
+
+    async def measured(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """More of ``step``, which is trained: its pace, what the newest sync and checkpoint took, memory."""
+        self.step = step
+        found = pace(metrics, self._config)
+        if "time/train_s" in metrics and self._done:
+            a_gpu = self._done / metrics["time/train_s"] / self._config.actor_world_size
+            found["perf/train_tflops_per_gpu"] = a_gpu / 1e12
+            if self._peak_flops is not None:
+                found["perf/mfu_frac"] = a_gpu / self._peak_flops
+        self._done = 0.0
+        found |= self._moved()
+        found |= await self._memory()
+        await self._trace(step)
+        return found
+
+    def _moved(self) -> dict[str, float]:
+        """What the weights' way to the engines, and to a checkpoint, took since the line before."""
+        found: dict[str, float] = {}
+        since, self._since = self._since, SPANS.now()
+        if self._weights is not None and (seconds := SPANS.seconds("update weights", since=since)) is not None:
+            found |= {"sync/update_s": seconds, "sync/weights_bytes": self._weights.num_bytes}
+            if self._weights.changed_frac is not None:
+                found["sync/changed_frac"] = self._weights.changed_frac
+        saved, before = self._checkpoints.last, self._saved
+        if saved is not None and saved is not before:
+            self._saved = saved
+            found |= {"checkpoint/blocking_s": saved.blocking_s, "checkpoint/total_s": saved.total_s}
+            found["checkpoint/written_bytes"] = saved.num_bytes
+        return found
+
+    async def _memory(self) -> dict[str, float]:
+        async def own() -> list[dict[str, float]]:
+            return [{"memory/driver_gb": await asyncio.to_thread(memory.process_gb), **memory.machine()}]
+
+        asked = [own()]
+        if self._actors is not None:
+            asked.append(self._actors.call_aside("memory_use"))
+        if self._fleet is not None:
+            asked.append(self._fleet.memory_use())
+        answers = await asyncio.gather(*map(self._answer, asked))
+        return memory.most([one for answer in answers for one in answer or []])
+
+    async def _answer(self, asking: Awaitable[T], *, within_s: float = ASK_S) -> T | None:
+        """What was asked for, or None and a warning."""
+        try:
+            return await asyncio.wait_for(asking, within_s)
+        except (RlpostError, TimeoutError, OSError) as error:
+            logger.warning("not measured: %s: %s", type(error).__name__, error)
+            return None
+
+    async def _trace(self, step: int) -> None:
+        """A step's trace goes on until the next step begins: its evaluation and its checkpoint are part of it."""
+        wanted = self._settings.traced
+        if not self._begins and step not in wanted:
+            return
+        begin = max((one[2] for one in SPANS.since(0.0) if one[0] == "step"), default=SPANS.now())
+        if self._begins and step not in wanted:
+            await self._write_trace(end=begin)
+        elif step in wanted:
+            self._begins[step] = begin
+
+    async def _write_trace(self, *, end: float) -> None:
+        begins, self._begins = self._begins, {}
+        begin = min(begins.values())
+        processes = [ProcessSpans("driver", SPANS.since(begin))]
+        for group in (self._actors, self._fleet):
+            if group is not None:
+                processes += await self._answer(group.spans(begin)) or []
+        path = self._traces / f"steps-{min(begins)}-{max(begins)}.json"
+
+        def write() -> None:
+            self._traces.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(json.dumps(trace(processes, begin=begin, end=end)))
+            logger.info("trace: %s", path)
+
+        await self._answer(asyncio.to_thread(write))
+
+    async def close(self, *, is_leaving: bool = False) -> None:
+        """Write what is still being recorded; of a run that has to leave, what can be written at once: actors that do
+        not answer must not keep it until it is killed."""
+        try:
+            async with asyncio.timeout(LEAVE_S if is_leaving else None):
+                if self._begins:
+                    await self._write_trace(end=SPANS.now())
+                if self._is_profiling:
+                    await self._end_profile(self.step)
+        except TimeoutError:
+            logger.warning("what was recorded could not be written within %.0f s and is lost", LEAVE_S)
+
+
+def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
+    """How fast a step was, from its phases. Pure."""
+    step_s = metrics.get("time/step_s")
+    if not step_s:
+        return {}
+    gpus = config.actor_world_size + (0 if config.cluster.colocate else config.rollout_num_gpus)
+    return {
+        "time/tokens_per_s_per_gpu": metrics.get("rollout/num_tokens", 0.0) / step_s / gpus,
+        "time/trainer_waits_frac": max(0.0, 1 - metrics.get("time/train_s", 0.0) / step_s),
+        "time/generation_waited_frac": metrics.get("time/generate_s", 0.0) / step_s,
+    }
+
+
+def run_metrics(ledger: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What every line of an attempt says of the attempts before it and of itself. Pure."""
+    events = [entry.get("event") for entry in ledger]
+    return {"run/num_attempts": events.count("started"), "run/num_preemptions": events.count("preempted")}
+
+
+class Flops:
+    """Counts the floating-point operations that training on groups takes. Pure.
+
+    A forward pass multiplies and adds each used parameter once a token, and its causal attention grows with the square
+    of the length (``algorithm.schedule``); a backward pass takes twice that (Kaplan et al., arXiv 2001.08361, section
+    2.1). What is recomputed to save memory does not count, as in "PaLM", arXiv 2204.02311, appendix B.
+    """
+
+    def __init__(self, config: Config, hf: Mapping[str, Any]) -> None:
+        """Args: ``hf``, the model's config.json."""
+        grpo = config.grpo
+        passes = 3  # forward and backward
+        if config.num_steps_per_rollout > 1 or grpo.kl_coef:
+            passes += 1  # log-probs under the rollout's weights
+        passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
+        self._a_token = 2.0 * used_parameters(hf) * passes
+        self._break_even = model_break_even(hf)
+
+    def of(self, groups: Sequence[SampleGroup]) -> float:
+        """Those of one training on these groups."""
+        samples = [scored.sample for group in groups for scored in group.samples]
+        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+        return self._a_token * sum(sequence_work(length, self._break_even) for length in lengths)

@@ -1,0 +1,81 @@
+"""What an SGLang server can do, by its version; which of that a run needs. Pure.
+
+Comes in: what servers say of themselves (``version`` of ``GET /server_info``) and what the run will ask of them. Goes
+out: nothing, or an error that names the server, what it lacks and what that is for; and whether it has what a run can
+do without.
+
+The table is what running the servers 0.5.17, 0.5.21 and 0.5.23 and reading those between showed. A newer one is taken
+for the newest known, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rlpost.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+Version = tuple[int, int, int]
+Feature = Literal["weight updates", "version spans", "update sessions", "checksum without CUDA"]
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+"""Versions that were read and run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Since when there is something, and what a run has from it."""
+
+    since: Version
+    gives: str
+
+
+FEATURES: Mapping[Feature, Known] = {
+    "weight updates": Known(OLDEST, "new weights over a process group, memory or disk, under a version"),
+    "version spans": Known((0, 5, 19), "the version that wrote each token (meta_info.weight_versions)"),
+    "update sessions": Known((0, 5, 21), "begin_weight_update and end_weight_update around an update"),
+    "checksum without CUDA": Known((0, 5, 23), "checksums of an engine's weights on a CPU"),
+}
+
+
+def parse_version(text: str) -> Version | None:
+    """``0.5.21``, ``0.5.10.post1``, ``0.5.22.dev3+gabc`` -> the first three numbers; None for anything else."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def has(version: str, feature: Feature) -> bool:
+    """Whether a server of this version can do it; one that tells no readable version is taken as the oldest."""
+    return (parse_version(version) or OLDEST) >= FEATURES[feature].since
+
+
+def check_servers(versions: Mapping[str, str], needed: Collection[Feature]) -> None:
+    """Make sure that every server can do what is needed.
+
+    Args: ``versions`` by URL, as ``GET /server_info`` says.
+
+    Raises RolloutError naming each server that cannot, with what it lacks.
+    """
+    problems = []
+    for url, text in versions.items():
+        version = parse_version(text)
+        lacking = [name for name in needed if version is not None and version < FEATURES[name].since]
+        if version is None:
+            logger.warning("engine %s says version %r, which cannot be read; taken as %s", url, text, _dotted(OLDEST))
+        elif version < OLDEST:
+            problems.append(f"engine {url} runs SGLang {text}; {_dotted(OLDEST)} or newer is needed")
+        elif lacking:
+            says = "; ".join(f"{FEATURES[name].gives}: from {_dotted(FEATURES[name].since)} on" for name in lacking)
+            problems.append(f"engine {url} runs SGLang {text}, which lacks {says}")
+        elif version > NEWEST:
+            logger.warning("engine %s runs SGLang %s; the newest that was tried is %s", url, text, _dotted(NEWEST))
+    if problems:
+        raise RolloutError("\n".join(problems))
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))

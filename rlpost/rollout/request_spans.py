@@ -1,0 +1,50 @@
+"""What an engine's server was asked and when, for the trace of a run.
+
+In: an ASGI application. Out: the same, which keeps a span of every request but those of health checks, and answers
+``GET /spans?since=S`` with the clock and the spans of its process, as ``metrics.spans.told`` does. The application's
+own check of the key comes before this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+from rlpost.metrics.spans import SPANS, told
+
+PATH = "/spans"
+_UNTOLD = ("health", "liveness", "readiness", "metrics", "spans")
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class RequestSpans:
+    """ASGI middleware (asgi.readthedocs.io, version 3)."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        """One connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] == PATH:
+            await _answer(scope, send)
+        else:
+            name = scope["path"].strip("/")
+            begin = SPANS.now()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if not name.startswith(_UNTOLD):
+                    SPANS.add(name, begin)
+
+
+async def _answer(scope: dict[str, Any], send: Send) -> None:
+    since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
+    body = json.dumps(told(since)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,83 @@
+"""Jobs that do one thing and end, as the text of a batch script: a conversion of weights, a look into an image. Pure.
+
+Comes in: a ``JobSpec``, whose ``driver_args`` are the words of the tool. Goes out: bash for ``sbatch``. Such a job
+knows no preemption: one that is started again begins anew.
+"""
+
+from __future__ import annotations
+
+from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.render import directives, image, places, preparation, shell_word
+from slurm.spec import JobSpec
+
+
+def render_conversion(spec: JobSpec, save: str) -> str:
+    """The script that fills ``save`` with tools/convert_hf_to_torch_dist.py; a leading variable is left to the shell.
+
+    One torchrun a node, a process for each GPU. The folder gets its name when all is written; where it is there
+    already the job ends at once.
+    """
+    words = " ".join(map(shell_word, spec.driver_args))
+    return f"""\
+{_begin(spec)}\
+save={shell_word(save)}
+[ -e "$save" ] && log "$save is there; remove it to convert anew" && exit 0
+rm -rf -- "$save.converting"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}
+
+{_srun(spec)}bash "$RLPOST_HOME/slurm/torchrun.sh" "$python" {spec.num_gpus_per_node} "$address" "$port" \\
+  "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
+  --save "$save.converting" "$@"
+code=$?
+{_removal(spec)}\
+[ "$code" -eq 0 ] && mv -T -- "$save.converting" "$save" && log "$save is written" && exit 0
+log "not converted (exit $code); the end of $run_folder/*.log:"
+tail -n 5 "$run_folder"/*.log
+exit 1
+"""
+
+
+def render_look(spec: JobSpec) -> str:
+    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run; its log tells."""
+    words = " ".join(map(shell_word, spec.driver_args))
+    return f"""\
+{_begin(spec)}
+{_srun(spec)}"$python" -m bootstrap.image_doctor {words}
+code=$?
+{_removal(spec)}\
+exit "$code"
+"""
+
+
+def _begin(spec: JobSpec) -> str:
+    return "".join((directives(spec, is_warned=False), _HEAD, places(spec), _FOLDER, image(spec)))
+
+
+def _srun(spec: JobSpec) -> str:
+    """The beginning of the srun command, up to what it runs."""
+    inside = ""
+    if spec.container:
+        inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
+    return f"""\
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
+  --output="${{run_folder//%/%%}}/%N.log" \\
+{inside}  {preparation(spec, '"$RLPOST_HOME"')}"""
+
+
+def _removal(spec: JobSpec) -> str:
+    return enroot_removal() if spec.container and spec.container.backend == "enroot" else ""
+
+
+_HEAD = """\
+# Rendered by slurm/render_once.py, which says why each step is as it is.
+set -u
+log() { echo "$(date '+%F %T') batch: $*"; }
+
+"""
+
+_FOLDER = """\
+export RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
+cd "$RLPOST_HOME" || exit 1
+mkdir -p "$run_folder" || exit 1
+"""

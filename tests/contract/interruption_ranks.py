@@ -1,0 +1,128 @@
+"""Training that is stopped between micro-batches again and again, on the ranks of ``actor_ranks``.
+
+A second thread of each rank does what the driver asks of a worker aside. The driver is a thread of rank 0; files carry
+what it asks and what it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlpost.types import TrainSample
+from tests.contract.actor_ranks import my_batch
+
+DEADLINE_S = 60.0
+
+
+def written(path: Path) -> Any:
+    """What somebody writes there, once it is there."""
+    ends = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < ends, f"nobody wrote {path}"
+        time.sleep(0.001)
+    return json.loads(path.read_text())
+
+
+def write(path: Path, value: Any) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(value))
+    beside.rename(path)
+
+
+class Crossings:
+    """Counts what a rank crosses. Until it is held none gets far beyond the stop, so that it is left for certain; ranks
+    drift apart up to there, as far as their collectives let them."""
+
+    def __init__(self, actor: Any) -> None:
+        import torch.distributed as dist
+
+        self._cross, self._slow = actor.boundaries.cross, random.Random(dist.get_rank())
+        is_one_unit = actor.settings.pipeline_model_parallel_size > 1
+        self._ahead = 0 if is_one_unit else dist.get_rank() % 2
+        self.begin(0)
+        self.held.set()
+        actor.boundaries.cross = self
+
+    def begin(self, after: int) -> None:
+        """``reached`` is set after so many."""
+        self.count, self.after, self.reached, self.held = 0, after, threading.Event(), threading.Event()
+
+    def __call__(self, index: int) -> None:
+        if self.count == self.after + self._ahead:
+            assert self.held.wait(DEADLINE_S)
+        self._cross(index)
+        self.count += 1
+        if self.count == self.after:
+            self.reached.set()
+        time.sleep(self._slow.uniform(0.0, 0.03))
+
+
+def train_with_stops(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, stops: Sequence[int], folder: str
+) -> dict[str, Any]:
+    """Train on the steps. Before each is made for good it is begun once for each of ``stops``, and a stop requested
+    when rank 0 has crossed so many boundaries of it. Returns the metrics, the weights' hash, and for each step what
+    the attempts that were left had crossed."""
+    actor.import_weights()
+    crossings = Crossings(actor)
+    metrics, left = [], []
+    for number, samples in enumerate(steps):
+        batch, made = my_batch(actor, samples, max_tokens=None), None
+        left.append([])
+        for attempt, after in enumerate(stops):
+            crossings.begin(after)
+            made = _stopped(actor, batch, Path(folder) / f"{number}-{attempt}", crossings)
+            if made is not None:  # it ended before the place to stop at
+                break
+            left[-1].append(crossings.count)
+        metrics.append(made or _step(actor, batch))
+    return {"metrics": metrics, "hash": actor.weights_hash(), "left": left}
+
+
+def _step(actor: Any, batch: Any) -> dict[str, float]:
+    old = actor.compute_logprobs(batch)
+    return dict(actor.train_step(batch, old).metrics)
+
+
+def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[str, float] | None:
+    """The metrics of a step that ended; None when it was left. Every rank has to say the same."""
+    import torch.distributed as dist
+
+    from rlpost.actor.boundaries import Place, meeting_place
+    from rlpost.errors import Interrupted
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def aside() -> None:
+        if rank == 0:
+            assert crossings.reached.wait(DEADLINE_S)
+            write(place.with_suffix(".hold"), True)
+        written(place.with_suffix(".hold"))
+        held_at = actor.boundaries.hold()
+        crossings.held.set()
+        write(place.with_suffix(f".held{rank}"), asdict(held_at))
+        if rank == 0:
+            held = [Place(**written(place.with_suffix(f".held{other}"))) for other in range(world)]
+            write(place.with_suffix(".release"), asdict(meeting_place(held)))
+        actor.boundaries.release(Place(**written(place.with_suffix(".release"))))
+
+    thread = threading.Thread(target=aside)
+    thread.start()
+    try:
+        made = _step(actor, batch)
+    except Interrupted:
+        made = None
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    actor.boundaries.release(None)
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, made is None)
+    assert len(set(everybody)) == 1, everybody
+    return made

@@ -1,0 +1,57 @@
+"""Checkpoints of real ranks: random generators, disks that are full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.checkpoint_ranks import go_on, live_through
+from tests.contract.families import make_family
+from tests.contract.samples import STEPS
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[str | None]:
+    """A file system with room for the small files of a checkpoint and not for its tensors; None where none may be
+    mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", folder], capture_output=True)
+    yield str(folder) if mounted.returncode == 0 else None
+    if mounted.returncode == 0:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_changes_nothing(tmp_path, full_disk):
+    """Two ranks of tensor parallelism, which draw from Megatron's tracker. Every rank says the same of the disk, none
+    waits for another, and the step after it is the step it would have been."""
+    make_family(tmp_path / "model", "qwen3")
+    settings = ActorSettings(
+        str(tmp_path / "model"),
+        lr=1e-3,
+        adam_eps=1e-4,
+        distributed_timeout_minutes=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        megatron={"hidden_dropout": 0.1},
+    )
+    saved = str(tmp_path / "saved")
+    whole = run_ranks(live_through, 2, settings, steps=STEPS, folder=saved, full_disk=full_disk)
+    resumed = run_ranks(go_on, 2, settings, steps=STEPS, folder=saved)
+    for one, other in zip(whole, resumed, strict=True):
+        assert (other["metrics"], other["hash"]) == (one["metrics"], one["hash"])
+        assert one["without_generators"] != one["hash"], "the generators made no difference"
+    if full_disk is None:
+        pytest.skip("the disk that is full: may not mount a file system here")
+    for rank in whole:
+        assert len(rank["said"]) == 2
+        for said in rank["said"]:
+            assert "could not be written" in said and ("No space left" in said or "is the disk full" in said), said
+            assert "Traceback" not in said

@@ -1,0 +1,72 @@
+"""Source distribution and wheel: what an installation without the checkout holds, and that it submits."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.installed import Built, build_wheel, clean_environment
+from tests.unit.cli.projects import make_project
+from tests.unit.test_architecture import HEAVY
+
+SETTINGS = {"pydantic", "yaml", "rich", "submitit"}  # what only some verbs need
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build_wheel(tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture(scope="module")
+def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clean_environment(tmp_path_factory.mktemp("login") / "venv", built.wheel)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_file_of_the_packages_is_in_the_wheel_and_nothing_else_is(built):
+    """Through the source distribution: pages, scripts, recipes, profiles and models included."""
+    found = {name for name in zipfile.ZipFile(built.wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    assert found == built.files
+
+
+def test_help_loads_nothing_heavy_and_no_settings(programs, tmp_path):
+    code = "import sys; from rlpost.cli.main import main; code = main(['--help']); print(*sys.modules); sys.exit(code)"
+    loaded = run(programs / "python", "-c", code, cwd=tmp_path).splitlines()[-1].split()
+    assert "rlpost.cli.main" in loaded
+    assert not (HEAVY | SETTINGS) & set(loaded)
+
+
+def test_the_programs_are_installed(programs, tmp_path):
+    assert "submit" in run(programs / "rlpost", "--help", cwd=tmp_path)
+    assert "--dry-run" in run(programs / "rlpost-submit", "--help", cwd=tmp_path)
+
+
+def test_a_login_node_with_the_wheel_alone_checks_and_renders_a_job(programs, tmp_path):
+    """Recipes, models and profiles are known by name; what is declared as required is all that it takes."""
+    project = make_project(tmp_path / "project")
+    script = run(
+        programs / "rlpost", "submit", "recipe.toml", "--cluster", "gres", "--nodes", "1", "--dry-run", cwd=project
+    )
+    assert "--gres=gpu:8" in script
+    assert "qwen3_4b" in run(programs / "rlpost", "check", "qwen3_4b", "--print-config", cwd=project)
+    assert "parameters" in run(programs / "rlpost", "check", "recipe.toml", cwd=project)
+    assert run(programs / "rlpost", "list", cwd=project) is not None
+
+
+def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp_path):
+    """There is no git to ask; packages and jobs are copied, and the agent starts from the copy."""
+    code = (
+        "from pathlib import Path; from slurm.snapshot import snapshot_code; from rlpost.cli.submit import PROJECT; "
+        "print(snapshot_code(PROJECT, Path('code')).num_files)"
+    )
+    count = int(run(programs / "python", "-c", code, cwd=tmp_path))
+    assert count == len(built.files)
+    assert "usage" in run(programs / "python", "-m", "bootstrap.agent", "--help", cwd=tmp_path / "code")

@@ -1,0 +1,53 @@
+"""The recipes with sandwich norms, context parallelism, experts and pipelines in small: two real steps each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.weights.importer import HuggingFaceFolder
+from tests.e2e.scaled import assert_two_steps_are_trained, make_models, run_scaled
+
+RANKS = {"glm_z1_9b": 4, "qwen3_30b_a3b": 2, "glm45_355b": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where their models are, and their runs."""
+    made = tmp_path_factory.mktemp("recipes-large")
+    for ranks in sorted(set(RANKS.values())):
+        make_models(made, [name for name, count in RANKS.items() if count == ranks], ranks)
+    return made
+
+
+def test_glm_z1_trains_on_sequences_that_two_ranks_share(home: Path) -> None:
+    run = run_scaled(home, "glm_z1_9b", RANKS["glm_z1_9b"])
+    assert_two_steps_are_trained(run)
+    perf = run.config.perf
+    assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
+
+
+def test_qwen3_30b_a3b_trains_its_experts_and_its_engine_has_two_ranks(home: Path) -> None:
+    run = run_scaled(home, "qwen3_30b_a3b", RANKS["qwen3_30b_a3b"])
+    assert_two_steps_are_trained(run)
+    assert run.config.perf.expert_model_parallel_size == 2
+    assert run.config.cluster.rollout_num_gpus_per_engine == 2
+
+
+def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -> None:
+    """TP 2, PP 2, experts over 2; twice as many prompts as are trained, the others kept for the next step, which trains
+    on them one version later; four optimizer steps a rollout; saves beside the training; the layer for multi-token
+    prediction is in the folder."""
+    run = run_scaled(home, "glm45_355b", RANKS["glm45_355b"])
+    config = run.config
+    assert_two_steps_are_trained(run, last_differs=1e-2)
+    perf = config.perf
+    sizes = (perf.tensor_model_parallel_size, perf.pipeline_model_parallel_size, perf.expert_model_parallel_size)
+    assert sizes == (2, 2, 2) and config.num_steps_per_rollout == 4
+    assert config.checkpoint.async_save and config.grpo.advantage_estimator == "gspo"
+    first, last = run.trained
+    assert first["rollout/num_held"] + first["rollout/num_unfinished"] > 0, "more was asked for than trained"
+    assert (first["rollout/staleness_max"], last["rollout/staleness_max"]) == (0, 1)
+    names = HuggingFaceFolder(config.checkpoint.hf_checkpoint).file_of
+    assert f"model.layers.{config.model.num_layers}.eh_proj.weight" in names

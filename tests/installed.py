@@ -1,0 +1,82 @@
+"""rlpost as somebody has it who installed the wheel on a login node: no checkout, and nothing but what it asks for.
+
+The environment is a new one. Of this one it sees what ``install_requires`` asks for, with all that those ask for, each
+by links; so a requirement that is not declared is missing there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+BUILD = "from setuptools import build_meta as backend; print(backend.build_{kind}({folder!r}))"
+
+
+PACKAGES = ("rlpost", "slurm", "bootstrap", "jobs")
+
+
+def tracked() -> list[Path]:
+    """Files of the checkout that git knows or would take, relative to its root."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [Path(name) for name in names.split("\0") if name and (ROOT / name).is_file()]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A wheel, and the files of the packages that it was made of."""
+
+    wheel: Path
+    files: frozenset[str]
+
+
+def build_wheel(folder: Path) -> Built:
+    """A wheel made of a source distribution made of the checkout, as an index would have it."""
+    checkout, paths = folder / "checkout", tracked()
+    for path in paths:
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, checkout / path)
+    source = _build("sdist", checkout, folder)
+    shutil.unpack_archive(source, folder)
+    wheel = _build("wheel", folder / source.name.removesuffix(".tar.gz"), folder)
+    return Built(wheel, frozenset(str(path) for path in paths if path.parts[0] in PACKAGES))
+
+
+def _build(kind: str, source: Path, folder: Path) -> Path:
+    command = [sys.executable, "-c", BUILD.format(kind=kind, folder=str(folder))]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+def clean_environment(folder: Path, wheel: Path) -> Path:
+    """A virtual environment with the wheel in it; the folder of its programs."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
+    (own,) = (Distribution.at(path) for path in packages.glob("rlpost-*.dist-info"))
+    for name in _needed(own, set()):
+        for top in {file.parts[0] for file in distribution(name).files or ()} - {".."}:
+            if top != "__pycache__" and not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+    return folder / "bin"
+
+
+def _needed(asking: Distribution, seen: set[str]) -> Iterator[str]:
+    """Names of what a distribution requires without its extras, and of what those require."""
+    for requirement in map(Requirement, asking.requires or ()):
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            seen.add(name)
+            yield name
+            yield from _needed(distribution(name), seen)

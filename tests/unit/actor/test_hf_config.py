@@ -1,0 +1,37 @@
+"""From the words of [model] to a config.json, and what it must not say."""
+
+import pytest
+
+from rlpost.actor.architecture import architecture
+from rlpost.actor.hf_config import MODEL_TYPES, hf_config
+from rlpost.errors import ConfigError
+from rlpost.weights.families import FAMILIES, family
+from tests.unit.config.test_models import PUBLISHED
+
+SCALED_ROPE = "llama3_1_8b"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_comes_back_from_its_words(name):
+    """Each key that the published file has and the words can say; the scaling of a rotary embedding has no word."""
+    published = PUBLISHED[name]
+    words = architecture(family(published["architectures"][0]), published)
+    made = hf_config(words)
+    assert architecture(family(made["architectures"][0]), made) == words
+    rope = made.pop("rope_parameters")
+    theta = published["rope_theta"]
+    assert rope["rope_theta"] == theta
+    left_out = {"rope_theta", "rope_scaling"}
+    assert {key: made[key] for key in published.keys() - left_out} == {
+        key: value for key, value in published.items() if key not in left_out
+    }
+
+
+def test_every_architecture_has_the_name_of_its_configuration():
+    assert MODEL_TYPES.keys() == FAMILIES.keys()
+
+
+def test_what_no_family_has_is_named():
+    words = architecture(family("Qwen3ForCausalLM"), PUBLISHED["qwen3_4b"]) | {"post_mlp_layernorm": True}
+    with pytest.raises(ConfigError, match=r"nearest is Qwen3ForCausalLM:\nmodel.post_mlp_layernorm"):
+        hf_config(words)

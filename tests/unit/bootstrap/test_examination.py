@@ -1,0 +1,76 @@
+"""Invariant: one table for all nodes of a step; who cannot be compared is named and says why itself; nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootstrap.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
+from bootstrap.facts import Facts
+from bootstrap.options import parse_options
+from bootstrap.preflight import Check, Preflight
+from bootstrap.rendezvous import NodeReport
+
+
+def of_step(rank: int, num_nodes: int) -> Facts:
+    hosts = ("localhost", *(f"n{number}" for number in range(2, num_nodes + 1)))
+    return Facts(hosts[rank], rank, hosts, f"x{os.getpid()}", 0, in_slurm=True)
+
+
+def examine(folder: Path, ranks: list[int], num_nodes: int, wait_s: float) -> list[Examination | BaseException | None]:
+    """Nodes of one step, all on this machine."""
+    meeting = meeting_folder(folder, of_step(0, num_nodes), "3")
+    orders = parse_options(["--attempt-dir", str(meeting), "--num-gpus", "0", "x"])
+
+    async def all_at_once() -> list[Examination | BaseException | None]:
+        each = (examine_all(of_step(rank, num_nodes), orders, wait_s) for rank in ranks)
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    return asyncio.run(all_at_once())
+
+
+def test_the_first_node_speaks_for_all(tmp_path: Path) -> None:
+    first, *others = examine(tmp_path, [0, 1, 2], 3, 20.0)
+    assert others == [None, None]
+    assert isinstance(first, Examination), first
+    document = json.loads(first.to_json())
+    assert list(document["hosts"]) == list(document["network"]) == ["localhost", "n2", "n3"]
+    checks = {check["name"]: check for check in document["hosts"]["n3"]["checks"]}
+    assert checks["versions"]["level"] == checks["folder"]["level"] == "OK"
+    assert checks["reach"]["found"].startswith("reached the head from 127.0.0.1")
+    assert first.table().count("host") >= 2 and "interface" in first.table()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_does_not_come_is_named_and_the_rest_compared(tmp_path: Path) -> None:
+    first, other = examine(tmp_path, [0, 1], 3, 1.5)
+    assert other is None and isinstance(first, Examination)
+    assert first.preflight.unfit == {"n3": "reach: it did not join"}
+
+
+def test_without_a_shared_folder_a_node_says_what_it_waited_for(tmp_path: Path) -> None:
+    (alone,) = examine(tmp_path, [1], 2, 0.1)
+    assert isinstance(alone, NobodyCame) and "made by localhost, is not seen from n2" in str(alone)
+
+
+def test_an_odd_version_makes_its_host_unfit() -> None:
+    usual = NodeReport("n1", 0, 0, {"ray": "2.60.0", "torch": "2.13.0"})
+    reports = [
+        usual,
+        replace(usual, host="n2"),
+        replace(usual, host="n3", versions={"ray": "2.59.0", "torch": "2.13.0"}),
+    ]
+    ok = (Check("reach", "OK", ""),)
+    found = with_versions(Preflight({"n1": ok, "n2": ok, "n3": ok, "n4": ok}), reports)
+    assert list(found.unfit) == ["n3"] and "ray 2.59.0, the others 2.60.0" in found.unfit["n3"]
+    assert found.checks["n4"] == ok  # of whom nothing is known
+
+
+@pytest.mark.parametrize("step", ["0", "7"])
+def test_steps_of_one_job_do_not_meet(tmp_path: Path, step: str) -> None:
+    assert meeting_folder(tmp_path, of_step(0, 2), step).name.endswith(f".{step}")

@@ -1,0 +1,172 @@
+"""What an image lacks: judged over facts as they were read in images of different kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement as Packaging
+
+from bootstrap.image_checks import GIB, UNLIMITED, ImageFacts, check_image
+from bootstrap.image_doctor import CODE, wanted_packages
+from bootstrap.image_facts import nccl_version, read_image
+from bootstrap.pins import canonical, parse, python_required, requirements
+
+SETUP = (CODE / "setup.cfg").read_text()
+PYTHON = python_required(SETUP)
+WANTED = wanted_packages(CODE)
+
+
+def exact(one: Any) -> str:
+    """A version that a requirement allows."""
+    return one.bounds[0][1] if one.bounds else "1.0"
+
+
+GOOD = ImageFacts(
+    python="3.12.3",
+    executable="/usr/bin/python3",
+    packages={one.name: exact(one) for one in WANTED} | {"sglang-kernel": "0.4.7"},
+    needs={"sglang": ("sglang-kernel==0.4.7", "torch==2.13.0")},
+    commands={"bash": "/bin/bash", "gcc": "/usr/bin/gcc", "ninja": "/usr/bin/ninja"},
+    libraries={"libibverbs.so.1": True, "librdmacm.so.1": True, "libcuda.so.1": True},
+    providers=("mlx5",),
+    rdma_drivers=("mlx5_core",),
+    has_gpu_devices=True,
+    nccl={"/site/nvidia/nccl/lib/libnccl.so.2": "2.28.3"},
+    memlock=UNLIMITED,
+    nofile=1_048_576,
+    shm_bytes=500 * GIB,
+    home="/root",
+    environment={"NVIDIA_VISIBLE_DEVICES": "all"},
+)
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in GOOD.packages.items() if key != name}
+
+
+def test_an_image_with_everything_lacks_nothing():
+    findings = check_image(GOOD, PYTHON, WANTED)
+    assert {finding.level for finding in findings} == {"OK"} and len(findings) == 12
+
+
+CASES = [
+    ({"python": "3.10.12"}, "python", "LACKS", "3.10.12 .*Python >=3.11 needed"),
+    ({"packages": without("ray")}, "packages", "LACKS", r"without ray\[default\]==2.60.0: build jobs/container"),
+    (
+        {"packages": GOOD.packages | {"torch": "2.9.1+cu129"}},
+        "packages",
+        "LACKS",
+        r"torch 2.9.1\+cu129 \(torch==2.13.0",
+    ),
+    ({"packages": without("sglang-kernel")}, "their needs", "LACKS", "sglang wants sglang-kernel==0.4.7$"),
+    ({"commands": {"bash": None}}, "commands", "LACKS", "no bash"),
+    ({"commands": GOOD.commands | {"gcc": None}}, "commands", "WARN", "without gcc: .*Triton"),
+    (
+        {"libraries": GOOD.libraries | {"libcuda.so.1": False}, "environment": {}},
+        "GPU driver",
+        "LACKS",
+        "NVIDIA_VISIBLE_DEVICES=unset.*98-nvidia",
+    ),
+    ({"providers": ()}, "RDMA", "LACKS", "no provider for mlx5"),
+    ({"rdma_drivers": ("bnxt_en",)}, "RDMA", "LACKS", "no provider for bnxt_re"),
+    ({"providers": (), "rdma_drivers": ()}, "RDMA", "WARN", "no provider for mlx5"),
+    ({"nccl": {"/a": "2.28.3", "/b": "2.21.5"}}, "NCCL", "WARN", "which one is loaded depends on LD_LIBRARY_PATH"),
+    ({"nccl": {"/a": "2.20.5"}}, "NCCL", "WARN", "NCCL_IB_GID_INDEX"),
+    ({"nccl": {}}, "NCCL", "LACKS", "no libnccl"),
+    ({"memlock": 65536}, "limits", "LACKS", "memlock 65536"),
+    ({"nofile": 1024}, "limits", "WARN", "1024 open files"),
+    ({"shm_bytes": 64 << 20}, "/dev/shm", "LACKS", "0.06 GiB: docker run --shm-size"),
+    ({"shm_bytes": None}, "/dev/shm", "LACKS", "not there"),
+    ({"unwritable": ("/root",)}, "folders", "LACKS", "/root.*HOME in"),
+    (
+        {"environment": GOOD.environment | {"PIP_CONSTRAINT": "/etc/pip"}},
+        "variables",
+        "WARN",
+        "PIP_CONSTRAINT=/etc/pip",
+    ),
+    ({"entrypoints": ("/opt/nvidia/nvidia_entrypoint.sh",)}, "entrypoint", "OK", "not run"),
+]
+
+
+@pytest.mark.parametrize(("changed", "what", "level", "said"), CASES)
+def test_what_is_wrong_is_named_with_its_remedy_and_nothing_else_is(changed, what, level, said):
+    findings = check_image(replace(GOOD, **changed), PYTHON, WANTED)
+    (found,) = [finding for finding in findings if finding.what == what]
+    assert found.level == level
+    assert re.search(said, found.said), found.said
+    assert {finding.what for finding in findings if finding.level != "OK"} <= {what, "their needs"}
+
+
+def test_on_a_node_without_gpus_nothing_of_gpus_is_wanted():
+    bare = replace(
+        GOOD, has_gpu_devices=False, libraries={}, providers=(), rdma_drivers=(), nccl={}, needs={"sglang": ("x",)}
+    )
+    assert {finding.level for finding in check_image(bare, PYTHON, WANTED, cpu=True)} == {"OK"}
+
+
+@pytest.mark.parametrize("extra", ["gpu", "cpu", "wandb", "dev"])
+def test_requirements_are_read_as_pip_reads_them(extra):
+    """Names, and which versions are allowed, by the library that pip uses."""
+    for one in requirements(SETUP, [extra]):
+        theirs = Packaging(one.text)
+        assert canonical(theirs.name) == one.name
+        for candidate in ("0.1", "2.13.0", "2.13.0+cu130", "2.60.0", "7", "15", "100.1.2", *[exact(one)]):
+            assert one.allows(candidate) == theirs.specifier.contains(candidate), (one, candidate)
+
+
+@pytest.mark.parametrize("line", ["a>=1.2,<2", "a~=1.4.2", "a!=3", "a==2.*", "a>1,<=2.0", "a<0.15,>=0.14.1"])
+@pytest.mark.parametrize("candidate", ["0.14.2", "1.2", "1.4.2", "1.4.9", "1.5", "2.0", "2", "2.3", "3", "3.0.0"])
+def test_bounds_hold_as_for_pip(line, candidate):
+    found = parse(line)
+    assert found is not None and found.allows(candidate) == Packaging(line).specifier.contains(candidate)
+
+
+def test_this_environment_is_read_as_it_is():
+    """The pins of the CPU stack are met by what the tests run in: `make install` has made it from the same file."""
+    facts = read_image(os.environ)
+    assert facts.packages["torch"] == version("torch") and "torch==2.13.0" in facts.needs["sglang"]
+    rows = {finding.what: finding for finding in check_image(facts, PYTHON, wanted_packages(CODE, cpu=True), cpu=True)}
+    assert rows["packages"].level == rows["python"].level == "OK", rows
+
+
+def test_devices_and_providers_are_read_from_the_system_s_files(tmp_path):
+    for path in ("etc/libibverbs.d/mlx5.driver", "dev/nvidiactl", "etc/rc", "drivers/mlx5_core/x"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    device = tmp_path / "sys/class/infiniband/mlx5_0/device"
+    device.mkdir(parents=True)
+    (device / "driver").symlink_to(tmp_path / "drivers/mlx5_core")
+    facts = read_image({"HOME": "/nonexistent"}, tmp_path)
+    assert facts.providers == ("mlx5",) and facts.rdma_drivers == ("mlx5_core",) and facts.has_gpu_devices
+    assert facts.entrypoints == ("/etc/rc",) and facts.shm_bytes is None
+    assert facts.unwritable == ("/nonexistent",)
+
+
+def test_ncclgetversion_s_numbers_are_those_of_nccl_h():
+    assert [nccl_version(number) for number in (2804, 21005, 22304, 22803)] == ["2.8.4", "2.10.5", "2.23.4", "2.28.3"]
+
+
+def test_a_python_without_any_package_can_tell_what_it_lacks(tmp_path):
+    """Isolated from all packages: only the standard library is imported, and each pin is named."""
+    base = Path(sysconfig.get_config_var("prefix")) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for folder in ("bootstrap", "tools"):
+        shutil.copytree(CODE / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "bench"))
+    shutil.copy(CODE / "setup.cfg", tmp_path)
+    code = f"import sys; sys.path = [{str(tmp_path)!r}, *[p for p in sys.path if 'site-packages' not in p]];"
+    code += "import bootstrap.image_doctor as d; sys.exit(d.main(['--json']))"
+    done = subprocess.run([base, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    rows = {row["what"]: row for row in json.loads(done.stdout)}
+    assert rows["packages"]["level"] == "LACKS"
+    assert all(one.text in rows["packages"]["said"] for one in WANTED)

@@ -1,0 +1,66 @@
+"""Functions of a user's files are looked for on the login node, in files that are read and never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.checks.functions import SETTINGS, function_problems
+from rlpost.config.flags import fields, groups
+from rlpost.config.groups.base import FunctionPath
+from rlpost.config.tree import Config
+
+CODE = """\
+import nothing_that_is_installed
+from elsewhere import brought as score
+try:
+    import numpy as np
+except ImportError:
+    def spare(): pass
+if True:
+    async def generate(draft): inner = 1
+class Callable:
+    def method(self): pass
+made = lambda hidden: (walrus := hidden)
+raise SystemExit("not to be run")
+"""
+
+
+@pytest.mark.parametrize("name", ["score", "generate", "spare", "made", "np", "Callable", "nothing_that_is_installed"])
+def test_what_a_file_names_is_there(tmp_path, name):
+    (tmp_path / "mine.py").write_text(CODE)
+    assert function_problems(reward(f"{tmp_path}/mine.py:{name}")) == []
+
+
+@pytest.mark.parametrize("name", ["scores", "inner", "method", "walrus", "brought"])
+def test_what_it_does_not_name_is_a_problem_that_says_what_there_is(tmp_path, name):
+    (tmp_path / "mine.py").write_text(CODE)
+    (problem,) = function_problems(reward(f"{tmp_path}/mine.py:{name}"))
+    assert problem.startswith(f"rollout.custom_rm_path = {tmp_path}/mine.py:{name}: {tmp_path}/mine.py has no function")
+    assert "it has Callable, generate, made, nothing_that_is_installed, np, score, spare" in problem
+    assert ("did you mean 'score'?" in problem) == (name == "scores")
+
+
+def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_nodes(tmp_path):
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    (tmp_path / "star.py").write_text("from elsewhere import *\n")
+    assert "gone.py:f: no such file" in function_problems(reward(f"{tmp_path}/gone.py:f"))[0]
+    assert "not valid Python: invalid syntax" in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]
+    assert function_problems(reward(f"{tmp_path}/star.py:anything")) == []
+    assert function_problems(reward("package.of_the_nodes.score")) == []
+
+
+def test_every_setting_that_names_a_function_is_looked_at():
+    (marker,) = FunctionPath.__metadata__
+    named = {(group, key) for key, group in fields().items() if _has(groups()[group].model_fields[key], marker)}
+    assert named == set(SETTINGS)
+
+
+def _has(field, marker) -> bool:
+    parts = getattr(field.annotation, "__args__", (field.annotation,))
+    return any(marker in getattr(part, "__metadata__", ()) for part in parts)
+
+
+def reward(path: str | Path) -> Config:
+    return Config.model_validate({"rollout": {"custom_rm_path": str(path)}})

@@ -1,0 +1,137 @@
+"""The image's Dockerfile, read as docker reads it: one place for versions, no secrets, nothing that moves."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from setuptools.config.setupcfg import read_configuration
+
+from slurm.image import uri
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "jobs/container"
+DOCKERFILE = FOLDER / "Dockerfile"
+INSTRUCTIONS = {"ARG", "FROM", "SHELL", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
+SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, its words) with comments gone and continued lines joined."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    found = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(word, rest) for word, rest in found]
+
+
+def arguments(kind: str) -> list[str]:
+    return [rest for word, rest in instructions() if word == kind]
+
+
+def moves(image: str) -> bool:
+    """Whether a name may stand for another image tomorrow: no digest, and no tag or the tag latest."""
+    return "@sha256:" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest"))
+
+
+def test_only_instructions_that_are_known_here_stand_in_it():
+    assert {word for word, _ in instructions()} == INSTRUCTIONS
+    assert instructions()[0][0] == "ARG" and instructions()[1] == ("FROM", "${BASE}")
+
+
+def test_the_base_is_named_by_a_version_which_is_that_of_the_pinned_sglang():
+    """And so is every image that its comments and the pages name."""
+    base = next(rest.removeprefix("BASE=") for rest in arguments("ARG") if rest.startswith("BASE="))
+    assert not moves(base)
+    pinned = next(str(one.specifier) for one in map(Requirement, extras()["gpu"]) if one.name == "sglang")
+    assert base == f"lmsysorg/sglang:v{pinned.removeprefix('==')}"
+    uri(base)  # as enroot import takes it
+    named = re.findall(r"\b(?:nvidia/cuda|lmsysorg/sglang|slimerl/slime)[:@][\w.:@-]+\w", DOCKERFILE.read_text())
+    named += re.findall(r"\b(?:nvidia/cuda|lmsysorg/sglang|slimerl/slime)[:@][\w.:@-]+\w", page())
+    assert len(named) > 2 and not [image for image in named if moves(image)]
+
+
+def page() -> str:
+    return (ROOT / "docs/containers.md").read_text()
+
+
+def extras() -> dict[str, list[str]]:
+    """setup.cfg by setuptools, which did not write our reader."""
+    options = read_configuration(ROOT / "setup.cfg")["options"]
+    return {name: [*options["install_requires"], *lines] for name, lines in options["extras_require"].items()}
+
+
+def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
+    """The list that the image installs and that the doctor checks, against setuptools' reading of the same file."""
+    words = shlex.split(next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0])
+    default = next(shlex.split(rest.partition("=")[2])[0] for rest in arguments("ARG") if rest.startswith("EXTRAS="))
+    assert words[:4] == ["python3", "-m", "bootstrap.image_doctor", "--requirements"] and words[4:] == ["${EXTRAS}"]
+    command = [sys.executable, *words[1:4], *default.split()]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = {*extras()["gpu"], *extras()["wandb"], *extras()["tensorboard"]}
+    assert {str(Requirement(line)) for line in printed} == {str(Requirement(line)) for line in wanted} | {megatron()}
+
+
+def megatron() -> str:
+    """One version, in the two places that install it."""
+    lines = (ROOT / "tools/no_deps.txt").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("megatron-core"))
+    assert f" {line}\n" in (ROOT / "tools/install.sh").read_text()
+    return line
+
+
+def test_no_version_of_a_package_is_repeated_in_it():
+    for run in [*arguments("RUN"), *arguments("ENV")]:
+        assert not re.search(r"[<>=~!]=\s*\d", run), run
+
+
+def test_no_secret_comes_into_it():
+    for word, rest in instructions():
+        assert not SECRET.search(rest), f"{word} {rest}"
+    assert not re.search(r"https?://|curl|wget", "\n".join(arguments("RUN")))
+
+
+def test_lists_of_apt_are_fetched_used_and_removed_in_one_layer():
+    (run,) = (run for run in arguments("RUN") if "apt-get" in run)
+    assert "apt-get update" in run and "--no-install-recommends" in run and run.endswith("rm -rf /var/lib/apt/lists/*")
+    packages = re.search(r"--no-install-recommends(.*?)&&", run)[1].split()
+    assert packages == sorted(packages)
+
+
+def test_shell_of_its_layers_is_bash():
+    for run in arguments("RUN"):
+        subprocess.run(["bash", "-n"], input=run, text=True, check=True)
+
+
+def copied() -> list[str]:
+    return [source for rest in arguments("COPY") for source in rest.split()[:-1]]
+
+
+def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():
+    lines = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*" and all(rule.startswith("!") for rule in rules[1:])
+    for source in copied():
+        assert (ROOT / source).is_file(), source
+        assert any(fnmatch.fnmatch(source, rule[1:]) for rule in rules[1:]), source
+
+
+def test_what_is_copied_suffices_to_check_the_image(tmp_path):
+    """The last layer's command, with those files alone; it finds this CPU machine's stack wanting as a GPU's."""
+    for source in copied():
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_bytes((ROOT / source).read_bytes())
+    assert arguments("RUN")[-1] == "python3 -m bootstrap.image_doctor"
+    command = [sys.executable, *arguments("RUN")[-1].split()[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode in (0, 1) and "packages" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("image", ["lmsysorg/sglang", "a/b:latest", "localhost:5000/a"])
+def test_images_that_move_are_found(image):
+    assert moves(image) and not moves(f"{image}@sha256:{'0' * 64}")

@@ -1,0 +1,114 @@
+"""jobs/convert_*.sbatch: one for each converted model that a recipe names, made from the same files as its run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.load import JOBS, files_of, load
+from slurm.container import Container
+from slurm.render_once import render_conversion, render_look
+from slurm.spec import JobSpec
+
+SCRIPTS = sorted(JOBS.glob("convert_*.sbatch"))
+RECIPES = sorted(path for path in (JOBS / "recipes").glob("*.toml") if path.stem != "tiny")
+
+
+def options(script: str) -> list[str]:
+    """Words of the #SBATCH lines."""
+    return [word for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE) for word in shlex.split(line)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_what_a_recipe_begins_from_is_made_by_one_of_them(recipe, monkeypatch):
+    """From the weights of the folder of the same name, and of BF16: not from those that engines use."""
+    monkeypatch.delenv("RLPOST_ASSETS", raising=False)
+    wanted = load(files_of(recipe, {}), {}).config.checkpoint.ref_load
+    (script,) = (text for text in (path.read_text() for path in SCRIPTS) if f'save="{wanted}"' in text)
+    assert f'--hf-checkpoint "{wanted.removesuffix("_torch_dist")}" ' in script and "FP8" not in script
+
+
+def test_the_largest_takes_two_nodes_and_the_others_one():
+    nodes = {path.stem: int(re.search(r"--nodes=(\d+)", path.read_text())[1]) for path in SCRIPTS}
+    assert nodes == {
+        "convert_glm45_355b": 2,
+        "convert_glm_z1_9b": 1,
+        "convert_qwen3_30b_a3b": 1,
+        "convert_qwen3_4b": 1,
+    }
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_passes_bash_and_shellcheck_and_is_not_warned_of_its_end(path):
+    """Nobody in it would hear USR2, which would end it."""
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", path], check=True)
+    assert not [word for word in options(path.read_text()) if word.startswith("--signal")]
+    assert "--requeue" in options(path.read_text())
+
+
+def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with stand-ins for srun and scontrol: srun writes its words, and what the tool would write."""
+    commands = tmp_path / "bin"
+    commands.mkdir(exist_ok=True)
+    (commands / "scontrol").write_text("#!/bin/bash\nprintf 'n01\\nn02\\n'\n")
+    written = 'for save; do :; done; mkdir -p "$save"; exit "${CODE:-0}"'
+    (commands / "srun").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n')
+    for path in commands.iterdir():
+        path.chmod(0o755)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02]", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    given |= {"PATH": f"{commands}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+    return subprocess.run(["bash"], input=script, env=given | environ, capture_output=True, text=True)
+
+
+def test_a_job_without_its_site_says_what_is_missing_and_ends_for_good(tmp_path):
+    done = run((JOBS / "convert_glm45_355b.sbatch").read_text(), tmp_path)
+    assert done.returncode == 78 and "not set: RLPOST_IMAGE RLPOST_ASSETS;" in done.stdout
+    assert not (tmp_path / "words").exists()
+
+
+def test_the_folder_gets_its_name_when_all_is_written(tmp_path):
+    script = render_conversion(JobSpec(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist"))
+    failed = run(script, tmp_path, CODE="3")
+    assert failed.returncode == 1 and "not converted (exit 3)" in failed.stdout
+    assert not (tmp_path / "x y_torch_dist").exists() and (tmp_path / "x y_torch_dist.converting").exists()
+    (tmp_path / "words").unlink()
+    done = run(script, tmp_path)
+    assert done.returncode == 0 and (tmp_path / "x y_torch_dist").is_dir()
+    assert not (tmp_path / "x y_torch_dist.converting").exists()
+    words = (tmp_path / "words").read_text().splitlines()
+    at = words.index("bash")
+    assert (
+        words[at + 2 : at + 5] == [f"{tmp_path}/.venv/bin/python", "4", "n01"] and 20_000 <= int(words[at + 5]) < 30_000
+    )
+    (tmp_path / "words").unlink()
+    assert run(script, tmp_path).returncode == 0 and not (tmp_path / "words").exists()
+
+
+HOSTILE = JobSpec(
+    driver_args=("--hf-checkpoint", "a'; touch x", "$(touch x)", "$RLPOST_ASSETS; touch x"),
+    environment=(("MARK", "$(touch x)"),),
+)
+
+
+@pytest.mark.parametrize("backend", [None, "pyxis", "enroot"])
+def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, tmp_path):
+    container = Container(backend, "/i.sqsh", ("/models",)) if backend else None
+    for script in (
+        render_conversion(replace(HOSTILE, container=container), f"{tmp_path}/$(touch x)"),
+        render_look(replace(HOSTILE, container=container)),
+    ):
+        run(script, tmp_path, RLPOST_ASSETS="/a")
+        words = (tmp_path / "words").read_text().splitlines()
+        (tmp_path / "words").unlink()
+        assert [word for word in HOSTILE.driver_args if word not in words] == []
+        assert not (tmp_path / "x").exists()
+        assert any(word.startswith("--container-image") for word in words) == (backend == "pyxis")

@@ -1,0 +1,132 @@
+"""TensorBoard and Prometheus: read back with TensorBoard's own reader, scraped over HTTP and parsed by Prometheus's own
+parser."""
+
+import socket
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from bootstrap.handoff import Cluster
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.metrics.mirrors import mirrors
+from rlpost.metrics.prometheus import PrometheusServer
+from rlpost.metrics.writer import MetricsWriter, read_metrics
+
+TOKEN = "t0ken" * 8
+
+
+def config(**observe):
+    return Config.model_validate({"observe": observe})
+
+
+def cluster(attempt_dir):
+    return Cluster("127.0.0.1:1", str(attempt_dir), (), port_base=1, port_count=1)
+
+
+def attempt(folder, settings, steps, *, offset=0.0):
+    """One attempt that writes these steps, as the driver does: later lines are cut off first."""
+    with mirrors(settings, folder, cluster(folder)) as also:
+        writer = MetricsWriter(folder / "metrics.jsonl", also=also)
+        writer.rewind(steps[0] - 1)
+        for step in steps:
+            writer.write(step, {"reward/mean": step / 8 + offset, "train/loss": -0.5})
+
+
+def scrape(port, token=TOKEN, path="/metrics"):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=10) as response:
+        return response.read().decode()
+
+
+def test_tensorboards_own_reader_finds_every_step_once_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install -e '.[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = config(use_tensorboard=True)
+    attempt(tmp_path, settings, range(0, 7), offset=0.5)
+    attempt(tmp_path, settings, range(4, 9))
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == ["reward/mean", "train/loss"]
+    values = [(event.step, event.value) for event in found.Scalars("reward/mean")]
+    assert values == [(line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [step for step, _ in values] == list(range(9))
+
+
+def test_prometheus_reads_the_newest_line_and_only_with_the_token():
+    parser = pytest.importorskip("prometheus_client.parser")
+    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run='a "run"')
+    try:
+        assert scrape(server.port) == ""
+        server.write(6, {"reward/mean": 0.1})
+        server.write(7, {"reward/mean": 0.25, "eval/aime/pass@8": 0.5, "eval/math/pass@8": 0.75, "train/my-own": 1.0})
+        families = {family.name: family for family in parser.text_string_to_metric_families(scrape(server.port))}
+        samples = {
+            (sample.name, sample.labels.get("set")): (sample.value, sample.labels["run"])
+            for family in families.values()
+            for sample in family.samples
+        }
+        assert samples == {
+            ("rlpost_step", None): (7.0, 'a "run"'),
+            ("rlpost_reward_mean", None): (0.25, 'a "run"'),
+            ("rlpost_eval_pass_at_8", "aime"): (0.5, 'a "run"'),
+            ("rlpost_eval_pass_at_8", "math"): (0.75, 'a "run"'),
+            ("rlpost_train_my_own", None): (1.0, 'a "run"'),
+        }
+        assert families["rlpost_reward_mean"].documentation == "mean over all answers"
+        for token, path, code in ((None, "/metrics", 401), ("wrong", "/metrics", 401), (TOKEN, "/", 404)):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                scrape(server.port, token, path)
+            assert refused.value.code == code
+    finally:
+        server.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(server.port)
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_settings():
+    pytest.importorskip("prometheus_client")
+    first = PrometheusServer("127.0.0.1", 0, token=TOKEN, run="a")
+    try:
+        with pytest.raises(ConfigError, match=f"port {first.port}.*--prometheus-port"):
+            PrometheusServer("127.0.0.1", first.port, token=TOKEN, run="b")
+    finally:
+        first.close()
+
+
+@pytest.mark.parametrize(("word", "package"), [("tensorboard", "tensorboard"), ("prometheus", "prometheus_client")])
+def test_a_missing_package_is_named_with_its_setting(tmp_path, monkeypatch, word, package):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.compat.proto", None)
+    (tmp_path / "secret").write_text(TOKEN)
+    opened = mirrors(config(**{f"use_{word}": True}), tmp_path, cluster(tmp_path))
+    with pytest.raises(ConfigError, match=f"--use-{word}.*pip install"), opened:
+        pass
+
+
+def test_where_all_are_off_nobody_is_asked(tmp_path):
+    with mirrors(config(), tmp_path, cluster(tmp_path)) as also:
+        assert also is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_job_serves_at_its_last_port_with_its_secret(tmp_path):
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "secret").write_text(TOKEN + "\n")
+    job = Cluster("127.0.0.1:1", str(tmp_path), (), port_base=port - 99, port_count=100)
+    with mirrors(config(use_prometheus=True), tmp_path, job) as also:
+        MetricsWriter(tmp_path / "m", also=also, always={"run/num_attempts": 3}).write(1, {"reward/mean": 0.5})
+        page = scrape(port)
+    assert f'rlpost_run_num_attempts{{run="{tmp_path.name}"}} 3.0' in page
+    assert read_metrics(tmp_path / "m") == [{"step": 1, "reward/mean": 0.5, "run/num_attempts": 3}]

@@ -1,0 +1,189 @@
+"""The real loop, collector and journal, killed without a word at every place, until it has finished.
+
+What a crash leaves is the last checkpoint and the journal's files. Answers follow from weights and prompt, so a run
+that was killed must end with the weights and the metrics of one that was not; and nobody writes the same group twice.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from rlpost.checkpoint.state import RunState
+from rlpost.rollout.journal_format import EVALUATION, segments
+from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparable, run
+
+MODES = ["sync", "one_step_off", "fully_async"]
+PLACES = ["write", "train", "trained", "sync", "evaluate", "save", "saved"]
+
+
+class Killed(BaseException):
+    """Nobody catches it."""
+
+
+class Mortal(FakeStages):
+    """Dies when it passes a place for the n-th time; counts what is written and what is evaluated."""
+
+    def __init__(self, dies_at=None):
+        super().__init__()
+        self.dies_at, self.passed = dies_at, Counter()
+        self.written, self.evaluated = [], 0
+
+    def passes(self, place):
+        self.passed[place] += 1
+        if self.dies_at == (place, self.passed[place]):
+            raise Killed(place)
+
+    async def train(self, groups):
+        self.passes("train")
+        found = await super().train(groups)
+        self.passes("trained")
+        return found
+
+    async def sync(self, policy_version):
+        self.passes("sync")
+        await super().sync(policy_version)
+
+    async def evaluate(self):
+        self.passes("evaluate")
+        self.evaluated += 1
+        return await super().evaluate()
+
+    async def save(self, state, *, wait):
+        self.passes("save")
+        await super().save(state, wait=wait)
+        self.passes("saved")
+
+
+@pytest.fixture(autouse=True)
+def _watched_engines(monkeypatch):
+    write = FakeEngines.write
+
+    async def counted(self, entry):
+        self.stages.passes("write")
+        made = await write(self, entry)
+        if hasattr(made, "samples") and hasattr(made, "rewards"):
+            self.stages.written.append(made.prompt_id)
+        return made
+
+    monkeypatch.setattr(FakeEngines, "write", counted)
+
+
+def lives(folder, deaths, **rollout):
+    """Attempts that die at ``deaths``, one after the other, and a last one that does not."""
+    attempts, saved = [], None
+    for dies_at in [*deaths, None]:
+        stages = Mortal(dies_at)
+        state = RunState(pending={})
+        if saved is not None:
+            state, stages.weights = RunState.from_json(saved[0].to_json()), saved[1]
+        stages.versions = [state.step]
+        try:
+            run(folder, stages, state, saved=saved is not None, **rollout)
+        except Killed:
+            saved = stages.saved or saved
+            attempts.append(stages)
+            continue
+        return [*attempts, stages]
+    raise AssertionError("the last attempt does not die")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    found = {}
+    for mode in MODES:
+        folder = tmp_path_factory.mktemp(mode)
+        stages = FakeStages()
+        stages.passes, stages.written = lambda place: None, []
+        run(folder, stages, RunState(pending={}), rollout_mode=mode)
+        found[mode] = (stages.weights, comparable(folder))
+    return found
+
+
+def written(attempts):
+    return Counter(prompt for stages in attempts for prompt in stages.written)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path, untouched, place, count):
+    attempts = lives(tmp_path, [(place, count)])
+    weights, lines = untouched["sync"]
+    assert attempts[-1].weights == weights
+    assert comparable(tmp_path) == lines
+    assert set(written(attempts)) == set(range(24)) and set(written(attempts).values()) == {1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouched, mode, seed):
+    """Beside a training it depends on the clock which weights write a prompt; there, that is not compared."""
+    rng = random.Random(seed)
+    deaths = [(rng.choice(PLACES), rng.randint(1, 6)) for _ in range(8)]
+    attempts = lives(tmp_path, deaths, rollout_mode=mode)
+    assert set(written(attempts).values()) == {1}
+    assert len(written(attempts)) == 24
+    lines = comparable(tmp_path)
+    assert [line["step"] for line in lines] == list(range(7))
+    if mode == "sync":
+        assert (attempts[-1].weights, lines) == untouched["sync"]
+    else:
+        assert sum(stages.evaluated for stages in attempts) <= 4 + len(attempts) - 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_that_a_filter_dropped_are_neither_written_nor_counted_again(tmp_path, seed):
+    def wanted(group):
+        return group.prompt_id % 3 != 0
+
+    (tmp_path / "untouched").mkdir()
+    stages = Mortal()
+    run(tmp_path / "untouched", stages, RunState(pending={}), wanted=wanted)
+    rng = random.Random(seed)
+    deaths = [(rng.choice(PLACES), rng.randint(1, 12)) for _ in range(6)]
+    attempts = lives(tmp_path, deaths, wanted=wanted)
+    assert attempts[-1].weights == stages.weights
+    assert comparable(tmp_path) == comparable(tmp_path / "untouched")
+    assert any(line.get("rollout/num_filtered") for line in comparable(tmp_path))
+    assert set(written(attempts).values()) == {1}
+
+
+def test_an_evaluation_is_made_once_whatever_dies_afterwards(tmp_path):
+    attempts = lives(tmp_path, [("train", 3), ("train", 2), ("train", 3)])
+    assert sum(stages.evaluated for stages in attempts) == 4
+
+
+def test_steps_that_are_trained_again_need_no_engine(tmp_path):
+    """Three batches are in the journal; after the first weights the engines get those of the third step, not before."""
+    last = lives(tmp_path, [("train", 3)])[-1]
+    assert last.versions[1:] == [0, 3, 4, 5, 6]
+
+
+def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
+    """This run saves at steps 3 and 6: each begins a segment, and nothing is left to be done after the last."""
+    lives(tmp_path, [])
+    found = segments(tmp_path / "journal")
+    assert [segment.header.step for segment in found] == [0, 3, 6]
+    assert [record.kind for record in found[-1].records if record.kind != EVALUATION] == []
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_journal_that_is_cut_off_or_damaged_anywhere_costs_work_and_nothing_else(tmp_path, untouched, seed):
+    rng = random.Random(seed)
+    stages = Mortal(("train", 6))
+    with pytest.raises(Killed):
+        run(tmp_path, stages, RunState(pending={}))
+    path = rng.choice([segment.path for segment in segments(tmp_path / "journal")])
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    if rng.random() < 0.5:
+        del data[at:]
+    else:
+        data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(data))
+    again = Mortal()
+    state, again.weights = stages.saved
+    again.versions = [state.step]
+    run(tmp_path, again, state, saved=True)
+    assert again.weights == untouched["sync"][0]
+    assert comparable(tmp_path) == untouched["sync"][1]

@@ -1,0 +1,93 @@
+"""A stop within a pass, with threads in place of ranks: the protocol of driver and actors together."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rlpost.actor.boundaries import Boundaries
+from rlpost.errors import HalfTrained, Preempted
+from rlpost.orchestration.passes import Passes
+from rlpost.orchestration.preemption import StopRequest
+
+
+class Ranks:
+    """Each computes in a thread of its own: as many micro-batches as it was given, each some milliseconds long."""
+
+    def __init__(self, delays_s, stop_file, stop_after=None):
+        self.boundaries = [Boundaries(deadline_s=20) for _ in delays_s]
+        self.done = [0 for _ in delays_s]
+        self.delays_s, self.stop_file, self.stop_after = delays_s, stop_file, stop_after
+        self.pool = ThreadPoolExecutor()
+        self.held = []
+
+    async def call_each(self, method, arguments):
+        loop = asyncio.get_running_loop()
+        ranks = range(len(self.delays_s))
+        work = [loop.run_in_executor(self.pool, self._pass, rank, *arguments[rank]) for rank in ranks]
+        return list(await asyncio.gather(*work))
+
+    async def call_aside(self, method, *arguments):
+        found = [getattr(one, method.removeprefix("boundaries."))(*arguments) for one in self.boundaries]
+        if method.endswith("hold"):
+            self.held.append(found)
+        return found
+
+    def _pass(self, rank, length):
+        with self.boundaries[rank].passing(length):
+            for index in range(length):
+                self.boundaries[rank].cross(index)
+                if rank == 0 and self.stop_after == self.done[rank]:
+                    self.stop_file.write_text("test")
+                time.sleep(self.delays_s[rank])
+                self.done[rank] += 1
+        return rank
+
+
+@pytest.fixture
+def stop(tmp_path):
+    return StopRequest(tmp_path / "STOP")
+
+
+def make(ranks, stop, length, *, may_leave=True):
+    return asyncio.run(Passes(ranks, stop).make("train_step", [(length,)] * len(ranks.delays_s), may_leave=may_leave))
+
+
+def test_without_a_request_nobody_is_asked_anything(tmp_path, stop):
+    ranks = Ranks([0.001, 0.001], tmp_path / "STOP")
+    assert make(ranks, stop, 5) == [0, 1]
+    assert ranks.held == []
+
+
+def test_ranks_of_different_speed_do_equally_much_of_a_pass_that_is_left(tmp_path, stop):
+    ranks = Ranks([0.05, 0.02, 0.04], tmp_path / "STOP", stop_after=2)
+    with pytest.raises(Preempted, match="between two micro-batches"):
+        make(ranks, stop, 1000)
+    ranks.pool.shutdown()  # the last to arrive are not waited for: what is asked of them next comes after it anyway
+    assert 2 < ranks.done[0] == ranks.done[1] == ranks.done[2] < 1000
+    assert len(ranks.held) == 1
+
+
+def test_a_pass_that_is_nearly_done_ends_and_the_next_may_follow(tmp_path, stop):
+    ranks = Ranks([0.3, 0.001], tmp_path / "STOP", stop_after=0)
+    assert make(ranks, stop, 2) == [0, 1]
+    assert ranks.done == [2, 2]
+    assert make(ranks, stop, 1, may_leave=False) == [0, 1], "nobody stops at a place of long ago"
+
+
+def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop):
+    ranks = Ranks([0.05, 0.05], tmp_path / "STOP", stop_after=1)
+    assert make(ranks, stop, 10, may_leave=False) == [0, 1]
+    assert ranks.held == []
+    (tmp_path / "STOP").write_text('{"reason": "late", "deadline": 1}')
+    with pytest.raises(HalfTrained):
+        make(ranks, StopRequest(tmp_path / "STOP"), 20, may_leave=False)
+
+
+def test_a_request_before_the_call_is_seen_before_it(tmp_path, stop):
+    (tmp_path / "STOP").write_text("early")
+    ranks = Ranks([0.0], tmp_path / "STOP")
+    with pytest.raises(Preempted, match="early"):
+        make(ranks, stop, 1)
+    assert ranks.done == [0]

@@ -1,0 +1,151 @@
+"""A stop within a weight sync: between two buckets, with no rank of the trainer left in a collective."""
+
+import asyncio
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.config.tree import Config
+from rlpost.errors import Preempted, SyncError
+from rlpost.orchestration import weight_sync
+from rlpost.orchestration.placement import Placement, Slot
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.rollout.weight_update import BroadcastMover, DiskMover, Receiver, SharingMover
+from rlpost.types import Bucket, EngineAddress
+from rlpost.weights.delta import Written
+
+BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
+
+
+class Engine:
+    """Takes what comes."""
+
+    async def update_weights(self, bucket, *, group_name, version):
+        await asyncio.sleep(0)
+
+    async def update_weights_from_handles(self, handles, *, version):
+        await asyncio.sleep(0)
+
+    async def update_weights_from_disk(self, folder, *, version):
+        await asyncio.sleep(0)
+
+
+class Actors:
+    """Note what they begin and what they end; a stop is requested while they send the second bucket."""
+
+    def __init__(self, stop_file):
+        self.stop_file, self.begun, self.ended = stop_file, [], []
+
+    async def call(self, method, *arguments):
+        self.begun.append(method)
+        await asyncio.sleep(0.01)
+        if len(self.begun) == 2:
+            self.stop_file.write_text("now")
+        self.ended.append(method)
+        return ["handle"]
+
+
+def movers(sync):
+    return {
+        "broadcast": BroadcastMover(BUCKETS, sync._send, group_name="g"),
+        "sharing": SharingMover(BUCKETS, sync._share, ranks_of=[[0]]),
+    }
+
+
+@pytest.fixture
+def sync(tmp_path):
+    actors = Actors(tmp_path / "STOP")
+    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one.before_each = StopRequest(tmp_path / "STOP").check
+    return one, actors
+
+
+@pytest.mark.parametrize("way", ["broadcast", "sharing"])
+def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(sync, way):
+    one, actors = sync
+    receiver = Receiver(EngineAddress("http://engine", 1), Engine())
+    with pytest.raises(Preempted):
+        asyncio.run(movers(one)[way].move([receiver], 7))
+    assert len(actors.begun) == len(actors.ended) == 2
+
+
+def test_a_folder_of_weights_is_not_begun(sync, tmp_path):
+    one, actors = sync
+    (tmp_path / "STOP").write_text("now")
+    with pytest.raises(Preempted):
+        asyncio.run(DiskMover(one._write).move([Receiver(EngineAddress("http://engine", 1), Engine())], 7))
+    assert actors.begun == []
+
+
+class Copies:
+    """A group of workers that hold a copy of the weights each; told what it was made of and what it was asked."""
+
+    def __init__(self, makes, slots, *, names, log_dir, envs):
+        assert len(makes) == len(slots) == len(names) == len(envs)
+        self.folders, self.slots, self.asked = [make().folder for make in makes], slots, []
+
+    async def call(self, method, *arguments):
+        self.asked.append((method, *arguments))
+        return [None] * len(self.slots)
+
+
+class Writers(Actors):
+    """Two ranks, of which the first writes."""
+
+    async def call(self, method, *arguments):
+        await super().call(method, *arguments)
+        self.wanted = [*getattr(self, "wanted", []), arguments]
+        return [Written(100, 0.02), None]
+
+
+ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n2", "10.0.0.3", 4)
+
+
+def delta_sync(tmp_path, monkeypatch, **settings):
+    monkeypatch.setattr(weight_sync, "WorkerGroup", Copies)
+    given = {"sync": {"update_weight_mode": "delta", "update_weight_transport": "disk", **settings}}
+    config = load([], {**given, "rollout": {"num_rollout": 1}}).config
+    placement = Placement((ACTOR, ACTOR), ((NEAR, FAR), (NEAR,)))
+    folder = tmp_path / "run" / "attempts" / "0" / "weights"
+    actors = Writers(tmp_path / "STOP")
+    return WeightSync(config, None, actors, placement=placement, ports=None, folder=folder), actors, folder
+
+
+def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path, monkeypatch):
+    one, actors, folder = delta_sync(tmp_path, monkeypatch)
+    mover = one._delta_mover()
+    receiver = Receiver(EngineAddress("http://engine", 1), Engine())
+    for version in (1, 2):
+        asyncio.run(mover.move([receiver], version))
+    names = [str(folder / f"version-000000{version}") for version in (1, 2)]
+    assert actors.wanted == [(names[0], 1, True), (names[1], 2, False)]
+    assert one._copies.slots == [Slot("n0", "10.0.0.1", 0)] and one._copies.folders == [folder / "copy"]
+    assert one._copies.asked == [("take", names[0]), ("take", names[1])]
+    assert (one.num_bytes, one.changed_frac) == (100, 0.02)
+    asyncio.run(one.close())
+    assert one._copies.asked[-1] == ("remove",)
+
+
+def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_path, monkeypatch):
+    """However many engines a node has; a repair makes a mover anew, and no copy."""
+    one, _, _ = delta_sync(tmp_path, monkeypatch, update_weight_local_checkpoint_dir="/dev/shm")
+    one._delta_mover()
+    copies = one._copies
+    assert [(slot.node_id, slot.num_gpus) for slot in copies.slots] == [("n1", 0), ("n2", 0)]
+    (folder,) = set(copies.folders)
+    assert str(folder).startswith("/dev/shm/run-")
+    one._delta_mover()
+    assert one._copies is copies
+
+
+def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, monkeypatch, caplog):
+    one, _, _ = delta_sync(tmp_path, monkeypatch)
+    one._delta_mover()
+
+    async def died(method):
+        raise SyncError("weights-0 died")
+
+    one._copies.call = died
+    asyncio.run(one.close())
+    assert "weights-0 died" in caplog.text

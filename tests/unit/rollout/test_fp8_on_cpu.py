@@ -1,0 +1,65 @@
+"""The plugin that lets SGLang compute in FP8 on a CPU, against the weights that the blocks stand for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from rlpost.rollout.server import ONLY_ON_CUDA, STAND_INS, engine_arguments
+from rlpost.weights.quantise import dequantise, quantise
+
+NAME = "rlpost_fp8_on_cpu"
+BLOCK = (16, 16)
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, STAND_INS / NAME / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def never(*_args: object) -> torch.Tensor:
+    raise AssertionError("SGLang's own way needs AMX or CUDA")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA SGLang's own kernels are used")
+def test_a_matrix_in_blocks_is_multiplied_as_the_weight_that_it_stands_for(plugin):
+    """Blocks at the edges are smaller: 40 x 24 in blocks of 16."""
+    torch.manual_seed(0)
+    values, scales = quantise(torch.randn(40, 24), BLOCK)
+    x, bias = torch.randn(3, 5, 24), torch.randn(40)
+    layer = SimpleNamespace(weight=values, weight_scale_inv=scales)
+    method = SimpleNamespace(block_quant=True, weight_block_size=list(BLOCK))
+    expected = torch.nn.functional.linear(x, dequantise(values, scales, BLOCK), bias)
+    torch.testing.assert_close(plugin.multiply(never, method, layer, x, bias), expected)
+    plugin.keep_as_loaded(never, method, layer)
+
+
+def test_what_is_not_in_blocks_is_left_to_sglang(plugin):
+    method = SimpleNamespace(block_quant=False)
+    assert plugin.multiply(lambda *_: "its own", method, None, None) == "its own"
+
+
+def test_activations_may_be_float32(plugin):
+    assert plugin.with_float32([torch.bfloat16]) == [torch.bfloat16, torch.float32]
+
+
+def test_sglang_finds_the_plugin_by_its_entry_point():
+    """As its loader looks for it: in the folder of stand-ins on the import path."""
+    (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")
+
+
+def test_without_cuda_an_engine_shares_its_work_by_tensor_parallelism_alone():
+    given = {"tp_size": 2, "enable_dp_attention": True, "dp_size": 2, "ep_size": 2, "moe_dense_tp_size": 1}
+    assert engine_arguments(given, has_cuda=True) == given
+    made = engine_arguments(given, has_cuda=False)
+    assert made["tp_size"] == 2 and {name: made[name] for name in ONLY_ON_CUDA} == dict(ONLY_ON_CUDA)

@@ -1,0 +1,237 @@
+"""The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or full."""
+
+import asyncio
+import random
+import resource
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpost.errors import CheckpointError
+from rlpost.rollout.journal import Journal
+from rlpost.rollout.journal_format import (
+    BATCH,
+    GROUP,
+    Record,
+    follow,
+    group_bytes,
+    read_segment,
+    segments,
+)
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+
+def group(prompt_id, *lengths):
+    rng = random.Random(prompt_id)
+
+    def sample(index, length):
+        logprobs = tuple(-rng.expovariate(1.0) for _ in range(length))
+        ids = tuple(rng.randrange(2**31 - 1) for _ in range(length))
+        return Sample(prompt_id, index, (1, 2, prompt_id), ids, logprobs, "é" * length, "stop", 3, label="4")
+
+    return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
+
+
+def resumed(folder, base=0, step=0, settings="s"):
+    return Journal.resume(folder, base, step=step, settings=settings)
+
+
+def replayed(journal):
+    """What again() gives until nothing is left, as (kind, what it is about)."""
+    found = []
+    while records := list(journal.again()):
+        found += [(r.kind, r.meta["prompt_id"] if r.kind == GROUP else r.meta["prompt_ids"]) for r in records]
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=4),
+    masked=st.booleans(),
+    logprob=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, masked, logprob):
+    path = tmp_path_factory.mktemp("one") / "group"
+    samples = tuple(
+        ScoredSample(
+            Sample(
+                7, i, (1,), (5,) * n, (logprob,) * n, "text", "length", 2, loss_mask=(i % 2,) * n if masked else None
+            ),
+            reward=logprob,
+        )
+        for i, n in enumerate(lengths)
+    )
+    written = SampleGroup(7, samples)
+    data = b"before" + group_bytes(written, wanted=True)
+    path.write_bytes(data)
+    assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
+
+
+def test_what_happened_after_a_state_is_given_again_in_order_and_once(tmp_path):
+    journal = resumed(tmp_path)
+    for prompt_id in (2, 0, 1):
+        journal.finished(group(prompt_id, 3, 4), wanted=prompt_id != 0)
+    journal.batch(0, [group(1), group(2)], {"rollout/num_filtered": 1.0})
+    journal.evaluated(1, {"eval/x": 0.5})
+    journal.finished(group(3), wanted=True)
+    journal.close()
+    journal = resumed(tmp_path)
+    assert journal.num_batches == 1
+    first = list(journal.again())
+    assert [(r.kind, r.meta.get("prompt_id"), r.meta.get("wanted")) for r in first[:3]] == [
+        (GROUP, 2, True),
+        (GROUP, 0, False),
+        (GROUP, 1, True),
+    ]
+    assert first[3].meta == {"step": 0, "prompt_ids": [1, 2], "counts": {"rollout/num_filtered": 1.0}}
+    assert journal.evaluation(1) == {"eval/x": 0.5} and journal.evaluation(0) is None
+    assert replayed(journal) == [(GROUP, 3)]
+    assert replayed(journal) == []
+
+
+def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_not_trained(tmp_path):
+    journal = resumed(tmp_path)
+    for step in range(3):
+        journal.finished(group(step), wanted=True)
+        journal.batch(step, [group(step)], {})
+    journal.close()
+    journal = resumed(tmp_path)
+    list(journal.again())  # the first step is trained again
+    number = journal.begin(1)
+    list(journal.again())  # the batch of the second is taken, and a stop comes before it is trained
+    later = journal.begin(1)
+    journal.finished(group(9), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (BATCH, [1]), (GROUP, 2), (BATCH, [2]), (GROUP, 9)]
+    assert replayed(resumed(tmp_path, later, 1)) == [(BATCH, [1]), (GROUP, 2), (BATCH, [2]), (GROUP, 9)]
+
+
+def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    journal.begin(1)
+    journal.finished(group(1), wanted=True)
+    journal.begin(2)
+    journal.finished(group(2), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]  # also from what the first one wrote
+
+
+def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
+    journal = resumed(tmp_path)
+    numbers = [journal.begin(step) for step in (10, 20, 30)]
+    journal.compact(20)
+    assert [segment.header.number for segment in segments(tmp_path)] == numbers[1:]
+    journal.compact(30)
+    assert [segment.header.number for segment in segments(tmp_path)] == numbers[2:]
+
+
+@pytest.mark.parametrize("cut", ["in the frame", "in the body", "a flipped bit"])
+def test_a_torn_tail_is_cut_off_and_said(tmp_path, caplog, cut):
+    journal = resumed(tmp_path)
+    journal.finished(group(0, 5), wanted=True)
+    journal.finished(group(1, 5), wanted=True)
+    journal.close()
+    path = tmp_path / "0000000.log"
+    last = read_segment(path).records[-1]
+    data = bytearray(path.read_bytes())
+    if cut == "a flipped bit":
+        data[-3] ^= 4
+    else:
+        del data[last.offset + (3 if cut == "in the frame" else 20) :]
+    path.write_bytes(bytes(data))
+    journal = resumed(tmp_path)
+    assert f"{path}: " in caplog.text and str(last.offset) in caplog.text
+    assert replayed(journal) == [(GROUP, 0)]
+
+
+def test_what_follows_on_a_damaged_segment_is_left_out_and_named(tmp_path, caplog):
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    journal.begin(1)
+    journal.finished(group(1), wanted=True)
+    journal.close()
+    first = tmp_path / "0000000.log"
+    first.write_bytes(first.read_bytes()[:-1])
+    assert replayed(resumed(tmp_path)) == []
+    assert "0000001.log: follows on records that are lost" in caplog.text
+
+
+def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path, settings="others")) == []
+    assert "settings of what is generated have changed" in caplog.text
+
+
+def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_state(tmp_path):
+    old = resumed(tmp_path)
+    old.finished(group(0), wanted=True)
+    new = resumed(tmp_path)
+    old.finished(group(1), wanted=True)
+    new.finished(group(2), wanted=True)
+    with pytest.raises(CheckpointError, match="another attempt"):
+        old.begin(1)
+    new.close()
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 2)]
+
+
+def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
+    """The limit of a file's size stands for the disk's: the kernel refuses a write in the middle of a record."""
+    journal = resumed(tmp_path)
+    journal.finished(group(0, 50), wanted=True)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "0000000.log").stat().st_size + 100, hard))
+    try:
+        journal.finished(group(1, 50), wanted=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "is not written any more" in caplog.text and not journal.is_written
+    journal.finished(group(2), wanted=True)
+    asyncio.run(journal.durable())
+    number = journal.begin(1)
+    assert journal.is_written
+    journal.finished(group(3), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 3)]
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0)]  # the state of number 1 may not have been committed
+
+
+def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch):
+    import rlpost.rollout.journal as module
+
+    synced = []
+    real = module.os.fsync
+    monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), real(file)))
+
+    async def three():
+        journal = resumed(tmp_path)
+        synced.clear()
+        for prompt_id in range(3):
+            journal.finished(group(prompt_id), wanted=True)
+        await asyncio.gather(*(journal.durable() for _ in range(3)))
+        await journal.durable()
+
+    asyncio.run(three())
+    assert len(synced) == 1
+
+
+def test_files_are_private(tmp_path):
+    folder = tmp_path / "journal"
+    journal = resumed(folder)
+    journal.close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "0000000.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    journal.close()
+    assert follow(segments(tmp_path), 0, 20).records == ()

@@ -1,0 +1,128 @@
+"""docs/extending.md: what stands there is written into a folder and does what the page says, with no change here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpost.algorithm.advantage import custom_advantages
+from rlpost.algorithm.objective import Tokens, loss_function
+from rlpost.algorithm.settings import LossSettings
+from rlpost.cli.main import main as rlpost
+from rlpost.config.tree import Config
+from rlpost.errors import WeightError
+from rlpost.reward.grader import make_grader
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.weights.families import FAMILIES, family
+from tests.examples import install, write_examples
+from tests.unit.cli.projects import MODEL, make_project
+
+ROOT = Path(__file__).parents[2]
+ANSWERS = ("one\ntwo\n42", "42", "so 43")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of a user, with the files of the page in it."""
+    return write_examples(make_project(tmp_path_factory.mktemp("user")))
+
+
+def samples() -> tuple[Sample, ...]:
+    return tuple(Sample(7, i, (1,), (2, 3), (0.0, 0.0), text, "stop", 0) for i, text in enumerate(ANSWERS))
+
+
+def test_a_reward_of_a_file_grades_in_the_processes_that_grade(folder):
+    config = Config.model_validate({"rollout": {"custom_rm_path": f"{folder}/my_rewards.py:ends_with_label"}})
+
+    async def grade() -> list[float]:
+        grader = make_grader(config)
+        try:
+            return await grader.grade(Prompt(7, "6 * 7", (1,), label="42", metadata={}), samples())
+        finally:
+            await grader.close()
+
+    assert asyncio.run(grade()) == [1.02, 1.0, 0.0]
+
+
+def test_an_advantage_of_a_file_is_that_of_each_answer(folder):
+    group = SampleGroup(7, tuple(map(ScoredSample, samples(), (1.02, 1.0, 0.0))))
+    assert custom_advantages(f"{folder}/my_algorithm.py:above_median", [group], None) == [(1.0, 0.0, -1.0)]
+
+
+def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_policy(folder):
+    path = f"{folder}/my_algorithm.py:squared_ratio"
+    options = LossSettings(loss_type="custom_loss", custom_loss_function_path=path)
+    logprobs, advantages = torch.tensor([-0.5, -2.0], requires_grad=True), torch.tensor([1.0, -3.0])
+    old, nothing, all_of_2 = logprobs.detach(), torch.zeros(2), torch.full((2,), 2.0)
+    tokens = Tokens(logprobs, nothing, old, old, None, advantages, torch.ones(2), all_of_2, lambda values: values)
+    loss, statistics = loss_function(options)(tokens, options)
+    loss.sum().backward()
+    assert torch.equal(logprobs.grad, -advantages)
+    assert statistics.keys() == {"distance_max"}
+
+
+def test_settings_that_name_functions_of_files_are_checked_with_the_rest(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    own = ["--custom-rm-path", "my_rewards.py:ends_with_label", "--loss-type", "custom_loss"]
+    own += ["--custom-advantage-function-path", "my_algorithm.py:above_median"]
+    assert rlpost(["check", "recipe.toml", *own, "--custom-loss-function-path", "my_algorithm.py:squared_ratio"]) == 0
+    assert rlpost(["check", "recipe.toml", *own, "--custom-loss-function-path", "my_algorithm.py:cubed_ratio"]) == 2
+    assert (
+        "my_algorithm.py has no function cubed_ratio; did you mean 'squared_ratio'?; it has above_median"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert rlpost(["submit", "recipe.toml", "--cluster", "our-cluster.toml", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    for text in (
+        "--partition=a100",
+        "--account=physics",
+        "--gpus-per-node=4",
+        "--signal=B:USR2@300",
+        "NCCL_DEBUG=WARN",
+        "ulimit -Sn 65535",
+    ):
+        assert text in script
+
+
+def test_a_family_of_an_installed_package_is_known_on_the_login_node(folder, tmp_path):
+    """In a fresh process, which has the package and no other hint."""
+    packages = install(folder / "mistral", tmp_path / "packages")
+    project = make_project(tmp_path / "project")
+    (project / "model/config.json").write_text(json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]}))
+
+    def check(path: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]
+        return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
+
+    assert "MistralForCausalLM, 22." in check(f"{packages}:{ROOT}").stdout
+    assert "'MistralForCausalLM' is not known" in check(str(ROOT)).stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("nowhere:FAMILY", "cannot be loaded: ModuleNotFoundError"), ("json:dumps", "a function; an rlpost.weights")],
+)
+def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, said):
+    """And those of the house cannot be replaced."""
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[rlpost.families]\nBadForCausalLM = {value}\nLlamaForCausalLM = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {said}"):
+        family("BadForCausalLM")
+    with pytest.raises(WeightError, match="known: BadForCausalLM, Glm4ForCausalLM"):
+        family("WorseForCausalLM")
+    assert family("LlamaForCausalLM") is FAMILIES["LlamaForCausalLM"]

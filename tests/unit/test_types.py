@@ -1,0 +1,27 @@
+"""The whole code has consistent types; slurm, bootstrap, the settings and the nouns strictly (setup.cfg, [mypy])."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_types_are_consistent():
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_untyped_function_of_a_strict_room_is_an_error(tmp_path):
+    """And not in the others: strictness is not global by accident, nor gone by accident."""
+    for room in ("slurm", "rlpost", "rlpost/config", "rlpost/metrics"):
+        folder = tmp_path / room
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        (folder / "new.py").write_text("import torch\n\n\ndef one() -> int:\n    return torch.one()\n")
+    command = [sys.executable, "-m", "mypy", f"--config-file={ROOT}/setup.cfg", "--cache-dir=/dev/null"]
+    done = subprocess.run([*command, "slurm", "rlpost"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.count("[no-any-return]") == 2, done.stdout
+    assert "rlpost/metrics" not in done.stdout

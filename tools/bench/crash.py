@@ -1,0 +1,406 @@
+"""A run that is killed again and again, beside one that is not.
+
+    python -m tools.bench.crash --kills 100 [--seed 1] [--write]
+
+On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
+its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
+batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the run that
+nobody touched, every prompt exactly once, and no group finished twice. Answers come from
+``tools/bench/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
+compared. The table says what each kind of kill cost: seconds until the run was further than it had been, and attempts.
+--write puts it into docs/benchmarks.md, section "Crashes".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rlpost.metrics.writer import read_metrics
+from tests.cluster.jobs import job_info
+from tests.cluster.lab import REPOSITORY, Lab
+from tests.cluster.lab_config import LabOptions
+from tools.bench import crash_answers
+from tools.bench.page import put_section
+
+HEADING = "## Crashes"
+RECIPE = "jobs/recipes/tiny.toml"
+STEPS_A_KILL, LEAST_STEPS = 4, 12
+BATCH = 6
+SETTINGS = (
+    *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4", "--global-batch-size", str(BATCH * 4)),
+    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false", "--actor-num-gpus-per-node", "2"),
+    *("--rollout-num-gpus", "1", "--save-interval", "5", "--async-save", "--eval-interval", "20"),
+    *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
+    *("--max-failures", "100000", "--max-preemptions", "100000", "--max-stalled-attempts", "100000"),
+)
+DEADLINE_S = 240.0  # for any one thing
+POLL_S = 0.1
+LONGEST_START_S, LONGEST_WORK_S = 15.0, 4.0  # a kill comes so long after an attempt begins, or after it is ready
+SHARE_IN_START = 0.25
+# place: its signals. A KILL of the batch shell, and TERM (which is what scancel sends), end the job for good: whoever
+# wants it back submits it with --resume.
+PLACES = {
+    "driver": (signal.SIGKILL, signal.SIGTERM),
+    "actor": (signal.SIGKILL,),
+    "engine": (signal.SIGKILL, signal.SIGTERM),
+    "router": (signal.SIGKILL, signal.SIGTERM),
+    "agent": (signal.SIGKILL, signal.SIGTERM),
+    "node": (signal.SIGKILL,),
+    "batch shell": (signal.SIGUSR2, signal.SIGTERM, signal.SIGKILL),
+}
+REPAIRED = ("engine", "router")  # in the same attempt
+
+
+@dataclass
+class Kill:
+    """One kill and what it cost."""
+
+    place: str
+    signal: signal.Signals
+    step: int  # trained before
+    when: str  # "start-up" or "work"
+    at: float  # time.monotonic
+    ready: int  # attempts that were ready by then
+    attempts: int  # by then; afterwards those it cost
+    seconds: float = 0.0  # until the run was further than it had been
+    by_hand: bool = False  # submitted again with --resume
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}, {self.signal.name.removeprefix('SIG')}"
+
+    def __str__(self) -> str:
+        told = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
+        return told + ", brought back by hand" * self.by_hand
+
+
+class CrashedRun:
+    """A run in a lab: its folder, the job that runs it, its processes."""
+
+    def __init__(self, lab: Lab, name: str, num_steps: int) -> None:
+        self.lab, self.folder, self.num_steps = lab, lab.shared / name, num_steps
+        self.plugin = lab.shared / f"{name}_answers.py"
+        shutil.copy(crash_answers.__file__, self.plugin)
+        self.job = self._submit()
+
+    def _submit(self, *more: str) -> str:
+        own = ["--run-folder", str(self.folder), "--num-rollout", str(self.num_steps)]
+        own += ["--custom-generate-function-path", f"{self.plugin}:answer"]
+        own += ["--dynamic-sampling-filter-path", f"{self.plugin}:is_wanted"]
+        command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, *own, *more]
+        return self.lab.run("ctl", command, cwd=REPOSITORY).stdout.split()[1]
+
+    def bring_back(self) -> None:
+        """Submit it again, as a person does after a job that ended."""
+        self.job = self._submit("--resume")
+
+    @property
+    def ledger(self) -> list[dict]:
+        path = self.folder / "ledger.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def count(self, event: str) -> int:
+        return sum(line["event"] == event for line in self.ledger)
+
+    @property
+    def step(self) -> int:
+        """The newest step with a metrics line; 0 before the first."""
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        return int(lines[-1]["step"]) if lines else 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.count("done") > 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the newest attempt trains."""
+        newest = [line["attempt"] for line in self.ledger if line["event"] == "attempt"][-1:]
+        return any(line["event"] == "ready" and int(line["attempt"]) in newest for line in self.ledger)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(job_info(self.lab, self.job).state.is_over)
+
+    def attempt(self) -> Path | None:
+        """The folder of the newest attempt."""
+        found = sorted((self.folder / "attempts").glob("[0-9]*"), key=lambda path: int(path.name))
+        return found[-1] if found else None
+
+    def processes(self, place: str) -> list[psutil.Process]:
+        """Those of a place that are alive, in the newest attempt."""
+        attempt = self.attempt()
+        if attempt is None:
+            return []
+        logs = {"actor": "actor-*.log", "engine": "engine-*-server.log", "router": "router.log"}
+        words = {"driver": "rlpost.train", "agent": "bootstrap.agent"}
+        if place in logs:
+            wanted = {str(path) for path in attempt.glob(logs[place])}
+            return [process for process in psutil.process_iter() if _writes_to(process) in wanted]
+        if place == "batch shell":
+            script = f"job{int(self.job):05d}/slurm_script"
+            return [process for process in psutil.process_iter() if any(script in word for word in _words(process))]
+        return [
+            process
+            for process in psutil.process_iter()
+            if words[place] in (found := _words(process)) and any(str(self.folder) in word for word in found)
+        ]
+
+    def weights(self) -> str:
+        return [line["weights"] for line in self.ledger if line["event"] == "done"][-1]
+
+    def lines(self) -> list[dict[str, float]]:
+        """Metrics without what a clock, a machine or an engine's rounding says."""
+        areas = ("train", "reward", "rollout")
+        return [
+            {key: value for key, value in line.items() if key == "step" or key.split("/")[0] in areas}
+            for line in read_metrics(self.folder / "metrics.jsonl")
+        ]
+
+    def finished(self) -> list[int]:
+        """Prompts of the groups that were finished, as often as they were."""
+        path = self.plugin.with_suffix(".finished")
+        return [int(line.split()[0]) for line in path.read_text().splitlines()]
+
+    def tell(self) -> str:
+        """The ends of all logs of the last attempts."""
+        logs = sorted(self.folder.glob("attempts/*/driver.log")) + sorted(self.folder.glob("attempts/*/agent-*.log"))
+        logs += sorted(self.folder.glob("*.out"))
+        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs[-6:])
+
+
+def wait_for(run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S) -> None:
+    """Raises TimeoutError with what the run's logs say."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not in {deadline_s:g} s\n{run.tell()}")
+        time.sleep(POLL_S)
+
+
+def finish(run: CrashedRun) -> None:
+    """Let it come to its end."""
+    wait_for(run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S)
+    if not run.is_done:
+        raise RuntimeError(f"the run ended without being done\n{run.tell()}")
+    wait_for(run, "the end of the job", lambda: run.is_over)
+
+
+def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
+    """Kill now; None when the run is done, or has no such process at this moment."""
+    if run.is_done:
+        return None
+    when = "work" if run.is_ready else "start-up"
+    kill = Kill(place, number, run.step, when, time.monotonic(), run.count("ready"), run.count("attempt"))
+    if place == "node":
+        node = job_info(run.lab, run.job).nodelist
+        if not node:
+            return None
+        run.lab.kill_node(node)
+        run.lab.start_node(node)
+        return kill
+    targets = run.processes(place)
+    if not targets:
+        return None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        targets[0].send_signal(number)
+        return kill
+    return None
+
+
+def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
+    """Wait until the run is further than at any of the ``kills``, or done; bring it back when its job is over."""
+    last = kills[-1]
+    repaired = 2 if last.place in REPAIRED else run.num_steps  # steps in the same attempt
+
+    def is_further() -> bool:
+        if run.is_done:
+            return True
+        bring_back_if_over(run, last)
+        step = max(kill.step for kill in kills)
+        return run.step > step + (0 if run.count("ready") > last.ready else repaired)
+
+    wait_for(run, f"going on after {last.name} at step {last.step}", is_further)
+    for kill in kills:
+        kill.seconds, kill.attempts = time.monotonic() - kill.at, run.count("attempt") - kill.attempts
+
+
+def bring_back_if_over(run: CrashedRun, kill: Kill) -> None:
+    """Submit it again when its job ended without it being done."""
+    if run.is_over and not run.is_done:
+        run.bring_back()
+        kill.by_hand = True
+
+
+def in_start_up(run: CrashedRun, kill: Kill, rng: random.Random) -> None:
+    """Wait for a random instant in the start-up of the attempt that follows on ``kill``."""
+
+    def has_begun() -> bool:
+        bring_back_if_over(run, kill)
+        return run.count("attempt") > kill.attempts or run.is_done
+
+    wait_for(run, f"an attempt after {kill.name}", has_begun)
+    time.sleep(rng.uniform(0.0, LONGEST_START_S))
+
+
+def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
+    """Kill until there were ``num_kills``, or it is done; then let it finish."""
+    kills: list[Kill] = []
+    places: list[str] = []  # each as often as the others, in random order
+
+    def strikes() -> list[Kill]:
+        if not places:
+            places.extend(rng.sample(sorted(PLACES), len(PLACES)))
+        kill = strike(run, places[-1], rng.choice(PLACES[places[-1]]))
+        if kill is None:  # a process that is not there yet gets its turn later
+            return []
+        places.pop()
+        return [kill]
+
+    wait_for(run, "the first attempt", lambda: run.is_ready)
+    while len(kills) < num_kills and not run.is_done:
+        time.sleep(rng.uniform(0.0, LONGEST_WORK_S))
+        fresh = strikes()
+        if not fresh:
+            continue
+        if fresh[0].place not in REPAIRED and len(kills) + 1 < num_kills and rng.random() < SHARE_IN_START:
+            in_start_up(run, fresh[0], rng)
+            fresh += strikes()
+        recover(run, fresh)
+        for kill in fresh:
+            kills.append(kill)
+            print(f"kill {len(kills)}: {kill}", file=sys.stderr, flush=True)
+    finish(run)
+    return kills
+
+
+def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
+    """What is not as in the run that nobody touched, in words; nothing when all is well."""
+    found = []
+    if run.weights() != untouched.weights():
+        found.append("the final weights differ")
+    if run.lines() != untouched.lines():
+        pairs = list(zip(run.lines(), untouched.lines(), strict=False))
+        steps = [f"{ours['step']}: {_unequal(ours, theirs)}" for ours, theirs in pairs if ours != theirs]
+        found.append(f"the metrics of {len(run.lines())} and {len(untouched.lines())} steps differ: {steps[:5]}")
+    finished = run.finished()
+    twice = sorted({prompt for prompt in finished if finished.count(prompt) > 1})
+    if twice:
+        found.append(f"groups finished twice: prompts {twice[:10]}")
+    if set(finished) != set(untouched.finished()):
+        found.append(f"other prompts: {sorted(set(finished) ^ set(untouched.finished()))[:10]}")
+    return found
+
+
+def table(kills: Sequence[Kill]) -> list[str]:
+    """One line a kind of kill."""
+    lines = [
+        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | brought back by hand |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted({kill.name for kill in kills}):
+        own = [kill for kill in kills if kill.name == name]
+        seconds = [kill.seconds for kill in own]
+        cells = [name, len(own), sum(kill.when == "start-up" for kill in own)]
+        cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
+        cells += [f"{statistics.fmean(kill.attempts for kill in own):.1f}", sum(kill.by_hand for kill in own)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def journal_share(run: CrashedRun) -> float:
+    """Of the time of all steps, what went into the journal."""
+    lines = read_metrics(run.folder / "metrics.jsonl")
+    return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(line.get("time/step_s", 0.0) for line in lines)
+
+
+@contextlib.contextmanager
+def crash_lab() -> Iterator[Lab]:
+    """Two nodes, so that a run finds another when one is gone."""
+    with Lab(2, options=LabOptions(num_gpus_per_node=4, grace_time_s=60, kill_wait_s=30)) as lab:
+        yield lab
+
+
+def num_steps(num_kills: int) -> int:
+    """Long enough for so many kills."""
+    return max(LEAST_STEPS, STEPS_A_KILL * num_kills)
+
+
+def main() -> int:
+    """Kill, compare and print; 1 when something differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--seed", type=int, default=1, help="of instants and places (default: 1)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    load, began = os.getloadavg()[0], time.monotonic()
+    with crash_lab() as lab:
+        untouched = CrashedRun(lab, "untouched", num_steps(options.kills))
+        finish(untouched)
+        alone_s = time.monotonic() - began
+        run = CrashedRun(lab, "killed", num_steps(options.kills))
+        kills = killed(run, options.kills, random.Random(options.seed))
+        wrong = differences(run, untouched)
+        groups = len(run.finished())
+        exits = [line["seconds_from_signal"] for line in run.ledger if line.get("seconds_from_signal") is not None]
+        share = journal_share(untouched)
+    introduction = [
+        f"`python -m tools.bench.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
+        f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
+        f"killed {len(kills)} times until it had finished, beside one that nobody touched ({alone_s:.0f} s). Result: "
+        + ("; ".join(wrong) if wrong else f"the same weights and metrics, {groups} groups finished, each once")
+        + ".",
+        "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
+        f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the untouched run's steps.",
+        f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",
+    ]
+    section = "\n".join([HEADING, "", *introduction, "", *table(kills), ""])
+    print(section)
+    if options.write:
+        put_section(HEADING, section)
+    return 1 if wrong else 0
+
+
+def _safe_exits(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    middle, most = statistics.median(seconds), max(seconds)
+    return f"From a signal to a safe exit: median {middle:.1f} s, at most {most:.1f} s, {len(seconds)} times. "
+
+
+def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    keys = sorted(ours.keys() | theirs.keys())
+    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _writes_to(process: psutil.Process) -> str:
+    """Where its standard output goes."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""The model and the data sets of a recipe from the Hugging Face hub: ``python tools/fetch_assets.py RECIPE``.
+
+The same as ``rlpost fetch``; docs/recipes.md says more.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlpost.cli.entry import run_command
+from rlpost.cli.fetch import main
+from rlpost.cli.key_words import hide_keys
+
+if __name__ == "__main__":
+    hide_keys()
+    sys.exit(run_command(main, None))

@@ -1,0 +1,14 @@
+#!/bin/bash
+# Is every package of the image to be had at its pin, and do they go together? tools/resolve_image.sh [EXTRA...]
+# Resolves for the image's Python and system by uv, from metadata alone: nothing is installed but uv, in a folder that
+# goes again. Prints what pip would install.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$python" -m bootstrap.image_doctor --requirements "${@:-wandb}" >"$folder/requirements.txt"
+"$python" -m venv "$folder/uv"
+"$folder/uv/bin/pip" install -q uv
+"$folder/uv/bin/uv" --no-config pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 \
+  --prerelease allow --no-annotate --no-header "$folder/requirements.txt"
