@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,22 +158,15 @@ class Fleet:
         found dead has given up everything: it is dismissed."""
 
         async def release(index: int) -> None:
-            held = [tag for tag in tags if tag not in self._released.get(index, ())]
-            if not held:
-                return
-            try:
+            if held := [tag for tag in tags if tag not in self._released.get(index, ())]:
                 await self._client(index).release_memory(held)
-            except EngineDied as error:
-                logger.warning("%s", error)
-                await self.dismiss(index)
-            else:
                 self._released.setdefault(index, set()).update(held)
 
-        await asyncio.gather(*(release(index) for index in self._present()))
+        await self._of_those_alive(release)
 
     async def restore_memory(self, *tags: str) -> None:
         """Let all engines take it again; weights come back undefined and have to be sent. SGLang fails over what was
-        never released: that is left alone."""
+        never released: that is left alone. One that is found dead is dismissed."""
 
         async def restore(index: int) -> None:
             gone = self._released.get(index, set())
@@ -181,15 +174,27 @@ class Fleet:
                 await self._client(index).restore_memory(coming)
                 gone.difference_update(coming)
 
-        await asyncio.gather(*(restore(index) for index in self._present()))
+        await self._of_those_alive(restore)
 
     def is_released(self, tag: str) -> bool:
         """Whether an engine has given this up."""
         return any(tag in gone for gone in self._released.values())
 
     async def resume(self) -> None:
-        """Let paused engines generate again."""
-        await asyncio.gather(*(self._client(index).resume() for index in self._present()))
+        """Let paused engines generate again; one that is found dead is dismissed."""
+        await self._of_those_alive(lambda index: self._client(index).resume())
+
+    async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
+        """Ask it of every engine that is not dismissed; who has died meanwhile is."""
+
+        async def asked(index: int) -> None:
+            try:
+                await ask(index)
+            except EngineDied as error:
+                logger.warning("%s", error)
+                await self.dismiss(index)
+
+        await asyncio.gather(*(asked(index) for index in self._present()))
 
     async def memory_use(self) -> list[dict[str, float]]:
         """What each part of the engines that are ours holds, by the names of metrics."""

@@ -166,8 +166,7 @@ class ClusterStages:
         self._stop.check()
         is_writing = self._config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = "retract" if is_writing and self._fleet.tells_versions else "abort"
-        await self._turns.send()
-        await self._watch.update(policy_version, pause=pause, ready=self._turns.generate)
+        await self._watch.update(policy_version, pause=pause, before=self._turns.send, ready=self._turns.generate)
 
     async def evaluate(self) -> Mapping[str, float]:
         """Means on every held-out set, as ``eval/SET/name``."""

@@ -44,6 +44,8 @@ class Turns:
 
     async def send(self) -> None:
         """Weights on both sides, and nothing else where it can leave."""
+        if self._engines_leave:
+            await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
             await self._actors.call("memory.offload", GRADS, OPTIMIZER)
             await self._actors.call("memory.restore", WEIGHTS)

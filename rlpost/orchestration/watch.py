@@ -21,6 +21,8 @@ from rlpost.rollout.weight_update import PauseMode
 
 logger = logging.getLogger(__name__)
 
+Hook = Callable[[], Awaitable[None]]
+
 
 class Watch:
     """Updates and repairs, one at a time."""
@@ -36,24 +38,27 @@ class Watch:
         self.unless_stopped: Callable[[Awaitable[object]], Awaitable[object]] = _wait
         """How to wait for engines that start, which takes minutes; what it raises ends the repair."""
 
-    async def update(self, version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]) -> None:
+    async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; engines that fail meanwhile, or were dismissed, are restarted first.
+
+        ``before`` is awaited before weights are sent, and again before they are sent anew; ``ready`` once they arrived.
 
         Raises SyncError when the update fails though every engine answers, or fails again.
         """
         async with self._busy:
-            self._version = version
-            if self._fleet.dismissed:
-                await self._repair(sorted(self._fleet.dismissed), version, pause=pause, ready=ready)
-                return
-            try:
-                await self._weights.update(version, pause=pause, ready=ready)
-            except SyncError as error:
-                sick = await self._fleet.unhealthy(generating=False)
-                if not sick:
-                    raise
-                logger.warning("%s", error)
-                await self._repair(sick, version, pause=pause, ready=ready)
+            self._version, sick = version, list[int]()
+            await before()
+            if not self._fleet.dismissed:
+                try:
+                    await self._weights.update(version, pause=pause, ready=ready)
+                    return
+                except SyncError as error:
+                    sick = await self._fleet.unhealthy(generating=False)
+                    if not sick and not self._fleet.dismissed:
+                        raise
+                    logger.warning("%s", error)
+                await before()
+            await self._repair(sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready)
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
@@ -100,9 +105,7 @@ class Watch:
             if len(self._fleet.dismissed) == len(self._fleet.addresses):
                 raise EngineDied("no engine is left, and on GPUs that the trainer shares none can come back before it")
 
-    async def _repair(
-        self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def _repair(self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook) -> None:
         self.num_restarts += len(sick)
         await self._fleet.mend_router(sick)
         for index in set(sick) - self._fleet.dismissed:

@@ -86,7 +86,7 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
     watch = watch_over(fleet)
 
     async def run():
-        await watch.update(4, pause="abort", ready=nothing)
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
         async with watch.over():
             fleet.sick = {1}
             while "admit 1" not in fleet.log:
@@ -99,14 +99,14 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
 def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
     fleet = FakeFleet(sick={1})
-    asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", ready=nothing))
+    asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
     assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
 
 
 def test_an_update_that_fails_though_all_engines_answer_is_an_error():
     fleet = FakeFleet()
     with pytest.raises(SyncError):
-        asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", ready=nothing))
+        asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
     assert fleet.log == ["update 7 abort"]
 
 
@@ -121,7 +121,7 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
                 await asyncio.sleep(INTERVAL_S)
             await asyncio.sleep(5 * INTERVAL_S)
         assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
-        await watch.update(2, pause="abort", ready=nothing)
+        await watch.update(2, pause="abort", before=nothing, ready=nothing)
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log[-4:] == ["restart 0", "connect", "update 2 abort", "admit 0"]
@@ -130,8 +130,27 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
 def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
     fleet = FakeFleet()
     fleet.dismissed = {1}
-    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", ready=nothing))
+    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=nothing, ready=nothing))
     assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
+
+
+def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():
+    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take its memory again."""
+    fleet = FakeFleet()
+
+    async def before():
+        fleet.log.append("send's turn")
+
+    async def ready():
+        fleet.log.append("generate's turn")
+        if fleet.log.count("generate's turn") == 1:
+            await fleet.dismiss(1)
+            raise SyncError("engine 1 does not flush its cache")
+
+    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready))
+    first = ["send's turn", "update 3 abort", "generate's turn", "dismiss 1"]
+    again = ["send's turn", "restart 1", "connect", "update 3 abort", "generate's turn", "admit 1"]
+    assert fleet.log == first + again
 
 
 def test_generation_ends_with_the_error_when_no_engine_can_come_back():

@@ -1,0 +1,85 @@
+"""An engine that has died is dismissed at whatever it is asked next, and the others do what they were asked."""
+
+import asyncio
+from types import SimpleNamespace
+
+from aiohttp import web
+
+from rlpost.config.load import load
+from rlpost.orchestration.engines import Fleet
+from rlpost.types import EngineAddress
+
+
+class FakeRouter:
+    """Knows who serves."""
+
+    def __init__(self, urls):
+        self.urls = set(urls)
+
+    def remove_engine(self, url):
+        self.urls.remove(url)
+
+
+class FakeWorkers:
+    """The process of one engine; it can be told to stop."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def call(self, method):
+        self.calls.append(method)
+
+
+async def engine(asked):
+    """An engine that says yes to everything and writes down what it was asked; returns what ends it."""
+    app = web.Application()
+
+    async def answer(request):
+        asked.append(request.path)
+        return web.json_response({})
+
+    app.router.add_post("/{path}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+def fleet_of(runners, folder):
+    cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
+    fleet = Fleet(load([], {"cluster": {"colocate": True}}).config, cluster, None, None)
+    urls = [f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners]
+    fleet.addresses = tuple(EngineAddress(url, 1) for url in urls)
+    fleet._router, fleet._workers = FakeRouter(urls), [FakeWorkers() for _ in urls]
+    return fleet
+
+
+def asked_of_two(work, folder):
+    """What two engines were asked, and the fleet: the second one dies after it gave up its memory."""
+
+    async def run():
+        asked = [], []
+        runners = [await engine(each) for each in asked]
+        fleet = fleet_of(runners, folder)
+        try:
+            await fleet.release_memory("weights", "kv_cache")
+            await runners[1].cleanup()
+            await work(fleet)
+        finally:
+            await runners[0].cleanup()
+        return fleet, asked
+
+    return asyncio.run(run())
+
+
+def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to_take_it_again(tmp_path):
+    fleet, asked = asked_of_two(lambda fleet: fleet.restore_memory("weights"), tmp_path)
+    assert fleet.dismissed == {1} and fleet._workers[1].calls == ["stop"] and not fleet._workers[0].calls
+    assert fleet._router.urls == {fleet.addresses[0].url}
+    assert asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
+    assert fleet.is_released("kv_cache") and not fleet.is_released("weights"), "of the one that lives"
+
+
+def test_an_engine_that_died_is_dismissed_when_it_is_to_generate_again(tmp_path):
+    fleet, asked = asked_of_two(lambda fleet: fleet.resume(), tmp_path)
+    assert fleet.dismissed == {1} and asked[0][-1] == "/continue_generation"
