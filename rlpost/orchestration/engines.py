@@ -28,6 +28,7 @@ from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.features import Feature, check_servers, has
+from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,13 @@ class Fleet:
         needed: tuple[Feature, ...] = () if self._config.debug.debug_rollout_only else ("weight updates",)
         check_servers(versions, needed)
         self.tells_versions = all(has(version, "version spans") for version in versions.values())
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """How to pause for new weights while answers are written: they wait in the engine, which begins its cache anew
+        ("retract"). To end them and ask again ("abort") takes SGLang a second, so that is left for engines that do not
+        say who wrote which token."""
+        return "retract" if self.tells_versions else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Engines that do not answer in time, beside those dismissed; ``generating``: they are not paused and can be

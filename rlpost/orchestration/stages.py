@@ -154,18 +154,15 @@ class ClusterStages:
         """The optimizer steps of a rollout."""
         self._stop.check()
         await self._turns.train()
-        return await self._observation.around(groups, self._training.train(groups))
+        metrics = await self._observation.around(groups, self._training.train(groups))
+        self._watch.trained()
+        return metrics
 
     async def sync(self, policy_version: int) -> None:
-        """Bring the weights to every engine; the version is checked on each.
-
-        What is being written meanwhile waits in the engine, which begins its cache anew ("retract"). To end it and ask
-        again ("abort") takes SGLang a second, so that is left for engines that do not say who wrote which token, and
-        for modes in which nothing is under way.
-        """
+        """Bring the weights to every engine; the version is checked on each."""
         self._stop.check()
         is_writing = self._config.rollout.rollout_mode == "fully_async"
-        pause: PauseMode = "retract" if is_writing and self._fleet.tells_versions else "abort"
+        pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
         await self._watch.update(policy_version, pause=pause, before=self._turns.send, ready=self._turns.generate)
 
     async def evaluate(self) -> Mapping[str, float]:

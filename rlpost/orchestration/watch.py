@@ -33,10 +33,13 @@ class Watch:
         self._fleet = fleet
         self._weights = weights
         self._busy = asyncio.Lock()
-        self._version = 0
-        self.num_restarts = 0
+        self._version = 0  # of the trainer's weights
         self.unless_stopped: Callable[[Awaitable[object]], Awaitable[object]] = _wait
         """How to wait for engines that start, which takes minutes; what it raises ends the repair."""
+
+    def trained(self) -> None:
+        """The trainer has the weights of the next version; a repair from now on gives these to all engines."""
+        self._version += 1
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; engines that fail meanwhile, or were dismissed, are restarted first.
@@ -98,7 +101,7 @@ class Watch:
             sick = await self._fleet.unhealthy(generating=True)
             await self._fleet.mend_router(sick)
             if sick and not self._shares_gpus:
-                await self._repair(sick, self._version, pause="retract", ready=_nothing)
+                await self._repair(sick, self._version, pause=self._fleet.pause_mode, ready=_nothing)
                 return
             for index in sick:
                 await self._fleet.dismiss(index)
@@ -106,7 +109,6 @@ class Watch:
                 raise EngineDied("no engine is left, and on GPUs that the trainer shares none can come back before it")
 
     async def _repair(self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook) -> None:
-        self.num_restarts += len(sick)
         await self._fleet.mend_router(sick)
         for index in set(sick) - self._fleet.dismissed:
             await self._fleet.dismiss(index)

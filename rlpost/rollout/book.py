@@ -104,6 +104,7 @@ class Book:
 
     def room(self) -> int:
         """How many groups to start now."""
+        self._filter_too_old()
         rules, at_hand = self.rules, len(self._finished) + len(self._running)
         if not self.is_open:
             return 0
@@ -151,6 +152,7 @@ class Book:
 
     def has_batch(self) -> bool:
         """Whether ``take`` would give one."""
+        self._filter_too_old()
         return self._batch() is not None
 
     def take(self) -> list[SampleGroup] | None:

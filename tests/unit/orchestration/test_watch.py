@@ -15,6 +15,8 @@ INTERVAL_S = 0.01
 class FakeFleet:
     """Two engines; a log of what was asked of them."""
 
+    pause_mode = "retract"
+
     def __init__(self, sick=()):
         self.addresses, self.sick, self.log = ("a", "b"), set(sick), []
         self.released, self.dismissed = set(), set()
@@ -94,7 +96,23 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
-    assert watch.num_restarts == 1
+
+
+def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_what_the_trainer_has_by_its_own_name():
+    """One step off policy the last groups are awaited then: they would say that the older weights wrote them."""
+    fleet = FakeFleet()
+    watch = watch_over(fleet)
+
+    async def run():
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        watch.trained()
+        async with watch.over():
+            fleet.sick, fleet.pause_mode = {1}, "abort"
+            while "admit 1" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
 def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():

@@ -250,6 +250,24 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypa
     assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
 
 
+def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_now() -> None:
+    async def surplus(collector: Collector, book: Book) -> Backlog:
+        await collector.batch()
+        collector.trained()
+        return collector.in_hand()[1]
+
+    backlog = asyncio.run(collecting(FakeEngine(), surplus, Rules(2, 8, 9)))
+    assert len(backlog.finished) >= 2
+
+    async def resumed(collector: Collector, book: Book) -> None:
+        assert min(ids(await collector.batch())) > max(group.prompt_id for group in backlog.finished)
+        assert collector.counts()["rollout/num_filtered"] == len(backlog.finished)
+        await collector.stop()
+
+    engine = FakeEngine(version="5")
+    asyncio.run(collecting(engine, resumed, Rules(2, 2, 9, max_staleness=1), backlog, step=5))
+
+
 def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
     """An engine that hangs then would never let go; whoever looks after it ends it."""
     seen = []

@@ -11,7 +11,7 @@ import pytest
 from rlpost.errors import Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection
-from rlpost.rollout.connection import Connection
+from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.evaluate import evaluate, pass_at_k
 from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
@@ -75,6 +75,19 @@ def test_a_stop_aborts_everything_and_is_preempted() -> None:
     assert engine.log[-1] == "abort_request"
     assert engine.bodies[-1] == {"abort_all": True}
     assert engine.under_way == 0
+
+
+def test_a_stop_that_ends_the_last_gradings_first_is_preempted_as_well() -> None:
+    """Whoever grades looks for the request, too, and may see it before those who wait."""
+
+    class Stopped(InlineGrader):
+        async def grade(self, prompt: Prompt, samples: Any) -> list[float]:
+            if prompt.prompt_id == 2:
+                raise Halted
+            return await super().grade(prompt, samples)
+
+    with pytest.raises(Preempted, match="1 of 2 groups"):
+        asyncio.run(run(FakeEngine(), prompts(1, 2), grader=Stopped(score)))
 
 
 def test_a_stop_before_the_start_sends_nothing() -> None:
