@@ -33,7 +33,6 @@ from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-LEAVE_S = 20.0  # for what runs to be cut off when a stop is requested
 MANY_BATCHES = 8  # so many times a batch dropped for one batch, and again at twice as many
 
 
@@ -176,8 +175,7 @@ class Collector:
     async def stop(self) -> None:
         """Cut off what runs. A run that has to leave waits neither for an engine that hangs nor for a slow tool."""
         self._book.is_open = False
-        deadline_s = LEAVE_S if self._stop_requested() else None
-        await self._writer.connection.halt(list(self._tasks), deadline_s=deadline_s)
+        await self._writer.connection.halt(list(self._tasks), must_leave=self._stop_requested)
 
     def _open(self) -> None:
         self._book.is_open = True

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; doubles
 NOT_REACHED = ("call_upstream_request_error", "no_available_workers")
 """What the router calls it when the engine it chose, or every engine, was not there."""
 ABORT_AGAIN_S = 0.5  # a request that was on its way to an engine while the others were aborted
+LEAVE_S = 20.0  # for what runs to be cut off when the run has to leave
 
 
 class Halted(Exception):
@@ -91,19 +93,21 @@ class Connection:
                 what, {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
             )
 
-    async def halt(self, running: Sequence[asyncio.Task[Any]], *, deadline_s: float | None = None) -> None:
+    async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
         """End all requests until every one of ``running`` is done; new ones raise Halted until ``go_on``.
 
-        What is not done after ``deadline_s`` seconds, if that is given, is cancelled.
+        What is not done LEAVE_S seconds after ``must_leave()`` was true is cancelled.
         """
-        self.halted, started = True, time.monotonic()
+        self.halted, left_at = True, math.inf
         waiting = [task for task in running if not task.done()]
         while waiting:
             await self.router.abort_all()
             _, pending = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
             waiting = list(pending)
-            if waiting and deadline_s is not None and time.monotonic() - started > deadline_s:
-                logger.warning("%d groups did not end within %.0f s; they are given up", len(waiting), deadline_s)
+            if left_at == math.inf and must_leave():
+                left_at = time.monotonic()
+            if waiting and time.monotonic() - left_at > LEAVE_S:
+                logger.warning("%d groups did not end within %.0f s; they are given up", len(waiting), LEAVE_S)
                 for task in waiting:
                     task.cancel()
                 await asyncio.gather(*waiting, return_exceptions=True)

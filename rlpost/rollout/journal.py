@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.tree import Config
-from rlpost.errors import CheckpointError
+from rlpost.errors import CheckpointError, Fenced
 from rlpost.files import sync
 from rlpost.rollout.journal_format import (
     BATCH,
@@ -78,7 +78,7 @@ class Journal:
         """
         os.makedirs(folder, mode=0o700, exist_ok=True)
         for left in folder.glob(".*.log.*"):
-            left.unlink()
+            left.unlink(missing_ok=True)
         there = segments(folder)
         found = follow(there, base, step, settings)
         for problem in found.problems:
@@ -88,7 +88,10 @@ class Journal:
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
         journal._evaluations = {each["step"]: each["metrics"] for each in evaluations}
-        journal._start(base, step)
+        try:
+            journal._start(base, step)
+        except FileExistsError as error:
+            raise CheckpointError(f"{error.filename2} was made by another attempt of this run just now") from None
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -147,13 +150,21 @@ class Journal:
         self._append(evaluation_bytes(step, metrics))
 
     def begin(self, step: int) -> int:
-        """A state of ``step`` steps is going to be saved; returns the number it has to name."""
+        """A state of ``step`` steps is going to be saved; returns the number it has to name.
+
+        Raises Fenced when a newer attempt writes the journal.
+        """
         if self._folder is None:
             return 0
         if self._file is not None:
             self._guarded(os.fsync, self._file)  # what the new segment does not repeat must not be lost with it
         number = self._next_number
-        self._start(number, step)
+        try:
+            self._start(number, step)
+        except FileExistsError as error:
+            raise Fenced(
+                f"{error.filename2} exists: another attempt of this run is writing its journal; this one ends"
+            ) from None
         return number
 
     def compact(self, oldest_step: int) -> None:
@@ -204,7 +215,7 @@ class Journal:
             self._file = None
 
     def _start(self, base: int, step: int) -> None:
-        """A new segment, with what still waits in it."""
+        """A new segment, with what still waits in it. Raises FileExistsError when another attempt has made it."""
         assert self._folder is not None
         self.close()
         path = segment_path(self._folder, self._next_number)
@@ -216,19 +227,17 @@ class Journal:
         try:
             _create(path, [header, *lent, *evaluations, *(record.framed() for record in self._waiting)])
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            if self._waiting:
+                copied = read_segment(path)
+                assert copied is not None, path
+                keys = {record.key for record in self._waiting}
+                self._waiting = deque(record for record in copied.records if record.key in keys)
         except FileExistsError:
-            raise CheckpointError(
-                f"{path} exists: another attempt of this run is writing its journal; this one ends"
-            ) from None
+            raise
         except OSError as error:
             self._give_up(str(error))
             return
         self._unbroken = True
-        if self._waiting:
-            copied = read_segment(path)
-            assert copied is not None, path
-            keys = {record.key for record in self._waiting}
-            self._waiting = deque(record for record in copied.records if record.key in keys)
 
     def _append(self, record: bytes) -> None:
         if self._file is None:

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.server_args import in_its_words
 
+LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
 WITHOUT_CUDA: Mapping[str, Any] = {
     "device": "cpu",
@@ -39,6 +42,9 @@ WITHOUT_CUDA: Mapping[str, Any] = {
     "max_total_tokens": 16384,
     "max_running_requests": 64,
 }
+
+KEEP_MEMORY = "glibc.malloc.hugetlb=1"
+"""For glibc: what is freed stays with the process, in huge pages, to be used again; as CUDA's allocator has it."""
 
 ONLY_ON_CUDA: Mapping[str, Any] = {
     "enable_memory_saver": False,
@@ -98,8 +104,8 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a router of experts takes longer than it saves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # SGLang makes memory for each bucket of weights anew; in pages of 4 KiB that takes longer than all the rest.
-    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    # SGLang makes memory for each bucket of weights anew; fresh from the system that takes longer than all the rest.
+    os.environ.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
@@ -118,9 +124,21 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
     try:
-        launch_server(server_args, launch_callback=lambda: os.write(ready_fd, b"ready\n"))
+        launch_server(server_args, launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def say_ready(ready_fd: int, host: str, port: int) -> None:
+    """Write the line once somebody listens: SGLang says that it is launched before, where it does without warm-up."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+        except OSError:
+            time.sleep(LISTEN_POLL_S)
+        else:
+            os.write(ready_fd, b"ready\n")
+            return
 
 
 def run_router(arguments: Mapping[str, Any]) -> None:

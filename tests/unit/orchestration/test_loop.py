@@ -50,7 +50,7 @@ class FakeEngines:
         samples = [Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", version) for i in (0, 1)]
         return SampleGroup(prompt.prompt_id, tuple(map(ScoredSample, samples, map(float, rewards))))
 
-    async def halt(self, running, *, deadline_s=None):
+    async def halt(self, running, *, must_leave):
         self.halted = True
         await asyncio.gather(*running)
 

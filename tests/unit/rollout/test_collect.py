@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.errors import DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout import collect, connection
+from rlpost.rollout import connection
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
@@ -232,7 +232,7 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
 
 
 def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "LEAVE_S", 0.1)
+    monkeypatch.setattr(connection, "LEAVE_S", 0.1)
     monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
     stop = asyncio.Event()
 
@@ -248,6 +248,31 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypa
     engine = FakeEngine(holds=asyncio.Event())  # an abort changes nothing
     backlog = asyncio.run(collecting(engine, work, Rules(2, 2, 9), stop_requested=stop.is_set))
     assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
+
+
+def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LEAVE_S", 0.1)
+    monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
+    stop = asyncio.Event()
+
+    class HangsFor0(FakeEngine):
+        async def generate(self, body: dict[str, Any]) -> Any:
+            if body["input_ids"][0] == 0:
+                self.under_way += 1
+                await asyncio.Event().wait()
+            return await super().generate(body)
+
+    async def work(collector: Collector, book: Book) -> Backlog:
+        asking = asyncio.create_task(collector.batch())
+        while "abort_request" not in engine.log:
+            await asyncio.sleep(0.01)
+        stop.set()
+        assert ids(await asking) == [1, 2]
+        return collector.in_hand()[1]
+
+    engine = HangsFor0()
+    backlog = asyncio.run(collecting(engine, work, Rules(2, 3, 9), stop_requested=stop.is_set))
+    assert [entry.prompt.prompt_id for entry in backlog.unfinished] == [0]
 
 
 def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_now() -> None:

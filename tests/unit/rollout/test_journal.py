@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.errors import CheckpointError
+from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import (
     BATCH,
@@ -174,10 +174,27 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
     new = resumed(tmp_path)
     old.finished(group(1), wanted=True)
     new.finished(group(2), wanted=True)
-    with pytest.raises(CheckpointError, match="another attempt"):
+    with pytest.raises(Fenced, match=r"0000001\.log exists: another attempt"):  # and never comes back
         old.begin(1)
     new.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 2)]
+
+
+def test_a_resume_that_an_older_attempt_comes_before_may_be_made_again(tmp_path, monkeypatch):
+    import rlpost.rollout.journal as module
+
+    real = module._create
+
+    def second(path, records):
+        path.write_bytes(b"")
+        real(path, records)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_create", second)
+        with pytest.raises(CheckpointError, match=r"0000000\.log was made by another attempt") as error:
+            resumed(tmp_path)
+    assert not isinstance(error.value, Fenced)
+    resumed(tmp_path)
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):

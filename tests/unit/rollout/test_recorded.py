@@ -11,7 +11,7 @@ from rlpost.types import Sample, SampleGroup, ScoredSample
 
 def group(prompt_id: int) -> SampleGroup:
     samples = [
-        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), "größer\n三", "length", 7, "x" if i else None)
+        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), "größer\n三\u2028\x85\x0c", "length", 7, "x" if i else None)
         for i in range(2)
     ]
     return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
@@ -36,7 +36,13 @@ def test_a_missing_step_and_a_broken_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"3\.jsonl.*step 3"):
         read_groups(template, 3)
     path = write_groups(template, 3, [group(0)])
+    (tmp_path / "4.jsonl").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"4\.jsonl: cannot read"):
+        read_groups(template, 4)
+    (tmp_path / "4.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match=r"4\.jsonl, line 1: not a recorded group"):
+        read_groups(template, 4)
     for broken in ("{", '{"prompt_id": 1}', "[1]", '{"prompt_id": 1, "samples": [{"sample": {}, "reward": 1}]}'):
-        path.write_text(path.read_text().splitlines()[0] + "\n" + broken + "\n")
+        path.write_text(path.read_text().split("\n")[0] + "\n" + broken + "\n")
         with pytest.raises(DataError, match=r"3\.jsonl, line 2: not a recorded group"):
             read_groups(template, 3)
