@@ -163,7 +163,7 @@ class Fleet:
 
     async def release_memory(self, *tags: str) -> None:
         """Let all engines give up memory (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused. One that is
-        found dead has given up everything: it is dismissed."""
+        found dead, or hangs, gives up everything: it is dismissed."""
 
         async def release(index: int) -> None:
             if held := [tag for tag in tags if tag not in self._released.get(index, ())]:
@@ -174,7 +174,7 @@ class Fleet:
 
     async def restore_memory(self, *tags: str) -> None:
         """Let all engines take it again; weights come back undefined and have to be sent. SGLang fails over what was
-        never released: that is left alone. One that is found dead is dismissed."""
+        never released: that is left alone. One that is found dead, or hangs, is dismissed."""
 
         async def restore(index: int) -> None:
             gone = self._released.get(index, set())
@@ -189,11 +189,11 @@ class Fleet:
         return any(tag in gone for gone in self._released.values())
 
     async def resume(self) -> None:
-        """Let paused engines generate again; one that is found dead is dismissed."""
+        """Let paused engines generate again; one that is found dead, or hangs, is dismissed."""
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Ask it of every engine that is not dismissed; who has died meanwhile is."""
+        """Ask it of every engine that is not dismissed; who has died meanwhile, or does not answer in time, is."""
 
         async def asked(index: int) -> None:
             try:

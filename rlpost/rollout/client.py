@@ -29,7 +29,7 @@ def authorization(api_key: str) -> dict[str, str]:
 class EngineClient:
     """One engine under ``url`` (``http://HOST:PORT``).
 
-    All methods raise ``EngineDied`` when nobody answers there and ``RolloutError`` for a late answer or a refusal.
+    All methods raise ``EngineDied`` when nobody answers there, or not in time, and ``RolloutError`` for a refusal.
     """
 
     url: str
@@ -158,9 +158,7 @@ class EngineClient:
             ):
                 status, text = response.status, await response.text()
         except TimeoutError as error:
-            raise RolloutError(
-                f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
-            ) from error
+            raise EngineDied(f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             raise EngineDied(f"engine {self.url}: {method} {path} failed: {error or type(error).__name__}") from error
         if status == 404 and missing_ok:

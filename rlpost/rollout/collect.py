@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from rlpost.errors import CheckpointError, DataError, Preempted
+from rlpost.errors import CheckpointError, ConfigError, DataError, Preempted
 from rlpost.rollout.book import Book
 from rlpost.rollout.draft import without_older
 from rlpost.rollout.filters import BufferFilter, GroupFilter, pop_first
@@ -211,13 +211,25 @@ class Collector:
     def _fill(self) -> None:
         """Start as many groups as the book has room for: first those that wait, then new prompts."""
         while (room := self._book.room()) > 0:
-            entries = list(self._choices.first(self._book.waiting, room)) if self._book.waiting else []
-            if not entries:
-                entries = self._book.fetched(self._cursor.take(room))
-            for entry in entries[:room]:
+            for entry in self._chosen(room) or self._book.fetched(self._cursor.take(room)):
                 task = asyncio.create_task(self._run(self._book.started(entry.prompt.prompt_id)))
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
+
+    def _chosen(self, room: int) -> Sequence[Unfinished]:
+        """Which of the groups that wait start now. Raises ConfigError when --buffer-filter-path names others."""
+        waiting = self._book.waiting
+        chosen = list(self._choices.first(waiting, room))[:room] if waiting else []
+        left = {entry.prompt.prompt_id for entry in waiting}
+        for entry in chosen:
+            if isinstance(entry, Unfinished) and entry.prompt.prompt_id in left:
+                left.remove(entry.prompt.prompt_id)
+            else:
+                raise ConfigError(
+                    "rollout.buffer_filter_path: the function returned what does not wait, or the same twice: "
+                    f"{repr(entry)[:200]}; it has to return groups that it was given, each once"
+                )
+        return chosen
 
     async def _run(self, entry: Unfinished) -> None:
         try:

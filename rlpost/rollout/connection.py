@@ -19,6 +19,7 @@ import aiohttp
 
 from rlpost.errors import RolloutError
 from rlpost.rollout.client import EngineClient, authorization
+from rlpost.rollout.engine import LONGEST_GENERATION_S
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class RouterAddress:
     api_key: str = field(repr=False)
     engine_urls: tuple[str, ...]
     concurrency: int
-    timeout_s: float = 4 * 3600.0  # of one request
+    timeout_s: float = float(LONGEST_GENERATION_S)  # of one request
     patience_s: float = 600.0  # of waiting between tries that reach no engine: a dead one is restarted meanwhile
 
     async def abort_all(self) -> None:

@@ -6,6 +6,7 @@ are plain classes that hold one process each; who places them on nodes is decide
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import time
@@ -183,6 +184,7 @@ class Router:
                 return False
             if time.monotonic() > deadline:
                 break
+            time.sleep(POLL_S)
         return True
 
     def check_alive(self) -> None:
@@ -228,8 +230,8 @@ def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mappi
             text = response.read()
     except urllib.error.HTTPError as error:
         raise RolloutError(f"{name} {url}: {method} {path} answered {error.code}: {error.read()!r}") from error
-    except OSError as error:
-        raise RolloutError(f"{name} {url}: {method} {path} failed: {error}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise RolloutError(f"{name} {url}: {method} {path} failed: {error or type(error).__name__}") from error
     try:
         return json.loads(text)
     except ValueError:

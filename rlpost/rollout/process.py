@@ -25,7 +25,7 @@ from rlpost.errors import EngineDied, RolloutError
 
 logger = logging.getLogger(__name__)
 
-EXIT_WAIT_S = 10.0
+EXIT_WAIT_S, KILL_WAIT_S = 10.0, 60.0
 LOG_LINES = 30
 # A server makes process groups of its own; these would tell it that it is a rank of somebody else's.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -132,12 +132,18 @@ class ServerProcess:
         """Kill the process and all it started; no error when it is gone already.
 
         Without asking first: a server has nothing to save, and SGLang takes up to ten seconds to say goodbye.
+
+        Raises RolloutError when the kernel does not let go of it.
         """
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if not self.wait_exit(KILL_WAIT_S):
+            raise RolloutError(
+                f"{self.name}: process {self._process.pid} is still there {KILL_WAIT_S:.0f} s after SIGKILL: its GPU's "
+                "driver or a file system hangs, and the node has to be mended"
+            )
         assert self._process.stdin is not None
         self._process.stdin.close()
         os.close(self._ready_fd)

@@ -1,11 +1,13 @@
-"""An engine that has died is dismissed at whatever it is asked next, and the others do what they were asked."""
+"""An engine that has died or hangs is dismissed at whatever it is asked next; the others do what they were asked."""
 
 import asyncio
 from types import SimpleNamespace
 
+import pytest
 from aiohttp import web
 
 from rlpost.config.load import load
+from rlpost.errors import RolloutError
 from rlpost.orchestration.engines import Fleet
 from rlpost.types import EngineAddress
 
@@ -78,6 +80,44 @@ def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to
     assert fleet._router.urls == {fleet.addresses[0].url}
     assert asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
     assert fleet.is_released("kv_cache") and not fleet.is_released("weights"), "of the one that lives"
+
+
+def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a_refusal_is_an_error(tmp_path):
+    """A process that is ended gives up its memory; settings under which none can give it up have to be mended."""
+
+    async def answers(how):
+        app = web.Application()
+        app.router.add_post("/pause_generation", yes)
+        app.router.add_post("/release_memory_occupation", how)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def released(how):
+        runners = [await engine([]), await answers(how)]
+        fleet = fleet_of(runners, tmp_path)
+        fleet._deadline_s = 0.3
+        try:
+            await fleet.release_memory("kv_cache")
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+        return fleet
+
+    async def yes(request):
+        return web.json_response({})
+
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    async def refuse(request):
+        return web.json_response({"success": False}, status=400)
+
+    fleet = asyncio.run(released(hang))
+    assert fleet.dismissed == {1} and fleet._workers[1].calls == ["stop"] and fleet.is_released("kv_cache")
+    with pytest.raises(RolloutError, match="POST /release_memory_occupation answered 400"):
+        asyncio.run(released(refuse))
 
 
 def test_an_engine_that_died_is_dismissed_when_it_is_to_generate_again(tmp_path):

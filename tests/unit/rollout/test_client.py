@@ -33,13 +33,13 @@ def test_nobody_there_is_an_engine_that_died() -> None:
         asyncio.run(EngineClient("http://127.0.0.1:9", KEY).flush_cache())
 
 
-def test_a_late_answer_names_the_deadline() -> None:
+def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> None:
     async def late() -> None:
         engine = FakeEngine(holds=asyncio.Event())
         async with serving(engine) as (url,):
             await EngineClient(url, KEY, timeout_s=0.2).request("POST", "/generate", {"input_ids": [1]})
 
-    with pytest.raises(RolloutError, match="not answered after 0 s"):
+    with pytest.raises(EngineDied, match="not answered after 0 s"):
         asyncio.run(late())
 
 

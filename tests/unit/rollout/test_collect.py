@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.errors import DataError, Preempted, RolloutError
+from rlpost.errors import ConfigError, DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection
 from rlpost.rollout.book import Book, Rules
@@ -19,7 +19,7 @@ from rlpost.rollout.filters import check_reward_nonzero_std, group_filter
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Backlog, Prompt, SampleGroup
+from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
 NOTHING = Backlog()
@@ -134,6 +134,21 @@ def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_aga
 
     engine = FakeEngine()
     asyncio.run(collecting(engine, work, Rules(2, 8, 9)))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [lambda waiting, n: [*waiting[:1], *waiting[:1]], lambda waiting, n: [Unfinished(Prompt(99, "no", (1,)))]],
+    ids=["twice", "another"],
+)
+def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -> None:
+    held = Backlog(unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1)
+
+    async def work(collector: Collector, book: Book) -> None:
+        with pytest.raises(ConfigError, match=r"rollout\.buffer_filter_path: .*prompt_id=(0|99),.*each once"):
+            await collector.batch()
+
+    asyncio.run(collecting(FakeEngine(), work, Rules(2, 2, 9), held, first=choose))
 
 
 @pytest.mark.parametrize("keep_partial", [True, False])

@@ -8,11 +8,12 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.rollout.recorded import read_groups, write_groups
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
+TEXT = "größer\n三\u2028\x85\x0c"
+
 
 def group(prompt_id: int) -> SampleGroup:
     samples = [
-        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), "größer\n三\u2028\x85\x0c", "length", 7, "x" if i else None)
-        for i in range(2)
+        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), TEXT, "length", 7, "x" if i else None) for i in range(2)
     ]
     return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
 
