@@ -85,7 +85,11 @@ def blot_out(secret: str | None) -> None:
 
     def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except Exception:  # values that do not fit its words are no error of the code that wrote the line
+            message = f"{record.msg} (with values that do not fit)"
+            record.msg, record.args = message, ()
         if secret in message:
             record.msg, record.args = message.replace(secret, "***"), ()
         return record

@@ -7,13 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rlpost.errors import ConfigError, EngineDied, RolloutError
-from rlpost.rollout import server
+from rlpost.rollout import process, server
 from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.server_args import check_server_args, in_its_words, server_arg_names
 
@@ -63,10 +65,11 @@ def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> 
         server.blot_out(KEY)
         logging.getLogger("any").warning("arguments %s", {"api_key": KEY})
         logging.getLogger("any").warning(f"of 100% {KEY}")
+        logging.getLogger("any").warning("%d engines", KEY)
     finally:
         logging.setLogRecordFactory(make)
     assert KEY not in caplog.text
-    assert caplog.messages == ["arguments {'api_key': '***'}", "of 100% ***"]
+    assert caplog.messages == ["arguments {'api_key': '***'}", "of 100% ***", "%d engines (with values that do not fit)"]
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -133,3 +136,34 @@ def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
     assert in_its_words({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {"cuda_graph_bs_decode": [1, 2, 4], "tp_size": 2}
     assert in_its_words({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
     assert in_its_words({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"
+
+
+def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
+    """``http.client`` has an error of its own for that, which is none of the operating system's."""
+
+    def half(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answering = threading.Thread(target=half, args=(listening,))
+        answering.start()
+        router = Router(policy="random", api_key=KEY, log_path=os.devnull, metrics_port=1)
+        router.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(RolloutError, match=r"GET /workers failed: IncompleteRead"):
+            router.remove_engine("http://x")
+        answering.join()
+
+
+def test_a_process_that_not_even_a_kill_ends_is_named_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
+    server_process = process.ServerProcess("router", "router x", tmp_path / "log")
+    server_process.spawn({})
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "KILL_WAIT_S", 0.05)
+        patched.setattr(process.os, "killpg", lambda group, number: None)
+        with pytest.raises(RolloutError, match=rf"router x: process {server_process.pid} is still there"):
+            server_process.stop()
+    server_process.stop()
+    assert not server_process.alive()
