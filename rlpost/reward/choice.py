@@ -2,7 +2,8 @@ r"""The reward ``gpqa``: the letter that a response chooses, or the text of the 
 
 Comes in: a response; a label that is a letter, a position (0 is A) or the text of a choice; what the metadata tells of
 the choices. Goes out: 1 or 0. The letter is the last one that is named as the answer (``The answer is C``,
-``Answer: (C)``, ``\boxed{C}``), else the last that is called correct, else the last capital that stands alone.
+``Answer: (C)``, ``\boxed{C}``), else the last that is called correct, else the last option or choice that is named, else
+the last capital that stands alone and is not the word I.
 Metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``.
 """
 
@@ -20,12 +21,12 @@ LETTERS = string.ascii_uppercase[:10]
 _CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"  # a capital, or a small letter with nothing behind it
 _AROUND = r"[\s:=\-*_(\[{\"'$\\]{0,12}"
 _COMMANDS = r"(?:(?:boxed|text|textbf|mathrm|mathbf|option|choice|letter|the)\b" + _AROUND + "){0,4}"
-_NAMED = re.compile(
-    rf"(?:\b(?i:answer|option|choice)\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?|\\boxed\b)"
-    rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
-)
+_IS = rf"\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?"
+_BEHIND = rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
+_NAMED = re.compile(rf"(?:\b(?i:answer){_IS}|\\boxed\b){_BEHIND}")
 _CALLED_CORRECT = re.compile(r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE)
-_ALONE = re.compile(r"\b([A-Z])\b")
+_OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
+_ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 
 
 def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
@@ -36,7 +37,9 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float
     wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
     if wanted is not None and given is not None:
         return float(given == wanted)
-    texts = [label, metadata.get("correct_answer"), metadata.get("answer_text")]
+    texts = [metadata.get("correct_answer"), metadata.get("answer_text")]
+    if wanted is None or len(_plain(label or "")) > 1:
+        texts.append(label)  # a letter is no text: every "a" of a sentence would say it
     if wanted is not None and letters.index(wanted) < len(choices):
         texts.append(choices[letters.index(wanted)])
     said = f" {_plain(text)} "
@@ -72,7 +75,9 @@ def _wanted(
 
 
 def _chosen(text: str, letters: Sequence[str]) -> str | None:
-    for pattern in (_NAMED, _CALLED_CORRECT, _ALONE):
+    if (whole := _plain(text).upper()) in letters:
+        return whole
+    for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
         found = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if found:
             return found[-1]

@@ -49,7 +49,7 @@ def same_number(answer: str | None, label: str | None, metadata: Mapping[str, An
     """1 when an answer that was cut out already is the label, else -1."""
     if answer is None or label is None:
         return WRONG
-    return RIGHT if even_spelling(answer) == _wanted(label) else WRONG
+    return RIGHT if even_spelling(answer[-LOOKED_AT:]) == _wanted(label) else WRONG
 
 
 def even_spelling(answer: str) -> str:
@@ -59,7 +59,8 @@ def even_spelling(answer: str) -> str:
         answer = answer.replace(before, after)
     for gone in (*UNITS, *MARKS):
         answer = answer.replace(gone, "")
-    answer = re.sub(r"^.*?(\$.*?\$).*$", r"\1", answer)  # mathematics within a sentence
+    if within := re.search(r"\$[^$\n]*\$", answer):
+        answer = within[0]  # mathematics within a sentence
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
@@ -77,6 +78,7 @@ def _wanted(label: str) -> str:
     except ValueError:
         pass
     try:
-        return str(int(float(label)))
-    except (ValueError, OverflowError):
+        number = float(label)
+    except ValueError:
         return label  # no number, as in other data sets
+    return str(int(number)) if number.is_integer() else label

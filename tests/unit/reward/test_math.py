@@ -4,10 +4,12 @@ The verdicts of ``deepscaler`` and ``dapo`` are those of the graders that the re
 theirs is plainly wrong, ours differs and the case says so.
 """
 
+import time
+
 import pytest
 
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.dapo import dapo, even_spelling
+from rlpost.reward.dapo import dapo, even_spelling, same_number
 from rlpost.reward.deepscaler import answer_equals, deepscaler, plain_form
 from rlpost.reward.mathverify import math
 
@@ -157,11 +159,20 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         ("42", "42", -1),
         ("Answer: 42" + " filler" * 60, "42", -1),  # only the end is looked at
         (r"Answer: \frac34", r"\frac{3}{4}", 1),  # a label that is no number: the published grader crashes
+        ("Answer: 3.5", "3.5", 1),  # and it takes this one for 3
+        ("Answer: 3", "3.5", -1),
         ("Answer: 42", None, -1),
     ],
 )
 def test_dapo_is_1_or_minus_1_by_the_last_answer_line(response: str, label: str | None, reward: int) -> None:
     assert dapo(response, label, {}) == reward
+
+
+def test_dapo_is_done_at_once_with_any_box() -> None:
+    """It runs where the answer arrives: these dollars took minutes once."""
+    started = time.monotonic()
+    assert same_number("$1" * 3000 + "\nx", "42") == -1
+    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,12 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("Answer: A? No. The answer is B.", "B", {}, 1),
         ("Answer: A is wrong.</think>The answer is B.", "B", {}, 1),
         ("the answer is definitely B", "B", {}, 1),  # not the D of "definitely"
+        ("The answer is B. Option A is wrong.", "B", {}, 1),
+        ("Option B is the correct answer. Choice C fails.", "B", {}, 1),
+        ("I settle on C, I think", "C", {}, 1),
+        ("b.", "B", {}, 1),
+        ("nobody gave a letter", "A", {}, 0),  # its "a" is none
+        ("2 things", "2", FOUR, 0),
         ("Answer: C, but actually A was right, no wait B.", "B", {"valid_letters": ["A", "B"]}, 1),
         ("Answer: C", "2", FOUR, 1),
         ("Answer: C", "gamma", FOUR, 1),
