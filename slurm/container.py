@@ -123,10 +123,12 @@ def enroot_command(container: Container) -> str:
 """
 
 
-def enroot_removal() -> str:
-    """A line after the agents' end: raw enroot leaves the extracted image on every node."""
+def enroot_removal(seconds: str = "60") -> str:
+    """A line after the agents' end: raw enroot leaves the extracted image on every node. ``seconds``: at most, as text
+    for the shell; what is left then goes when the job next starts on that node (``enroot_start.sh``)."""
+    step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
     return f"""\
-timeout 60 srun --ntasks-per-node=1 --overlap --mpi=none enroot remove --force -- {_NAME} || log "a container is left"
+{step} enroot remove --force -- {_NAME} || log "a container is left"
 """
 
 

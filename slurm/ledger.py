@@ -49,7 +49,7 @@ class Ledger:
     def read(self) -> list[dict[str, Any]]:
         """All entries in order; lines that a crash cut off are left out. Empty without a file."""
         try:
-            lines = self.path.read_text().splitlines()
+            lines = self.path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return []
         entries = []

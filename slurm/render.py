@@ -12,6 +12,9 @@ Python, only a preempted run starts again. What the script knows that the agents
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
+- The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
+- The verdict may come ten seconds before the end of the job, and a job that has reached its time limit cannot be
+  requeued: neither srun nor a container is waited for longer than the end allows.
 - Slurm 22.05 does not requeue a preempted job that ended by itself within its grace time: the script must.
 - The hosts that a job does without can be changed only while it waits: after the requeue, which has sent TERM by then.
 - Where requeueing is forbidden a new job goes on with the same folder. It depends on the end of this one by its name
@@ -29,6 +32,7 @@ from collections.abc import Sequence
 
 from slurm.container import enroot_command, enroot_removal, pyxis_options
 from slurm.spec import JobSpec
+from slurm.supervise import EXIT_PREEMPTED
 
 
 def render_sbatch(spec: JobSpec) -> str:
@@ -117,10 +121,10 @@ def shell_word(text: str) -> str:
 
 def _record(spec: JobSpec) -> str:
     image = ' --image "$image"' if spec.container else ""
+    unless = f'{{ [ $? = {EXIT_PREEMPTED} ] && exit {EXIT_PREEMPTED}; log "no budgets on this host"; }}'
     return f"""\
 supervise() {{ {_host_python(spec)} -m slurm.supervise "$@" --run-folder "$run_folder" --attempt "$attempt"; }}
-supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || log "no budgets on this host"
-
+supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || {unless}
 """
 
 
@@ -141,17 +145,15 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=non
 
 
 def _wait(spec: JobSpec) -> str:
-    is_enroot = spec.container is not None and spec.container.backend == "enroot"
     return f"""\
 srun_pid=$! code=0 end=''
 # A signal ends wait, not srun; and srun may stay long after the verdict.
 while kill -0 "$srun_pid" 2>/dev/null && [ "$SECONDS" -lt "${{end:-$((SECONDS + 1))}}" ]; do
-  [ -e "$attempt_dir/verdict" ] && end=${{end:-$((SECONDS + {spec.teardown_s}))}}
+  [ -e "$attempt_dir/verdict" ] && end=${{end:-$((SECONDS + $(patience {spec.teardown_s})))}}
   sleep 1 &
   wait -n "$srun_pid" "$!"
 done
 kill -0 "$srun_pid" 2>/dev/null || {{ wait "$srun_pid" || code=$?; }}
-{enroot_removal() if is_enroot else ""}\
 """
 
 
@@ -161,9 +163,13 @@ def _decide(spec: JobSpec) -> str:
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []
     preempted = "75" if spec.requeue == "never" else "again"
+    removal = ""
+    if spec.container is not None and spec.container.backend == "enroot":
+        removal = enroot_removal('"$(patience 60)"')
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"
+{removal}\
 read -r answer exclude < <(supervise end --code "$code" ${{terminated:+--terminated}} \\
   {shlex.join(words)})
 [ "$answer" ] || case $verdict in # no Python on this host
@@ -196,15 +202,18 @@ done
 
 _PREAMBLE = """\
 # Rendered by slurm/render.py, which says why each step is as it is.
-set -u
-umask 077
+set -u; umask 077
 log() { echo "$(date '+%F %T') batch: $*"; }
 job_end() { SLURM_TIME_FORMAT=%s timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %e; } # a preemption moves it
+patience() { # seconds for what may hang: $1, unless the job ends before
+  local left=$1 end; end=$(job_end)
+  [ "$end" -gt 0 ] 2>/dev/null && left=$((end - $(date +%s) - 5))
+  echo $((left < 1 ? 1 : left < $1 ? left : $1))
+}
 
 stopped='' terminated=''
 trap 'stopped=early' USR2
 trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
-
 """
 
 _ATTEMPT = """\
@@ -231,14 +240,12 @@ write_stop() {
   mv -n "$attempt_dir/.STOP" "$attempt_dir/STOP"
 }
 trap write_stop USR2; [ "$stopped" = early ] && write_stop
-
 """
 
 _AGAIN = """\
 [ "$answer" = again ] || exit "$answer"
-state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
+for _ in {1..30}; do state=$(timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %T) && break; sleep 2; done
 [ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
-trap '' TERM # requeue sends it
-log "requeue: the run can go on from its checkpoint"
+log "requeue: the run can go on from its checkpoint"; trap '' TERM # requeue sends it
 """

@@ -50,7 +50,8 @@ class JobSpec:
         environment: (name, value) of variables of the agents and all below, set inside the container. No secrets: they
             stand in the script.
         setup_commands: lines of shell that each node runs before its agent, inside the container.
-        teardown_s: seconds after the verdict at which srun is not waited for any more (it lingers when a node died).
+        teardown_s: seconds after the verdict at which srun is not waited for any more (it lingers when a node died), or
+            sooner where the job ends.
         signal_lead_s: seconds before that limit at which Slurm sends USR2 to the batch shell.
         driver_args: arguments of ``python -m rlpost.train``, before those that the script adds: a recipe comes first.
         agent_args: more arguments of ``python -m bootstrap.agent``.

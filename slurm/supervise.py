@@ -107,13 +107,16 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
     An attempt that ended without a verdict (its batch host died) counts as well.
     """
-    stalled, best, newest_job = 0, -1, ""
+    stalled, best, newest_job, is_submitted = 0, -1, "", False
     for entry in entries:
         if entry.get("event") == "submitted":
             # A job may have begun before sbatch returned and the submission was written down.
-            stalled = int(bool(newest_job) and entry.get("job_id") == newest_job)
+            stalled, is_submitted = int(bool(newest_job) and entry.get("job_id") == newest_job), True
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
+        elif entry.get("event") == "started" and is_submitted:
+            # A person may have removed checkpoints before submitting again: the newest is where this one begins.
+            best, is_submitted = min(best, entry.get("step", best)), False
         elif _reached(entry) > best:
             best, stalled = _reached(entry), 0
     return stalled
@@ -139,11 +142,19 @@ def bad_hosts(run_folder: Path) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Write the ledger's line on a new attempt."""
+    """Write the ledger's line on a new attempt; EXIT_PREEMPTED where its job was cancelled and must end at once.
+
+    Slurm lets a script requeue a job in the same moment in which it is cancelled. Only its own job counts: the one of a
+    new submission may be here before its line is.
+    """
     run_folder: Path = options.run_folder
+    ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
-    Ledger(run_folder / "ledger.jsonl").append("attempt", **details, code=_json(run_folder / "code.json"))
+    ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
+    if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):
+        print(f"job {options.job} was cancelled (rlpost cancel) and does not start again", file=sys.stderr)
+        return EXIT_PREEMPTED
     return 0
 
 

@@ -82,8 +82,8 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     assert ledger.read() == []
     ledger.append("submitted", job_id="7")
-    with ledger.path.open("a") as file:
-        file.write('{"time": "2026-')
+    with ledger.path.open("ab") as file:
+        file.write(b'\x00\xff\n{"time": "2026-')
     ledger.append("requeued", attempt=1)
     entries = ledger.read()
     assert [(entry["event"], entry.get("job_id"), entry.get("attempt")) for entry in entries] == [

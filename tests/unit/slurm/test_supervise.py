@@ -59,6 +59,15 @@ def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwh
     assert (tmp_path / "taken").read_text() == "9\n"
 
 
+def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(tmp_path: Path) -> None:
+    """The job of a new submission does, though its line may still be missing."""
+    Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="7")
+    words = ("-m", "slurm.supervise", "start", "--run-folder", str(tmp_path), "--attempt", "1", "--job")
+    ended, begun = (subprocess.run([sys.executable, *words, job], cwd=ROOT, capture_output=True) for job in "78")
+    assert (ended.returncode, begun.returncode) == (75, 0)
+    assert b"job 7 was cancelled" in ended.stderr
+
+
 def test_a_failure_never_exits_with_zero() -> None:
     assert code(Ending("failed", code=0, terminated=True)) == 1
 
@@ -91,6 +100,16 @@ def test_attempts_without_a_verdict_count_as_standing_still() -> None:
     assert stalled_attempts([ATTEMPT, ATTEMPT]) == 2
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(5)]) == 1
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(6)]) == 0
+
+
+def test_whoever_removes_checkpoints_and_submits_again_makes_progress_from_where_the_run_begins() -> None:
+    def started(step: int) -> dict[str, Any]:
+        return {"event": "started", "step": step}
+
+    before = [ATTEMPT, started(0), committed(90), SUBMITTED, ATTEMPT, started(30)]
+    assert stalled_attempts([*before, committed(40)]) == 0
+    assert stalled_attempts([*before, ATTEMPT, started(30), committed(30)]) == 2, "from there on as always"
+    assert stalled_attempts([ATTEMPT, committed(90), ATTEMPT, started(60), committed(90)]) == 1, "nobody did: damaged"
 
 
 def test_a_job_that_begins_before_its_submission_is_written_down_counts() -> None:
