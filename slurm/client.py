@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurm.errors import JobError, SubmitError
@@ -68,14 +69,17 @@ def ask_to_requeue(job_id: str) -> None:
         raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
 
 
-def expected_start(script: Path) -> str:
+def expected_start(script: Path, environ: Mapping[str, str]) -> str:
     """When and where Slurm would start this script; submits nothing.
+
+    Args:
+        environ: of sbatch, which sends it to the controller with the question, as with a job.
 
     Raises:
         SubmitError: sbatch would not take it; holds what it said.
         JobError: there is no sbatch here, or it does not answer.
     """
-    done = _order("sbatch", "--test-only", str(script))
+    done = _order("sbatch", "--test-only", str(script), environ=environ)
     if done.returncode != 0:
         raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
     return done.stderr.strip().removeprefix("sbatch: ")
@@ -87,10 +91,10 @@ def _checked(job_id: str) -> str:
     return job_id
 
 
-def _order(*argv: str) -> subprocess.CompletedProcess[str]:
+def _order(*argv: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """A command whose answer is needed. Raises JobError when there is none."""
     try:
-        return _slurm(*argv)
+        return _slurm(*argv, environ=environ)
     except FileNotFoundError:
         raise JobError(f"there is no {argv[0]} on this host; call this where Slurm's commands are") from None
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -99,5 +103,5 @@ def _order(*argv: str) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
-def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+def _slurm(*argv: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ)

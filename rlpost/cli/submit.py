@@ -21,6 +21,7 @@ from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
 from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -42,8 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder."""
+    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder.
+
+    Raises:
+        ConfigError: a key is among the variables, which stand in the batch script.
+        SpecError: a value cannot go into a batch script.
+    """
     cluster = config.cluster
+    if keys := [name for name in KEYS if name in cluster.environment]:
+        raise ConfigError(
+            f"cluster.environment (--environment) has {', '.join(keys)}, which would stand in the batch script; export "
+            "it where rlpost submit is called instead: then it goes into RUN/secrets.env alone"
+        )
     agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
     agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
     if cluster.socket_ifname is not None:
@@ -146,7 +157,7 @@ def _tested(spec: JobSpec) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(render_sbatch(spec))
         script.flush()
-        return expected_start(Path(script.name))
+        return expected_start(Path(script.name), without_keys(os.environ))
 
 
 def _add_options(made: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rlpost.cli.submit import main
 from rlpost.config.flags import fields, flag
+from rlpost.config.keys import KEYS
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
@@ -35,6 +36,27 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert "#SBATCH --partition=low" in script and "bootstrap.agent" in script and "rlpost.train" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not (project / "runs").exists()
+
+
+def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, monkeypatch, capsys):
+    """sbatch sends its environment with the question as with a job."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("scontrol", "exit 0"), ("sbatch", f"env >{tmp_path}/seen; echo 'sbatch: Job 7 to start' >&2")):
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    for name in KEYS:
+        monkeypatch.setenv(name, "hf_secret")
+    assert main(["recipe.toml", "--test-only"]) == 0
+    assert capsys.readouterr().out == "Job 7 to start\n"
+    assert "hf_secret" not in (tmp_path / "seen").read_text()
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_among_the_variables_of_the_script_is_refused_unseen(project, capsys, name):
+    message = refused(capsys, "--environment", f"{name}=hush", "NCCL_DEBUG=INFO")
+    assert name in message and "secrets.env" in message and "hush" not in message
 
 
 def test_without_a_recipe_it_says_how_to_name_one(project, capsys):

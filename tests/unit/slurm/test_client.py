@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slurm.errors import JobError, SlurmError
 ORDERS: list[Callable[[], object]] = [
     lambda: client.cancel("7"),
     lambda: client.ask_to_requeue("7"),
-    lambda: client.expected_start(Path("job.sbatch")),
+    lambda: client.expected_start(Path("job.sbatch"), os.environ),
 ]
 
 
