@@ -108,8 +108,11 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
         with suppress(SlurmError):  # the attempt's folder says how it ended
             submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
         return job_id
-    # The process must import this package wherever the user stands.
-    python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])
+    # The process must import this package wherever the user stands, and use the GPUs that it was given: submitit counts
+    # from 0.
+    variables = [f"PYTHONPATH={spec.home}"]
+    variables += [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ]
+    python = shlex.join(["env", *variables, spec.python])
     executor = submitit.LocalExecutor(folder=run.submitit, python=python)
     executor.update_parameters(
         timeout_min=math.ceil(spec.time_limit_s / 60) + 1,  # the attempt itself ends in time; this is the safety net

@@ -55,9 +55,12 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
     num_files = 0
     for path in paths:
         num_files += _copy(source / path, beside / path)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(old)  # to remove it takes seconds, and a job may start in any of them
     beside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
     commit = _git_line(source, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
     return Snapshot(commit, in_git and bool(_git_line(source, "status", "--porcelain")), num_files)
 

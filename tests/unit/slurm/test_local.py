@@ -38,7 +38,11 @@ def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJ
     return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
 
 
-def test_a_local_run_calls_the_agent_as_the_batch_script_does(tmp_path: Path, home: Path) -> None:
+def test_a_local_run_calls_the_agent_as_the_batch_script_does(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with the GPUs that the person has chosen, whatever submitit counts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
     run, job = start(tmp_path, home, "done")
     assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
     assert job.result() == "done"
@@ -56,6 +60,7 @@ def test_a_local_run_calls_the_agent_as_the_batch_script_does(tmp_path: Path, ho
     ]
     assert facts["cwd"] == str(home)
     assert facts["environment"]["SLURM_JOB_ID"] is None
+    assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "5,GPU-6"
     assert [entry["event"] for entry in run.ledger.read()] == ["submitted"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -63,6 +64,22 @@ def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: 
     snapshot_code(checkout, target)
     assert set(files(target)) == {".gitignore", "link", "odd \n'; touch x", "pkg/a.py"}
     assert files(target)["pkg/a.py"] == "newer"
+
+
+def test_a_job_that_starts_meanwhile_finds_the_whole_code(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To remove the code of the last submission takes seconds on a shared file system."""
+    target = checkout / "runs/x/code"
+    snapshot_code(checkout, target)
+    seen, remove = [], shutil.rmtree
+
+    def slow(folder: Path, **options: bool) -> None:
+        seen.append(len(files(target)))
+        assert folder != target
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    snapshot_code(checkout, target)
+    assert set(seen) == {4} and [path.name for path in target.parent.iterdir() if path.is_dir()] == ["code"]
 
 
 def test_a_clean_checkout_is_called_clean(checkout: Path) -> None:

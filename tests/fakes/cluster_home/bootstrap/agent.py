@@ -57,7 +57,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)
     names = ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID", "MARK", "IMAGE", "SET_UP")
-    place = {key: os.environ.get(key) for key in names}
+    place = {key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES")}
     facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}
     write(attempt_dir / f"argv-{host}.json", json.dumps(facts))
     if behaviour == "crash":
