@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, job_ids, local_is_alive, running_job
+from rlpost.cli.runs import (
+    LOCAL,
+    add_run_options,
+    current_job,
+    find_run,
+    job_ids,
+    local_is_alive,
+    running_job,
+    settings_of,
+)
 from rlpost.errors import ConfigError
 from slurm.client import ask_to_requeue, cancel
 from slurm.local import request_stop
@@ -53,7 +62,10 @@ def requeue_main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    job_id = running_job(run, what_for="nobody would start it again: use rlpost cancel, then submit --resume").job_id
+    otherwise = "nobody would start it again: use rlpost cancel, then submit --resume"
+    job_id = running_job(run, what_for=otherwise).job_id
+    if settings_of(run).get("cluster", {}).get("requeue") == "never":
+        raise ConfigError(f"{run.root.name}: cluster.requeue = 'never', so {otherwise}")
     ask_to_requeue(job_id)
     print(f"asked {run.root.name} (job {job_id}) to save and go on; see rlpost logs -f {run.root.name}")
     return 0

@@ -104,7 +104,11 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
 def conclude(run: RunFolder) -> int:
     """Print how a run that is over ended and what came out; returns its exit code."""
     verdict_file = run.attempts / "latest" / "verdict"
-    verdict = verdict_file.read_text().strip() if verdict_file.exists() else "failed"
+    if not verdict_file.exists():
+        logs = run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
+        print(f"ended: failed, and the agents left no verdict; see {logs} and {run.attempts / 'latest'}")
+        return 1
+    verdict = verdict_file.read_text().strip()
     if verdict != "done":
         cause = run.attempts / "latest" / "verdict.json"
         print(f"ended: {verdict}" + (f"\n{cause.read_text().strip()}" if cause.exists() else ""))

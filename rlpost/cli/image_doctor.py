@@ -80,8 +80,8 @@ def _submitted(script: str, folder: Path) -> int:
             if job:
                 subprocess.run(["scancel", job])
             raise
-    said = "".join(log.read_text() for log in folder.glob("*.log"))
+    said = "".join(log.read_text(errors="replace") for log in folder.glob("*.log"))
     if code not in (0, 1) or not said:  # no verdict on the image: what Slurm and the container said
-        said = "".join(path.read_text() for path in folder.glob("job.out")) + said
+        said = "".join(path.read_text(errors="replace") for path in folder.glob("job.out")) + said
     print(said or f"the job wrote nothing (sbatch: exit {code})\n", end="")
     return code

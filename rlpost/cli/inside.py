@@ -18,6 +18,7 @@ from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.nodelist import expand
 from slurm.run_folder import RunFolder
+from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
 DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
@@ -103,8 +104,15 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
         container = container_of(parse_dump(run.run_json.read_text()).cluster)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
-    restarts = job_info(job_id).num_restarts if container else 0  # the container's name holds it
-    return Inside(run.root, run.code, container, restarts)
+    if container is None:
+        return Inside(run.root, run.code)
+    info = job_info(job_id)
+    if info.state is JobState.UNKNOWN:
+        raise ConfigError(
+            f"{run.root.name}: scontrol does not say how often job {job_id} was restarted, and its container's name "
+            "holds that; does scontrol ping say that the controller is up?"
+        )
+    return Inside(run.root, run.code, container, info.num_restarts)
 
 
 def _checked(node: str | None, nodes: Sequence[str]) -> str | None:

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
+    if options.write_gbps <= 0:
+        raise ConfigError(f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     shape, width = model_of(config)
     console = Console(file=sys.stdout, width=WIDTH, highlight=False)
@@ -118,9 +120,12 @@ def parse_size(text: str) -> int:
     """Bytes of ``80GB`` or ``79.6GiB``. Raises ConfigError."""
     found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G|)", text)
     try:
-        return int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
+        size = int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ConfigError(f"--gpu-memory {text}: write a size such as 80GB or 141GB") from None
+        size = 0
+    if size < 1:
+        raise ConfigError(f"--gpu-memory {text}: write a size such as 80GB or 141GB")
+    return size
 
 
 def table(made: Estimate, write_gbps: float) -> Table:

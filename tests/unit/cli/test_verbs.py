@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli import control, follow, image_doctor
+from rlpost.cli import control, follow, image_doctor, inside, runs
 from rlpost.cli.inside import dashboard_port, head_of
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
+from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError
 from rlpost.reward.pool import _Worker
 from rlpost.rollout.process import ServerProcess
@@ -122,6 +123,37 @@ def test_a_run_on_this_machine_is_cancelled_by_its_attempt_and_before_there_is_o
     attempt = run.new_attempt()
     assert main(["cancel", "here"]) == 0
     assert json.loads((attempt / "STOP").read_text())["reason"] == "rlpost cancel"
+
+
+def test_a_run_that_nobody_would_start_again_is_not_asked_to_requeue(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", job_id="7")
+    run.run_json.write_text('{"cluster": {"requeue": "never"}}')
+    monkeypatch.setattr(runs, "queue", lambda ids: {"7": QueueEntry("7", JobState.RUNNING)})
+    monkeypatch.setattr(control, "ask_to_requeue", lambda job_id: pytest.fail("it would end for good"))
+    assert main(["requeue", str(run.root)]) == 2
+    assert "cluster.requeue = 'never'" in capsys.readouterr().err
+
+
+def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_path):
+    """Its name holds the restarts of the job, which only the controller knows."""
+    run = make_run(tmp_path / "run", job_id="7")
+    cluster = {"container": "pyxis", "container_image": "/images/a.sqsh", "runs_dir": "/runs"}
+    run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
+    with pytest.raises(ConfigError, match="scontrol"):
+        inside._inside(run, "7")
+
+
+@pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
+def test_a_run_that_ends_without_a_verdict_says_where_to_look(tmp_path, capsys, job_id, logs):
+    run = make_run(tmp_path / "run", job_id=job_id)
+    assert follow.conclude(run) == 1
+    assert f"see {run.root}/{logs} and {run.attempts}/latest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--gpu-memory", "0GB"], ["--write-gbps", "0"]])
+def test_a_plan_for_hardware_that_is_none_is_refused(capsys, words):
+    assert main(["plan", str(ROOT / "jobs/recipes/qwen3_4b.toml"), *words]) == 2
+    assert f"error: {words[0]} 0" in capsys.readouterr().err
 
 
 def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch):
