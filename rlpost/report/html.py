@@ -17,8 +17,8 @@ Cell = str | tuple[str, str]  # the text, and the class of its cell
 
 
 def text(value: Any) -> str:
-    """A value as text that stands for itself anywhere in the page."""
-    return escape(str(value))
+    """A value as text that stands for itself anywhere in the page; half a surrogate pair, which no file can hold, is ?."""
+    return escape(str(value)).encode(errors="replace").decode()
 
 
 def raw(tag: str, words: str) -> str:

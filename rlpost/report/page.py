@@ -88,7 +88,7 @@ def _state(facts: RunFacts, told: Timeline | None) -> tuple[str, str]:
     """Words and class for how the run stands as far as its folder tells."""
     if told is None:
         return "not started", "soft"
-    if any(mark.kind == "done" for mark in told.marks[-1:]):
+    if [entry["event"] for entry in facts.events if entry["event"] != "verdict"][-1:] == ["done"]:
         return "done", "good"
     newest = facts.events[-1]
     if newest["event"] == "verdict":

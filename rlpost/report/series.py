@@ -66,11 +66,13 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 def short(value: float) -> str:
     """A number in few letters.
 
-    >>> [short(x) for x in (0, 0.25, 12.0, 1234.0, 2.5e6, 3e-5)]
-    ['0', '0.25', '12', '1.23k', '2.5M', '3e-5']
+    >>> [short(x) for x in (0, 0.25, 12.0, 1234.0, 2.5e6, 3e-5, math.nan)]
+    ['0', '0.25', '12', '1.23k', '2.5M', '3e-5', 'nan']
     """
     if value == 0:
         return "0"
+    if not math.isfinite(value):
+        return str(value)
     for size, letter in _SIZES:
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"

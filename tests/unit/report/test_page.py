@@ -125,6 +125,22 @@ def test_half_a_run_has_a_page(tmp_path, torn):
     Reader(report_page(read_facts(run)))
 
 
+def test_half_a_letter_in_a_label_is_a_question_mark(tmp_path):
+    """As JSON may hold it: the page is still a file."""
+    run = make_run(tmp_path / "run", num_steps=1, preempted_at=())
+    sample = {"prompt_id": 1, "answer": "a", "label": "smile \ud83d", "reward": 1.0}
+    (run.report / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [sample]}) + "\n")
+    assert "label smile ?" in write_report(run).read_text()
+
+
+def test_a_run_that_was_done_and_is_submitted_again_is_not_done(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=20, preempted_at=())
+    assert 'badge good">done' in report_page(read_facts(run))
+    for event in ("submitted", "attempt", "started", "ready"):
+        run.ledger.append(event, attempt="1", nodes=[], step=20)
+    assert 'badge good">training' in report_page(read_facts(run))
+
+
 def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     (tmp_path / "report").write_text("a file where the folder should be")
     try_to_write_report(RunFolder(tmp_path))

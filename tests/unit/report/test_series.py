@@ -60,6 +60,7 @@ def test_a_constant_has_an_axis_around_it():
 
 
 def test_numbers_and_times_are_short():
+    assert [short(x) for x in (math.nan, math.inf)] == ["nan", "inf"]
     assert [short(x) for x in (0, 0.25, -12.0, 1234.0, 2.5e6, 3e-5, 3.4e-4)] == [
         *("0", "0.25", "-12", "1.23k", "2.5M", "3e-5", "3.4e-4")
     ]
