@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
+from rlpost.files import in_daemon
 from rlpost.metrics.spans import SPANS
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,8 @@ class Checkpoints:
         committed: Callable[[int, Path], None],
         provenance: Provenance | None = None,
     ) -> None:
-        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit;
+        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit, and
+        an OSError of it is logged;
         ``provenance`` goes into each and is held against that of what is resumed from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
@@ -128,27 +132,18 @@ class Checkpoints:
 
         Raises CheckpointError or OSError when it cannot be written, or is not within --save-deadline-s.
         """
-        deadline_s = self._settings.save_deadline_s
         started = time.monotonic()
         await self.settle()
         self._owed = state.step
         if self._is_writing():
             raise CheckpointError(
-                f"the checkpoint before that of step {state.step} is still being written after {deadline_s:.0f} s "
-                f"(--save-deadline-s): the storage under {self._save} hangs"
+                f"the checkpoint before that of step {state.step} is still being written after "
+                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under {self._save} hangs"
             )
-        try:
-            async with asyncio.timeout(deadline_s):
-                folder = await self._begun(state)
-                await write(folder)
-        except TimeoutError:
-            raise CheckpointError(
-                f"checkpoint of step {state.step} was not written within {deadline_s:.0f} s (--save-deadline-s)"
-            ) from None
-        except (RlpostError, OSError):
-            self.check_owner()
-            raise
-        await self._commit(state, folder, started, blocking_s=None)
+        async with self._deadline(state):
+            folder = await self._written(state, write)
+            await self._commit(state, folder, started, blocking_s=None)
+        await self._tidy()
         return True
 
     async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
@@ -166,12 +161,8 @@ class Checkpoints:
             )
             return False
         self._started = time.monotonic()
-        try:
-            folder = await self._begun(state)
-            await write(folder)
-        except (RlpostError, OSError):
-            self.check_owner()
-            raise
+        async with self._deadline(state):
+            folder = await self._written(state, write)
         blocking_s = time.monotonic() - self._started
         logger.info("checkpoint of step %d copied in %.2f s; training goes on", state.step, blocking_s)
         self._background = asyncio.create_task(self._finish(state, folder, finish, blocking_s))
@@ -195,10 +186,32 @@ class Checkpoints:
             background, self._background = self._background, None
             background.result()
 
-    async def _begun(self, state: RunState) -> Path:
+    @asynccontextmanager
+    async def _deadline(self, state: RunState) -> AsyncIterator[None]:
+        """Of what training waits for."""
+        deadline = asyncio.timeout(self._settings.save_deadline_s)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # the storage's own
+            raise CheckpointError(
+                f"checkpoint of step {state.step} was not written to {self._save} within "
+                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s)"
+            ) from None
+
+    async def _written(self, state: RunState, write: Write) -> Path:
+        """The folder that ``write`` filled."""
         self.check_owner()
         lane = None if self._claim is None else self._claim.lane
-        return await asyncio.to_thread(begin, self._save, state.step, lane=lane)
+        try:
+            folder = await in_daemon(partial(begin, self._save, state.step, lane=lane))
+            await write(folder)
+        except (RlpostError, OSError):
+            self.check_owner()
+            raise
+        return folder
 
     async def _finish(
         self, state: RunState, folder: Path, finish: Callable[[], Awaitable[Any]], blocking_s: float
@@ -211,11 +224,13 @@ class Checkpoints:
         except (RlpostError, OSError) as error:
             logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
             self.check_owner()
+            return
+        await self._tidy()
 
     async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
         try:
-            num_bytes = await asyncio.to_thread(self._write_beside, state, folder)
-            path = await asyncio.to_thread(commit, folder, check=self.check_owner)
+            num_bytes = await in_daemon(partial(self._write_beside, state, folder))
+            path = await in_daemon(partial(commit, folder, check=self.check_owner))
         except (CheckpointError, OSError):
             self.check_owner()  # its folder may have been taken away
             raise
@@ -225,8 +240,10 @@ class Checkpoints:
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None
-        self._committed(state.step, path)
-        await asyncio.to_thread(self._prune)
+        try:
+            self._committed(state.step, path)
+        except OSError as error:
+            logger.error("checkpoint %s is committed, but this cannot be written down: %s", path, error)
 
     def _write_beside(self, state: RunState, folder: Path) -> int:
         """Add what is not the actors' to write; returns the bytes of all."""
@@ -235,8 +252,15 @@ class Checkpoints:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    def _prune(self) -> None:
+    async def _tidy(self) -> None:
         """What cannot be deleted today is tomorrow: a commit is one all the same."""
+        try:
+            async with asyncio.timeout(self._settings.save_deadline_s):
+                await in_daemon(self._prune)
+        except TimeoutError:
+            logger.warning("old checkpoints in %s are still being deleted; they are not waited for", self._save)
+
+    def _prune(self) -> None:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane
         try:
             self.check_owner()

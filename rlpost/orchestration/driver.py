@@ -42,15 +42,14 @@ def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
     except Preempted as request:
-        seconds = _rounded(stop.seconds_from_signal())
-        run.ledger.append(
-            "preempted",
-            reason=str(request),
-            step=stop.at_step,
-            saved=stop.left_with or "nothing",
-            seconds_from_signal=seconds,
-        )
-        logger.info("everything is safe %s s after the signal; saved: %s", seconds, stop.left_with or "nothing")
+        seconds, saved = _rounded(stop.seconds_from_signal()), stop.left_with or "nothing"
+        try:
+            run.ledger.append(
+                "preempted", reason=str(request), step=stop.at_step, saved=saved, seconds_from_signal=seconds
+            )
+        except OSError as error:  # a stop stays a stop
+            logger.error("the ledger does not tell of this stop: %s", error)
+        logger.info("everything is safe %s s after the signal; saved: %s", seconds, saved)
         return EXIT_PREEMPTED
     except (ConfigError, DataError, Fenced) as error:  # fenced: to come back would be to drive the other attempt out
         logger.error("%s", error)

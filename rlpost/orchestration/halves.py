@@ -98,5 +98,5 @@ class TrainOnly(ClusterStages):
         """Nothing: nobody generates."""
         return {}
 
-    def _at_rest(self) -> AbstractAsyncContextManager[None]:
+    def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()

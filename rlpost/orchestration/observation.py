@@ -62,7 +62,8 @@ class Observation:
             self._peak_flops = (await actors.call("peak_flops"))[0]
 
     async def around(self, groups: Sequence[SampleGroup], training: Awaitable[T]) -> T:
-        """Await the training of the next step, under the profiler if it is one of those."""
+        """Await the training of the next step, under the profiler if it is one of those. What a training that ends
+        early leaves of a profile is for ``close``, which knows how much time there is."""
         step, steps = self.step + 1, self._settings.profiled
         if self._actors is not None and step in steps and not self._is_profiling:
             beginning = self._actors.call_each(
@@ -73,12 +74,11 @@ class Observation:
             )
             await self._answer(beginning)
             self._is_profiling, self._first = True, step
-        try:
-            return await training
-        finally:
-            self._done = self._flops.of(groups)
-            if self._is_profiling and step + 1 not in steps:
-                await self._end_profile(step)
+        trained = await training
+        self._done = self._flops.of(groups)
+        if self._is_profiling and step + 1 not in steps:
+            await self._end_profile(step)
+        return trained
 
     async def _end_profile(self, last: int) -> None:
         self._is_profiling = False

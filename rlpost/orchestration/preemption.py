@@ -128,6 +128,7 @@ class StopRequest:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
+        self._is_requested = False
         self._request: Request | None = None
         self._look: asyncio.Task[None] | None = None
         self.saves = SaveTimes()
@@ -137,8 +138,10 @@ class StopRequest:
         """The step that the trainer had reached then."""
 
     def requested(self) -> bool:
-        """Whether the run must end soon. A file system that does not answer for a moment says nothing."""
-        return self._request is not None or os.path.exists(self._path)  # Path.exists raises ESTALE and EIO
+        """Whether the run must end soon; once it must, it must. A file system that does not answer for a moment says
+        nothing."""
+        self._is_requested = self._is_requested or os.path.exists(self._path)  # Path.exists raises ESTALE and EIO
+        return self._is_requested
 
     def check(self) -> None:
         """Raise Preempted, with the reason that the file gives, when a stop was requested."""
@@ -198,7 +201,10 @@ class StopRequest:
 
     def _read(self) -> Request:
         if self._request is None:
-            request = parse_request(self._path.read_text())
-            written = request.time or self._path.stat().st_mtime
+            try:
+                request = parse_request(self._path.read_text(errors="replace"))
+                written = request.time or self._path.stat().st_mtime
+            except OSError as error:  # the next look may tell the deadline
+                return Request(f"its reason cannot be read: {error}")
             self._request = Request(request.reason, written, request.deadline)
         return self._request

@@ -173,8 +173,8 @@ class ClusterStages:
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit the actors' tensors and ``state``; with --async-save in the background, unless told to ``wait``.
 
-        A save that nobody waits for and that fails, or is put off, is logged and owed, and training goes on. Raises
-        Fenced when another attempt has taken the folder over.
+        A save that nobody waits for and that fails, or is put off, is logged and owed, and training goes on; after one
+        to wait for nothing is generated. Raises Fenced when another attempt has taken the folder over.
         """
         in_background = self._config.checkpoint.async_save and not wait
 
@@ -184,7 +184,7 @@ class ClusterStages:
                 "save", [(str(folder), state.step)] * len(self._actors), in_background=in_background
             )
 
-        async with self._at_rest():
+        async with self._at_rest(is_last=wait):
             try:
                 if in_background:
                     is_done = partial(self._actors.call_aside, "save_is_done")
@@ -211,9 +211,9 @@ class ClusterStages:
         """Wait for what the last ``save`` left to the background; False when it failed."""
         return await self._checkpoints.settle()
 
-    def _at_rest(self) -> AbstractAsyncContextManager[None]:
+    def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
         """The trainer's weights and optimizer are on its devices within."""
-        return self._turns.save()
+        return self._turns.save(is_last=is_last)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What tokens of a prompt say, without special ones."""
@@ -221,7 +221,7 @@ class ClusterStages:
 
     async def weights_hash(self) -> str:
         """A hash of the trainer's weights under their Hugging Face names."""
-        async with self._at_rest():
+        async with self._at_rest(is_last=True):
             return (await self._actors.call("weights_hash"))[0]
 
     async def close(self) -> None:

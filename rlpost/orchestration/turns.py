@@ -61,8 +61,9 @@ class Turns:
             await self._fleet.restore_memory("weights", *CACHE)
 
     @asynccontextmanager
-    async def save(self) -> AsyncIterator[None]:
-        """What a checkpoint holds is here within; afterwards it is as it was."""
+    async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
+        """What a checkpoint holds is here within; afterwards it is as it was, or stays when nothing is generated any
+        more."""
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
@@ -71,6 +72,6 @@ class Turns:
         try:
             yield
         finally:
-            if was_away:
+            if was_away and not is_last:
                 await self.generate()
                 await self._fleet.resume()

@@ -27,12 +27,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
-from rlpost.files import sync
+from rlpost.files import in_daemon, sync
 from rlpost.rollout.journal_format import (
     BATCH,
     EVALUATION,
@@ -195,7 +196,7 @@ class Journal:
         reached = self._appended
         try:
             async with asyncio.timeout(FSYNC_DEADLINE_S):
-                await asyncio.to_thread(os.fsync, file)
+                await in_daemon(partial(os.fsync, file))
         except TimeoutError:
             self._give_up(f"an fsync took more than {FSYNC_DEADLINE_S:.0f} s")
         except OSError as error:

@@ -1,11 +1,14 @@
 """What is written as a whole, and amounts in words."""
 
+import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 
 from rlpost.amounts import count_text, size_text
-from rlpost.files import write_whole
+from rlpost.files import in_daemon, write_whole
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path, monkeypatch):
@@ -24,6 +27,21 @@ def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path, monkeypatch)
         with pytest.raises(OSError, match="full"):
             write_whole(path, ["three"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"] and path.read_text() == "one\ntwo\n"
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_its_end():
+    def fail():
+        raise OSError("full")
+
+    assert asyncio.run(in_daemon(lambda: 7)) == 7
+    with pytest.raises(OSError, match="full"):
+        asyncio.run(in_daemon(fail))
+    program = (
+        "import asyncio, time; from rlpost.files import in_daemon\n"
+        "asyncio.run(asyncio.wait_for(in_daemon(lambda: time.sleep(600)), 0.1))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert "TimeoutError" in done.stderr
 
 
 def test_amounts_are_said_with_a_unit():

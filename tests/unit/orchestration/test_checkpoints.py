@@ -1,6 +1,7 @@
 """Commits in the background: seen only when every file is there, one at a time, a failure told and survived."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -112,10 +113,59 @@ def test_a_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
         async def stuck(folder):
             await asyncio.sleep(3600)
 
-        with pytest.raises(CheckpointError, match=r"step 3 was not written within 0 s"):
+        with pytest.raises(CheckpointError, match=r"step 3 was not written to .* within 0 s"):
             await made.commit(RunState(step=3), stuck)
+        with pytest.raises(CheckpointError, match=r"step 4 was not written to .* within 0 s"):
+            await made.start(RunState(step=4), stuck, never.finish)
 
     asyncio.run(run())
+
+
+def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(tmp_path, monkeypatch):
+    from rlpost.orchestration import checkpoints as module
+
+    answers = threading.Event()
+
+    def hang(*given, **named):
+        answers.wait(20)
+        raise OSError(5, "Input/output error")
+
+    async def run():
+        made, committed = checkpoints(tmp_path, save_deadline_s=0.1)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "commit", hang)
+            with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 0 s"):
+                await made.commit(RunState(step=1), fill)
+            assert made.is_owed and committed == []
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "prune", hang)
+            await made.commit(RunState(step=2), fill)
+        assert committed == [2] and not made.is_owed
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), timeout=15))
+    finally:
+        answers.set()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(tmp_path, caplog, in_background):
+    def full(step, path):
+        raise OSError(28, "No space left on device")
+
+    async def run():
+        made, disk = Checkpoints(CheckpointConfig(keep_last=1), tmp_path, committed=full), Disk()
+        await made.commit(RunState(step=1), fill)
+        disk.go_on.set()
+        if in_background:
+            await made.start(RunState(step=2), disk.write, disk.finish)
+            assert await made.settle()
+        else:
+            await made.commit(RunState(step=2), fill)
+        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"], "older ones go"
+
+    asyncio.run(run())
+    assert "iter_0000002 is committed, but" in caplog.text and "not committed" not in caplog.text
 
 
 def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp_path, caplog):

@@ -18,6 +18,20 @@ ENDS = [
 ]
 
 
+def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp_path, monkeypatch, caplog):
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+
+    async def attempt(config, run, cluster, stop, also):
+        run.ledger.path.mkdir()  # nothing can be appended to it
+        raise Preempted("SIGUSR2")
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
+    assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_PREEMPTED
+    assert "the ledger does not tell of this stop" in caplog.text
+
+
 @pytest.mark.parametrize(("error", "code"), ENDS)
 def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp_path, monkeypatch):
     config = load([], {"rollout": {"num_rollout": 3}}).config

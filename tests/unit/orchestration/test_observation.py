@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.config.tree import Config
-from rlpost.errors import RlpostError
+from rlpost.errors import Preempted, RlpostError
 from rlpost.metrics.names import undeclared
 from rlpost.metrics.spans import SPANS, span
 from rlpost.metrics.trace import ProcessSpans
@@ -201,11 +201,16 @@ def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, m
         async def call(self, method, *arguments):
             return await (asyncio.Event().wait() if method == "profiling.end" else super().call(method, *arguments))
 
+    async def left():
+        raise Preempted("between two micro-batches of the last step to profile")
+
     async def run():
-        look = observation(tmp_path, profile=True, profile_step_start=1, profile_step_end=4)
+        look = observation(tmp_path, profile=True, profile_step_start=1, profile_step_end=3)
         await look.attach(Hung(), None, None)
         await train(look, 1)
         async with asyncio.timeout(30):
+            with pytest.raises(Preempted):
+                await look.around(groups(), left())
             await look.close(is_leaving=True)
 
     monkeypatch.setattr(module, "LEAVE_S", 0.05)

@@ -119,6 +119,18 @@ def test_a_file_system_that_does_not_answer_for_a_moment_requests_nothing(tmp_pa
     assert stop.requested()
 
 
+def test_a_request_that_cannot_be_read_for_a_moment_is_one_and_its_deadline_is_read_later(tmp_path, monkeypatch):
+    stop = stop_at(tmp_path, 130.0, '{"reason": "USR2", "time": 100, "deadline": 200}')
+    (tmp_path / "STOP").rename(tmp_path / "away")
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "exists", lambda path: True)
+        with pytest.raises(Preempted, match=r"^stop requested: its reason cannot be read: .*STOP"):
+            stop.check()
+    assert stop.requested() and stop.time_left_s() is None
+    (tmp_path / "away").rename(tmp_path / "STOP")
+    assert (stop.time_left_s(), stop.seconds_from_signal()) == (70.0, 30.0)
+
+
 def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_path):
     stop, ended = StopRequest(tmp_path / "STOP"), []
 

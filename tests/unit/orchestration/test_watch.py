@@ -303,6 +303,9 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
         async with turns.save():
             assert actors.here == {"weights", "optimizer"} and fleet.released == {"kv_cache", "cuda_graph"}
         assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
+        async with turns.save(is_last=True):
+            pass
+        assert actors.here == {"weights", "optimizer"}, "a run that leaves has no time to bring the engines back"
 
     asyncio.run(run())
 
