@@ -2,7 +2,7 @@
 
 Large files are redirected to a second server, as the hub sends them to another host. ``accidents`` maps a file's path
 to what befalls its next downloads: a number cuts the connection after so many bytes, "corrupt" changes a byte, "stall"
-sends 12 MB and then nothing until the hub is closed.
+sends 1.5 MB and then nothing until the hub is closed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(accident, int) and accident != "stall":
             return self._answer(status, part, headers)
         self._head(status, len(part), headers)
-        self.wfile.write(part[: accident if isinstance(accident, int) else 12 << 20])
+        self.wfile.write(part[: accident if isinstance(accident, int) else 12 << 17])
         self.wfile.flush()
         if accident == "stall":
             self.server.hub.stalled.set()

@@ -26,7 +26,8 @@ from tests.unit.assets.hub_server import COMMIT, FakeHub
 ROOT = Path(__file__).parents[3]
 TOKEN = "hf_a-token-that-nobody-may-see"
 MODEL = Asset("org/Model", "model")
-WEIGHTS = random.Random(1).randbytes(24 << 20)
+CHUNK = 10 << 17  # what the client writes at a time; an eighth of its own, as is everything here, to be quick
+WEIGHTS = random.Random(1).randbytes(24 << 17)
 SHARD = random.Random(2).randbytes(1 << 17)
 FILES = {
     "config.json": b'{"architectures": ["X"]}',
@@ -46,6 +47,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", "/nonexistent")
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", CHUNK)
     with FakeHub({"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}).running() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         yield running
@@ -84,10 +86,10 @@ def test_what_is_there_is_not_asked_for_again(hub, tmp_path):
 
 def test_a_connection_that_is_cut_in_mid_file_goes_on_where_it_was(hub, tmp_path):
     """Within one call: the client's own retry, which asks for the rest."""
-    hub.accidents["model-1.safetensors"] = [15 << 20]
+    hub.accidents["model-1.safetensors"] = [15 << 17]
     get(hub, tmp_path)
     assert_whole(tmp_path / "Model")
-    assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == ["bytes=10485760-"] * 2  # hub, cdn
+    assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == [f"bytes={CHUNK}-"] * 2  # hub, cdn
 
 
 def test_a_fetch_that_was_killed_goes_on_where_it_was(hub, tmp_path):
@@ -95,19 +97,21 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(hub, tmp_path):
     hub.accidents["model-1.safetensors"] = ["stall"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[assets]\nhub_models = ["org/Model"]\n')
-    command = [sys.executable, "tools/fetch_assets.py", str(recipe), "--assets-dir", str(tmp_path)]
+    tool = "runpy.run_path('tools/fetch_assets.py', run_name='__main__')"
+    small = f"import runpy; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; {tool}"
+    command = [sys.executable, "-c", small, str(recipe), "--assets-dir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
         assert hub.stalled.wait(60)
-        until_part(tmp_path, 10 << 20)
+        until_part(tmp_path, CHUNK)
         first.kill()
     assert not (tmp_path / "Model").exists() and (tmp_path / ".fetch/Model.lock").exists()
     source = Hub(None, hub.endpoint)
     left = standing(MODEL, tmp_path, source).missing_bytes
-    assert left <= sum(map(len, KEPT.values())) - (10 << 20)
+    assert left <= sum(map(len, KEPT.values())) - CHUNK
     fetch(MODEL, tmp_path, source, told())
     assert_whole(tmp_path / "Model")
-    assert hub.downloads("model-1.safetensors")[-1] == "bytes=10485760-"
+    assert hub.downloads("model-1.safetensors")[-1] == f"bytes={CHUNK}-"
 
 
 def until_part(root: Path, size: int) -> None:
@@ -133,7 +137,7 @@ def test_a_damaged_download_is_fetched_anew_and_twice_is_an_error(hub, tmp_path)
 
 
 def test_of_two_fetchers_at_once_one_downloads_and_the_other_waits(hub, tmp_path):
-    hub.accidents["model-1.safetensors"] = [15 << 20]
+    hub.accidents["model-1.safetensors"] = [15 << 17]
     lines: list[list[str]] = [[], []]
     found: list[Standing] = []
 
@@ -236,12 +240,12 @@ def recipe(folder: Path) -> str:
 def test_the_command_says_sizes_first_and_at_last_what_the_hub_does_not_have(hub, tmp_path, capsys):
     assert main([recipe(tmp_path), "--sizes-only"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1].split()[:4] == ["org/Model", "Model", "6", "25.3"] and shown[2].split()[2] == "1"
-    assert "25.3 MB to come" in shown[3] and "free in" in shown[3]
+    assert shown[1].split()[:4] == ["org/Model", "Model", "6", "3.3"] and shown[2].split()[2] == "1"
+    assert "3.3 MB to come" in shown[3] and "free in" in shown[3]
     assert not (tmp_path / "assets").exists()
     assert main([recipe(tmp_path)]) == 0
     both = capsys.readouterr()
-    assert "25.3 MB of 25.3 MB" in both.err
+    assert "3.3 MB of 3.3 MB" in both.err
     assert both.out.splitlines()[-1].startswith(f"not of the hub: ref_load = {tmp_path}/assets/Model_torch_dist")
     assert_whole(tmp_path / "assets/Model")
     assert (tmp_path / "assets/set/set.jsonl").read_bytes() == b"{}\n"
@@ -264,11 +268,11 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_named(hub, tmp_path, ca
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(hub, tmp_path, capsys, monkeypatch):
-    usage = type("Usage", (), {"free": 10_000_000})
+    usage = type("Usage", (), {"free": 1_000_000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert main([recipe(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "25.3 MB are to come and 10.0 MB are free in" in error and "--assets-dir" in error
+    assert "3.3 MB are to come and 1.0 MB are free in" in error and "--assets-dir" in error
     assert hub.downloads("config.json") == []
 
 
