@@ -56,8 +56,7 @@ class Checkpoints:
         provenance: Provenance | None = None,
     ) -> None:
         """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit, and
-        an OSError of it is logged;
-        ``provenance`` goes into each and is held against that of what is resumed from."""
+        an OSError of it is logged; ``provenance`` goes into each and is held against that of what is resumed from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings

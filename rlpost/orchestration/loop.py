@@ -202,6 +202,7 @@ class Loop:
         return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
 
     async def _save(self, *, wait: bool) -> None:
+        await self._journal.durable()  # with a deadline; a new segment would wait for it without one
         self.state = self.state.holding(*self._rollouts.in_hand())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
             self.state = replace(self.state, journal=self._journal.begin(self.state.step))

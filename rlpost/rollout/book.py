@@ -8,7 +8,7 @@ weights. Goes out: how many groups to start, when a batch is there and which gro
                                |         |
                                +---------+-> filtered
 
-Invariant, kept by the ``Ledger``: every prompt fetched is trained, filtered or still in the book, once.
+Invariant, kept by the ``Tally``: every prompt fetched is trained, filtered or still in the book, once.
 
 Two ways to fill it. With ``max_staleness`` None generation works for one batch at a time: it starts ``start_size``
 groups, more when too few are left of them, and what runs when the batch is full is cut off. With a number it never
@@ -37,7 +37,7 @@ class Rules:
     keep_partial: bool = False  # the tokens of answers that were cut off
 
 
-class Ledger:
+class Tally:
     """Counts and open ids. Ids rise, so a prompt enters once; it leaves once, trained or filtered."""
 
     def __init__(self, backlog: Backlog) -> None:
@@ -79,7 +79,7 @@ class Book:
         self.rules = rules
         self.step = self.version = step
         self.is_open = False  # whether groups may be started
-        self._ledger = Ledger(backlog)
+        self._tally = Tally(backlog)
         self._waiting = {each.prompt.prompt_id: each for each in backlog.unfinished}
         self._running: dict[int, Unfinished] = {}
         self._since: dict[int, int] = {}  # the version that wrote, or will write, the first token of what runs
@@ -100,7 +100,7 @@ class Book:
     @property
     def newest_id(self) -> int:
         """Of the prompt that was fetched last."""
-        return self._ledger.newest_id
+        return self._tally.newest_id
 
     def room(self) -> int:
         """How many groups to start now."""
@@ -120,7 +120,7 @@ class Book:
         """Prompts came from the cursor; they wait."""
         entries = [Unfinished(prompt) for prompt in prompts]
         for entry in entries:
-            self._ledger.fetched(entry.prompt.prompt_id)
+            self._tally.fetched(entry.prompt.prompt_id)
             self._waiting[entry.prompt.prompt_id] = entry
         return entries
 
@@ -174,7 +174,7 @@ class Book:
     def trained(self) -> None:
         """What was taken is trained."""
         for prompt_id in self._lent:
-            self._ledger.trained(prompt_id)
+            self._tally.trained(prompt_id)
         self._lent = {}
         self.step += 1
 
@@ -183,12 +183,12 @@ class Book:
         found = Backlog(
             finished=(*self._lent.values(), *self._finished.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
-            num_fetched=self._ledger.num_fetched,
-            num_trained=self._ledger.num_trained,
-            num_filtered=self._ledger.num_filtered,
-            newest_id=self._ledger.newest_id,
+            num_fetched=self._tally.num_fetched,
+            num_trained=self._tally.num_trained,
+            num_filtered=self._tally.num_filtered,
+            newest_id=self._tally.newest_id,
         )
-        self._ledger.check(found.prompt_ids)
+        self._tally.check(found.prompt_ids)
         return found
 
     def counts(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class Book:
             self._filter(self._finished.pop(group.prompt_id))
 
     def _filter(self, group: SampleGroup) -> None:
-        self._ledger.filtered(group.prompt_id)
+        self._tally.filtered(group.prompt_id)
         self._counts["num_filtered"] += 1
         self._counts["wasted_tokens"] += group.num_tokens
 

@@ -157,7 +157,7 @@ class Journal:
         """
         if self._folder is None:
             return 0
-        if self._file is not None:
+        if self._file is not None and self._synced < self._appended:
             self._guarded(os.fsync, self._file)  # what the new segment does not repeat must not be lost with it
         number = self._next_number
         try:

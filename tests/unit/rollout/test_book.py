@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpost.checkpoint.state import RunState
-from rlpost.rollout.book import Book, Ledger, Rules
+from rlpost.rollout.book import Book, Rules, Tally
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 NOTHING = Backlog()
@@ -148,9 +148,9 @@ def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -
     ],
     ids=["lost", "twice"],
 )
-def test_a_ledger_that_does_not_add_up_is_refused(broken: Backlog) -> None:
+def test_a_tally_that_does_not_add_up_is_refused(broken: Backlog) -> None:
     with pytest.raises(AssertionError):
-        Ledger(broken)
+        Tally(broken)
 
 
 def test_a_prompt_that_is_fetched_again_is_refused() -> None:

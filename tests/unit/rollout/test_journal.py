@@ -239,6 +239,24 @@ def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch)
     assert len(synced) == 1
 
 
+def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypatch):
+    import rlpost.rollout.journal as module
+
+    journal = resumed(tmp_path)
+    first, synced, real = journal._file, [], module.os.fsync
+    monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), real(file)))
+    journal.finished(group(0), wanted=True)
+    asyncio.run(journal.durable())
+    assert synced.count(first) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Journal, "_start", lambda self, base, step: None)
+        journal.begin(1)
+        assert synced.count(first) == 1
+        journal.finished(group(1), wanted=True)
+        journal.begin(1)
+        assert synced.count(first) == 2
+
+
 def test_files_are_private(tmp_path):
     folder = tmp_path / "journal"
     journal = resumed(folder)
