@@ -7,7 +7,8 @@ The script starts one agent a node under one ``srun``, turns Slurm's signals int
 Python, only a preempted run starts again. What the script knows that the agents cannot:
 
 - USR2 (time limit near, or preemption where the site sends the job's signal) reaches the batch shell alone.
-- The end of the job, which a preemption moves, stands in squeue's answer; a container may have no squeue.
+- The end of the job, which a preemption moves, stands in squeue's answer; a container may have no squeue. Where it
+  does not answer at USR2 there is no more time than the lead of that signal, for all that is known.
 - TERM to the batch shell means that somebody cancelled the job, or that the end of the grace time has come and Slurm
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
@@ -37,7 +38,7 @@ from slurm.supervise import EXIT_PREEMPTED
 
 def render_sbatch(spec: JobSpec) -> str:
     """The batch script for this job."""
-    parts = (directives(spec), _PREAMBLE, places(spec), _ATTEMPT, image(spec), _record(spec), _STOP)
+    parts = (directives(spec), _PREAMBLE, places(spec), _ATTEMPT, image(spec), _record(spec), _stop(spec))
     return "".join((*parts, _command(spec), _wait(spec), _decide(spec), _AGAIN, _restart(spec)))
 
 
@@ -125,6 +126,19 @@ def _record(spec: JobSpec) -> str:
     return f"""\
 supervise() {{ {_host_python(spec)} -m slurm.supervise "$@" --run-folder "$run_folder" --attempt "$attempt"; }}
 supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || {unless}
+"""
+
+
+def _stop(spec: JobSpec) -> str:
+    return f"""\
+write_stop() {{
+  stopped=1 now=$(date +%s)
+  log "USR2: preemption, or the time limit is near; asking the run to stop"
+  printf '{{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}}\\n' \\
+    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {spec.signal_lead_s})))\\"" >"$attempt_dir/.STOP"
+  mv -n "$attempt_dir/.STOP" "$attempt_dir/STOP"
+}}
+trap write_stop USR2; [ "$stopped" = early ] && write_stop
 """
 
 
@@ -229,17 +243,6 @@ mkdir "$attempt_dir" || exit 1
 ln -sfn "$attempt" "$run_folder/attempts/latest"
 od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >"$attempt_dir/secret"
 log "job $SLURM_JOB_ID attempt $attempt on $SLURM_JOB_NODELIST: $attempt_dir"
-"""
-
-_STOP = """\
-write_stop() {
-  stopped=1
-  log "USR2: preemption, or the time limit is near; asking the run to stop"
-  printf '{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}\\n' \\
-    "$(date +%s)" "\\"deadline\\": \\"$(job_end)\\"" >"$attempt_dir/.STOP"
-  mv -n "$attempt_dir/.STOP" "$attempt_dir/STOP"
-}
-trap write_stop USR2; [ "$stopped" = early ] && write_stop
 """
 
 _AGAIN = """\

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from slurm.container import Container
 from slurm.ledger import Ledger
@@ -17,11 +20,12 @@ ROOT = Path(__file__).parents[3]
 STAND_INS = {
     "srun": """echo "srun $*" >>called
 [ -e run/attempts/latest/verdict ] && exit
+[ "$SIGNALLED" ] && kill -USR2 $PPID && until [ -e run/attempts/latest/STOP ]; do /bin/sleep 0.1; done
 echo "$VERDICT" >run/attempts/latest/verdict
 for ((n = 0; n < 10 * LINGERS; n++)); do /bin/sleep 0.1; done
 echo "srun ended" >>called""",
     "scontrol": 'echo "scontrol $*" >>called',
-    "squeue": """case $* in *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit ;; esac
+    "squeue": """case $* in *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
 echo asked >>asked
 [ "$(wc -l <asked)" -gt "$SILENT" ] || { echo 'Unable to contact slurm controller' >&2; exit 1; }
 echo "$STATE"
@@ -39,7 +43,7 @@ def run(folder: Path, *, container: Container | None = None, **given: object) ->
         (commands / name).write_text(f"#!/bin/bash\ncd {folder}\n{text}\n")
         (commands / name).chmod(0o755)
     spec = JobSpec(home=str(ROOT), python=sys.executable, run_folder=str(folder / "run"), container=container)
-    environ = {"VERDICT": "requeue", "STATE": "RUNNING", "SILENT": "0", "LINGERS": "0", "LEFT": ""}
+    environ = {"VERDICT": "requeue", "STATE": "RUNNING", "SILENT": "0", "LINGERS": "0", "LEFT": "", "SIGNALLED": ""}
     environ |= {name.upper(): str(value) for name, value in given.items()}
     environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n01", "PATH": f"{commands}:{os.environ['PATH']}"}
     (folder / "job.sbatch").write_text(render_sbatch(spec))
@@ -74,6 +78,17 @@ def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: P
     """Agents leave their verdict ten seconds before the end, whatever hangs; after the end nothing can be requeued."""
     _, called, log = run(tmp_path, left=7, lingers=10)
     assert called[1:] == ["scontrol requeue 7"], log
+
+
+@pytest.mark.parametrize(("left", "seconds"), [(30, 30), ("", 120)])
+def test_a_stop_request_has_a_deadline_also_when_slurm_does_not_tell_it(
+    tmp_path: Path, left: int | str, seconds: int
+) -> None:
+    """A driver that knows none takes its time, and the job would end before it is requeued."""
+    _, called, log = run(tmp_path, left=left, signalled="yes")
+    stop = json.loads((tmp_path / "run/attempts/0/STOP").read_text())
+    assert int(stop["deadline"]) - stop["time"] == pytest.approx(seconds, abs=3), log
+    assert called[-1] == "scontrol requeue 7", log
 
 
 def test_a_container_is_removed_in_the_time_that_is_left(tmp_path: Path) -> None:
