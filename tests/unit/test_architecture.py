@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,18 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path):
+    return tuple(ast.walk(tree(path)))
+
+
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -66,7 +77,7 @@ def forbidden(module):
 
 
 def functions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -103,7 +114,7 @@ def test_light_rooms_pull_in_nothing_heavy(module):
 def test_a_file_is_a_room_with_a_door_plate_and_a_bounded_size(path):
     text = path.read_text()
     assert text.count("\n") <= MAX_FILE
-    assert ast.get_docstring(ast.parse(text)), "says nothing about itself"
+    assert ast.get_docstring(tree(path)), "says nothing about itself"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -120,10 +131,10 @@ def test_functions_are_short_and_take_few_parameters(path):
 
 @pytest.mark.parametrize("path", [p for p in FILES if STAND_INS not in p.parents], ids=module_name)
 def test_public_functions_are_typed_and_documented(path):
-    tree = ast.parse(path.read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    body = tree(path).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert all(ast.get_docstring(node) for node in classes), [n.name for n in classes if not ast.get_docstring(n)]
-    public = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    public = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     public = [node for node in public if not node.name.startswith("_")]
     for node in public:
         assert ast.get_docstring(node), f"{node.name} has no docstring"

@@ -95,19 +95,18 @@ def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch,
         assert text in script
 
 
-def test_a_family_of_an_installed_package_is_known_on_the_login_node(folder, tmp_path):
-    """In a fresh process, which has the package and no other hint."""
+def test_a_family_of_an_installed_package_is_known_on_the_login_node(folder, tmp_path, monkeypatch, capsys):
+    """In a fresh process, which has the package and no other hint; and not in this one, which has it not."""
     packages = install(folder / "mistral", tmp_path / "packages")
     project = make_project(tmp_path / "project")
     (project / "model/config.json").write_text(json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]}))
-
-    def check(path: str) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, "PYTHONPATH": path}
-        command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]
-        return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
-
-    assert "MistralForCausalLM, 22." in check(f"{packages}:{ROOT}").stdout
-    assert "'MistralForCausalLM' is not known" in check(str(ROOT)).stderr
+    environ = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}"}
+    command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]
+    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
+    assert "MistralForCausalLM, 22." in done.stdout
+    monkeypatch.chdir(project)
+    assert rlpost(["check", "recipe.toml"]) == 2
+    assert "'MistralForCausalLM' is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
