@@ -17,7 +17,7 @@ Cell = str | tuple[str, str]  # the text, and the class of its cell
 
 
 def text(value: Any) -> str:
-    """A value as text that stands for itself anywhere in the page; half a surrogate pair, which no file can hold, is ?."""
+    """A value as text that stands for itself anywhere in the page; half a surrogate pair, which UTF-8 has not, is ?."""
     return escape(str(value)).encode(errors="replace").decode()
 
 
