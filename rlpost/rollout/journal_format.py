@@ -240,4 +240,5 @@ def _framed(kind: int, body: bytes) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")  # a label may hold half a pair; json.loads reads it back

@@ -35,7 +35,7 @@ def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     """Write the groups of one step; a reader sees all of them or none."""
     path = recorded_path(template, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(group_record(group), ensure_ascii=False) + "\n" for group in groups))
+    write_whole(path, (json.dumps(group_record(group)) + "\n" for group in groups))
     return path
 
 

@@ -29,7 +29,7 @@ def group(prompt_id, *lengths):
     def sample(index, length):
         logprobs = tuple(-rng.expovariate(1.0) for _ in range(length))
         ids = tuple(rng.randrange(2**31 - 1) for _ in range(length))
-        return Sample(prompt_id, index, (1, 2, prompt_id), ids, logprobs, "é" * length, "stop", 3, label="4")
+        return Sample(prompt_id, index, (1, 2, prompt_id), ids, logprobs, "é" * length, "stop", 3, label="\ud8004")
 
     return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
 

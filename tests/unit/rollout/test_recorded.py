@@ -1,19 +1,21 @@
 """Recorded groups read back as they were written, or the broken line is named."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rlpost.errors import ConfigError, DataError
+from rlpost.records import group_record
 from rlpost.rollout.recorded import read_groups, write_groups
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
-TEXT = "größer\n三\u2028\x85\x0c"
+TEXT = "größer\n三\u2028\x85\x0c\ud800"
 
 
-def group(prompt_id: int) -> SampleGroup:
+def group(prompt_id: int, text: str = TEXT) -> SampleGroup:
     samples = [
-        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), TEXT, "length", 7, "x" if i else None) for i in range(2)
+        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), text, "length", 7, "x" if i else None) for i in range(2)
     ]
     return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
 
@@ -25,6 +27,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert path.name == "step_12.jsonl"
     assert read_groups(template, 12) == groups
     assert [file.name for file in path.parent.iterdir()] == ["step_12.jsonl"]
+    path.write_text(
+        "".join(json.dumps(group_record(each), ensure_ascii=False) + "\n" for each in [group(0, "三\u2028")])
+    )
+    assert read_groups(template, 12) == [group(0, "三\u2028")], "as files before had it"
 
 
 def test_a_path_without_the_step_is_refused(tmp_path: Path) -> None:
