@@ -51,13 +51,17 @@ def _train(arguments: Sequence[str]) -> int:
     config = _settled(run, loaded.config)
     check_installed(config)
     take_out(run, os.environ)
-    from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
+    from rlpost.orchestration.driver import EXIT_FAILED, drive  # heavy, while Ray comes up
 
     line = sys.stdin.readline()
     if not line:
         logging.error("the agents brought up no cluster; their logs beside this one say why")
         return EXIT_NO_CLUSTER
-    return drive(config, run, Cluster.from_json(line))
+    try:
+        return drive(config, run, Cluster.from_json(line))
+    except OSError:  # of a function of theirs, or a fault of ours: ``run_command`` would say little or nothing
+        logging.exception("the attempt failed")
+        return EXIT_FAILED
 
 
 def _settled(run: RunFolder, given: Config) -> Config:

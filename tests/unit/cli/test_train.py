@@ -1,0 +1,30 @@
+"""rlpost.train as the agent starts it: how the driver's end reaches the log and the agent."""
+
+from __future__ import annotations
+
+import errno
+import io
+
+import pytest
+
+from bootstrap.handoff import Cluster
+from rlpost import train
+from rlpost.config.load import dump, load
+from rlpost.orchestration import driver
+from slurm.run_folder import create_run_folder
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), FileNotFoundError(2, "none", "words")])
+def test_an_error_of_the_system_that_ends_the_driver_is_told_with_its_place(tmp_path, monkeypatch, caplog, error):
+    """On a login node the first is a reader that has gone, the second a file of the person's: there a line, or none."""
+
+    def broken(config, run, cluster):
+        raise error
+
+    run = create_run_folder(tmp_path / "run", dump(load([], {}).config))
+    monkeypatch.setattr(train, "check_installed", lambda config: None)
+    monkeypatch.setattr(driver, "drive", broken)
+    monkeypatch.setattr(Cluster, "from_json", lambda line: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}\n"))
+    assert train.main(["--cluster-from-stdin", "--run-folder", str(run.root)]) == 1
+    assert caplog.records[-1].exc_info is not None and caplog.records[-1].exc_info[1] is error
