@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         spec = look_spec(job_spec(config, driver_args=tuple(words)))
         with tempfile.TemporaryDirectory(dir=_shared(config.cluster.runs_dir), prefix=".image-") as folder:
-            spec = replace(spec, run_folder=folder, output=f"{folder}/job.out")
+            spec = replace(spec, run_folder=folder, output=folder.replace("%", "%%") + "/job.out")
             if options.dry_run:
                 print(render_look(spec), end="")
                 return 0

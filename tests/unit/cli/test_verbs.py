@@ -181,6 +181,12 @@ def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, ca
     assert "hf_secret" not in (tmp_path / "seen").read_text()
 
 
+def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(tmp_path, capsys):
+    (tmp_path / "site.toml").write_text(f"[cluster]\nruns_dir = '{tmp_path}/a%jb'\n")
+    assert main(["doctor", "--image", "--cluster", str(tmp_path / "site.toml"), "--dry-run"]) == 0
+    assert f"--output={tmp_path}/a%%jb/.image-" in capsys.readouterr().out
+
+
 def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
     assert main(["check", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}: cannot be read (Is a directory); a TOML file is needed\n"
