@@ -28,12 +28,13 @@ KEYS = ("reward", "score")
 
 
 class RemoteReward:
-    """A reward model at ``url``. ``deadline_s`` bounds one score, all tries together."""
+    """A reward model at ``url``. ``deadline_s`` bounds one score, all tries together, from when it is its turn."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
         self._url = url
         self._deadline_s = deadline_s
         self._session: aiohttp.ClientSession | None = None
+        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # the line before it is no fault of the server's
 
     async def score(self, prompt: Prompt, sample: Sample) -> float:
         """The reward of a sample.
@@ -41,6 +42,10 @@ class RemoteReward:
         Raises:
             RolloutError: the server refused, answered no number, or did not answer in time; naming the address.
         """
+        async with self._turns:
+            return await self._score(prompt, sample)
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> float:
         body = {
             "prompt": prompt.text,
             "response": sample.text,
@@ -73,13 +78,15 @@ class RemoteReward:
 
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
+                timeout=aiohttp.ClientTimeout(total=None),
+                json_serialize=lambda body: json.dumps(body, default=str),  # metadata of Parquet may hold dates
             )
         try:
             async with self._session.post(self._url, json=body) as response:
                 if response.status == 429 or response.status >= 500:
                     return None, f"answered {response.status}"
-                text = await response.text()
+                text = (await response.read()).decode(errors="replace")
                 if response.status != 200:
                     raise RolloutError(f"--rm-url {self._url} answered {response.status}: {text[:500]}")
                 return self._number(text), ""

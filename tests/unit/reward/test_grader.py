@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,8 @@ def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(monkeypatch:
 class Server:
     """A reward model: ``answers`` one after the other, the last for ever."""
 
-    def __init__(self, *answers: tuple[int, str]) -> None:
-        self.answers, self.bodies = list(answers), []
+    def __init__(self, *answers: tuple[int, str | bytes], slow_s: float = 0.0) -> None:
+        self.answers, self.bodies, self.slow_s = list(answers), [], slow_s
 
     async def __aenter__(self) -> str:
         application = web.Application()
@@ -181,16 +182,18 @@ class Server:
 
     async def _score(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
+        await asyncio.sleep(self.slow_s)
         status, text = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return web.Response(status=status, text=text)
+        body = text if isinstance(text, bytes) else text.encode()
+        return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
 
 
-def ask(server: Server, *, timeout_s: float = 20) -> list[float]:
+def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: float = 20) -> list[float]:
     async def run() -> list[float]:
         async with server as url:
             made = make_grader(settings(rm_type="remote_rm", rm_url=url, rm_url_timeout_s=timeout_s))
             try:
-                return await made.grade(prompt("L", page=3), samples("answer"))
+                return await made.grade(prompt("L", page=3, day=date(2026, 1, 2)), samples(*answers))
             finally:
                 await made.close()
 
@@ -201,7 +204,19 @@ def ask(server: Server, *, timeout_s: float = 20) -> list[float]:
 def test_a_reward_model_is_asked_over_http(text: str) -> None:
     server = Server((200, text))
     assert ask(server) == [0.25]
-    assert server.bodies == [{"prompt": "question", "response": "answer", "label": "L", "metadata": {"page": 3}}]
+    metadata = {"page": 3, "day": "2026-01-02"}
+    assert server.bodies == [{"prompt": "question", "response": "answer", "label": "L", "metadata": metadata}]
+
+
+def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_CONNECTIONS", 1)
+    server = Server((200, "1"), slow_s=0.2)
+    assert ask(server, "abcd", timeout_s=0.7) == [1, 1, 1, 1]
+
+
+def test_an_answer_that_is_no_text_is_refused() -> None:
+    with pytest.raises(RolloutError, match="answered .*needed is a number"):
+        ask(Server((200, b"\xff")))
 
 
 def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
