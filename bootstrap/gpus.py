@@ -139,7 +139,7 @@ def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, .
 def _ask_nvml() -> GpuReading | None:
     """None where NVML or its bindings are missing or do not work."""
     try:
-        done = subprocess.run([sys.executable, "-m", "bootstrap.gpus"], capture_output=True, text=True, timeout=_READ_S)
+        done = _ask([sys.executable, "-m", "bootstrap.gpus"])
     except subprocess.TimeoutExpired:
         return GpuReading((), "NVML", f"NVML does not answer within {_READ_S:.0f} s: a GPU or its driver hangs")
     except OSError:
@@ -164,11 +164,22 @@ def _csv(tool: str, query: str) -> tuple[str, str | None]:
     """Output, and what went wrong."""
     command = [tool, query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_READ_S)
+        done = _ask(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
     said = " ".join((done.stdout + done.stderr).split())
     return (done.stdout, None) if done.returncode == 0 else ("", f"nvidia-smi failed: {said[:200]}")
+
+
+def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with a timeout waits for ever when KILL does not end the process; this leaves it behind."""
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = asked.communicate(timeout=_READ_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        raise
+    return subprocess.CompletedProcess(command, asked.returncode, output, errors)
 
 
 def _kernel_log() -> str:

@@ -57,7 +57,9 @@ def _packages() -> tuple[dict[str, str], dict[str, list[str]]]:
     for found in importlib.metadata.distributions():
         with suppress(Exception):  # a broken folder of metadata; what it holds then counts as missing
             name = canonical(found.metadata["Name"])
-            versions.setdefault(name, found.version)
+            if name in versions:  # hidden by the one before it on the path
+                continue
+            versions[name] = found.version
             if name in NEEDY:
                 needs[name] = [line for line in found.requires or () if ";" not in line]
     return versions, needs

@@ -139,7 +139,8 @@ class LocalRay:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._read_line(line.decode(errors="replace"))
-                await asyncio.to_thread(_append, self._log, data)  # the folder is shared and may stall
+                with suppress(OSError):  # a full disk is noticed elsewhere; Ray and the list of nodes go on
+                    await asyncio.to_thread(_append, self._log, data)  # the folder is shared and may stall
         finally:
             transport.close()
 

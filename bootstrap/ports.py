@@ -11,6 +11,7 @@ floor, because a port above it can be taken by anybody's outgoing connection bet
 
 from __future__ import annotations
 
+import errno
 import socket
 import zlib
 from collections.abc import Iterator
@@ -74,7 +75,10 @@ def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
     lowest = 10_000 if floor >= 20_000 else 1_200  # some sites start the ephemeral range at 9000
     num_blocks = (floor - lowest) // BLOCK_SIZE
     if num_blocks < 1:
-        raise PortError(f"ephemeral ports start at {floor}; {BLOCK_SIZE} ports from {lowest} on are needed below that")
+        raise PortError(
+            f"ephemeral ports start at {floor}; {BLOCK_SIZE} ports from {lowest} on are needed below that: "
+            "raise the first number of net.ipv4.ip_local_port_range (sysctl) on the nodes"
+        )
     first = int(job_id) if job_id.isdecimal() else zlib.crc32(job_id.encode())
     for offset in range(num_blocks):
         yield PortBlock(lowest + (first + offset) % num_blocks * BLOCK_SIZE)
@@ -89,14 +93,16 @@ def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socke
     """The first free block and the bound (not yet listening) rendezvous socket, which holds it while it is open.
 
     Raises:
-        PortError: every block is in use.
+        PortError: every block is in use, or nobody can listen at ``bind_ip``.
     """
     for block in candidate_blocks(job_id, floor):
         claim = _socket_for(bind_ip)
         try:
             claim.bind((bind_ip, block.rendezvous))
-        except OSError:
+        except OSError as error:
             claim.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise PortError(f"{bind_ip} is no address of this host to listen at: {error.strerror}") from error
             continue
         if not busy_ports(block.service_ports):
             return block, claim

@@ -6,6 +6,7 @@ cheap (files, one rename, nvidia-smi where there is one) and bounded, for every 
 
 from __future__ import annotations
 
+import os
 import resource
 import secrets
 import shutil
@@ -59,7 +60,7 @@ def read_host(
         folder_error=folder_error,
         rename_ms=rename_ms,
         canary=canary,
-        missing_paths=tuple(str(path) for path in needed_paths if not path.exists()),
+        missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
     )
 
 

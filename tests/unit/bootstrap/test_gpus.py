@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -118,13 +119,22 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
     assert reading.gpus[0] == Gpu("GPU-a", None, 0, num_nvlinks=18, bus="0000:3b:00")
 
 
-def test_an_nvml_that_hangs_is_left_behind(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_READ_S", 0.2)
+def test_an_nvml_that_hangs_is_left_behind_though_not_even_kill_ends_it(
+    tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits in the kernel for a broken GPU ends when the GPU answers, and not before."""
+    monkeypatch.setattr(gpus, "_READ_S", 0.1)
     slow = tool.parent / "python"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
+    left_behind: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: left_behind.append(process))
     assert "hangs" in str(read_gpus({}).error)
+    assert [process.poll() for process in left_behind] == [None]
+    for process in left_behind:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
 def test_what_nvidia_smi_prints() -> None:

@@ -140,6 +140,18 @@ def test_this_environment_is_read_as_it_is():
     assert rows["packages"].level == rows["python"].level == "OK", rows
 
 
+def test_of_two_installations_the_one_that_is_imported_counts(tmp_path, monkeypatch):
+    for place, number, needs in (("site", "2.0", "old"), ("user", "3.0", "new")):
+        folder = tmp_path / place / f"ray-{number}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: ray\nVersion: {number}\nRequires-Dist: {needs}\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    facts = read_image({})
+    assert facts.packages["ray"] == "3.0" and list(facts.needs["ray"]) == ["new"]
+
+
 def test_devices_and_providers_are_read_from_the_system_s_files(tmp_path):
     for path in ("etc/libibverbs.d/mlx5.driver", "dev/nvidiactl", "etc/rc", "drivers/mlx5_core/x"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

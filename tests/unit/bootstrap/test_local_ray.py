@@ -68,6 +68,22 @@ def test_the_head_learns_of_every_node_that_is_registered(tmp_path: Path, ports:
     run(scene)
 
 
+def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(tmp_path: Path, ports: PortBlock) -> None:
+    """As on a full disk; Ray itself must not stop at a pipe that nobody reads either."""
+
+    async def scene() -> None:
+        (tmp_path / "ray.log").mkdir()
+        head = await prepared(tmp_path)
+        head.start(head_at(HEAD, ports), {})
+        await head.wait_registered({HEAD: 2})
+        with socket.create_connection((HEAD, ports.gcs)) as other:
+            other.sendall(f"{OTHER} 4\n".encode())
+        await asyncio.wait_for(head.wait_registered({OTHER: 4}), 10)
+        await head.end(None)
+
+    run(scene)
+
+
 def test_a_node_with_other_gpus_than_it_should_have_is_an_error(tmp_path: Path, ports: PortBlock) -> None:
     async def scene() -> None:
         head = await prepared(tmp_path)

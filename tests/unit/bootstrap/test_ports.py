@@ -30,7 +30,7 @@ def test_neighbouring_jobs_begin_with_different_blocks() -> None:
 
 
 def test_a_floor_without_room_is_an_error() -> None:
-    with pytest.raises(PortError, match="1500"):
+    with pytest.raises(PortError, match=r"1500.*ip_local_port_range"):
         list(candidate_blocks("1", 1500))
 
 
@@ -61,6 +61,11 @@ def test_a_block_with_a_busy_service_port_is_passed_over() -> None:
         second, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
         claim.close()
     assert second != first
+
+
+def test_an_address_of_another_host_is_not_taken_for_busy_ports() -> None:
+    with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this host"):
+        claim_block("7", ephemeral_floor(), "192.0.2.1")
 
 
 def test_an_ipv6_address_is_bracketed_before_a_port() -> None:
