@@ -24,6 +24,7 @@ from bootstrap.head import HeadAgent
 from bootstrap.network import NetworkError
 from bootstrap.node import NodeAgent
 from bootstrap.options import Options, parse_options
+from bootstrap.ports import PortError
 from bootstrap.preflight_probe import raise_limits
 from bootstrap.rendezvous import BringupError
 from bootstrap.supervise import StopRequest
@@ -81,7 +82,7 @@ def main() -> int:
         facts = read_facts(os.environ, host)
         asyncio.run(_run(facts, options, read_secret(options.attempt_dir, facts)))
     except Exception as error:  # whatever it is, the batch script must not be left without a verdict
-        expected = isinstance(error, (FactsError, BringupError, NetworkError, OSError))
+        expected = isinstance(error, (FactsError, BringupError, NetworkError, PortError, OSError))
         logger.error("%s", error, exc_info=None if expected else error)
         if facts is not None and not facts.is_head:
             return 1

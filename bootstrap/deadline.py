@@ -100,7 +100,8 @@ class JobClock:
         try:
             answer, _ = await asyncio.wait_for(asking.communicate(), ASK_TIMEOUT_S)
         except TimeoutError:
-            asking.kill()
+            with suppress(ProcessLookupError):  # it has just ended
+                asking.kill()
             return None
         return _seconds(answer.decode(errors="replace"))
 

@@ -110,7 +110,8 @@ class Gathering:
             BringupError: too few are fit, or what is asked for fits no host.
         """
         preflight = await self.judge(head_ip)
-        write_atomic(self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
+        # In a thread: a shared file system that stalls must not stop the signs of life.
+        await asyncio.to_thread(write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
         logger.info("preflight\n%s", preflight.table())
         absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
         self.used = choose_hosts(self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue)

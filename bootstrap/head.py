@@ -9,6 +9,7 @@ file without a line when that cannot be; the verdict is written before anything 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import socket
@@ -44,7 +45,7 @@ from bootstrap.network import (
     reachable_addresses,
 )
 from bootstrap.options import Options
-from bootstrap.ports import PortBlock, claim_block, ephemeral_floor, host_port
+from bootstrap.ports import PortBlock, PortError, claim_block, ephemeral_floor, host_port
 from bootstrap.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
 from bootstrap.rendezvous import (
     HEAD_FILE,
@@ -84,6 +85,7 @@ class HeadAgent:
         self._following: list[asyncio.Task[None]] = []
         self._disks: asyncio.Task[None] | None = None
         self._ending = False
+        self._telling: asyncio.Task[None] | None = None
         self._claim: socket.socket | None = None
         self._ray: LocalRay | None = None
 
@@ -97,7 +99,9 @@ class HeadAgent:
             outcome = await self._outcome_of_bringup(driver, bringup)
             if outcome is None:
                 logger.info("the cluster is up after %.1f s", loop.time() - started_at)
-                await asyncio.to_thread(_write_line, driver_input, bringup.result().to_json())
+                # A driver that does not read yet holds up a long line; a stop or a loss must be noticed meanwhile.
+                line = bringup.result().to_json()
+                self._telling = asyncio.create_task(asyncio.to_thread(_write_line, driver_input, line))
                 outcome = await self._outcome_of_run(driver)
             else:
                 os.close(driver_input)
@@ -142,7 +146,7 @@ class HeadAgent:
                 return None
             if isinstance(error, BringupError):
                 return Outcome(bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude)
-            if not isinstance(error, (LinkLost, RayError, NetworkError, OSError)):
+            if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
             return Outcome(bringup_error=str(error) or repr(error))
         return Outcome(stop_requested=True)  # nothing has begun that would have to be saved
@@ -151,7 +155,7 @@ class HeadAgent:
         stopped = asyncio.create_task(self._stop.requested.wait())
         await _first_of(driver.exited, self._lost, stopped)
         if not driver.exited.done() and not self._lost.done():
-            patience_s = self._stop.seconds_for_the_driver(self._options.stop_grace_s)
+            patience_s = await self._stop.seconds_for_the_driver(self._options.stop_grace_s)
             logger.info("a stop was requested; the driver has %.0f s", patience_s)
             await _first_of(driver.exited, self._lost, timeout_s=patience_s)
         stopped.cancel()
@@ -160,8 +164,7 @@ class HeadAgent:
         if self._lost.done() and not driver.exited.done():
             cause = self._lost.result().cause
             logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
-            with suppress(OSError):  # the run folder may be what is full
-                self._stop.write(cause, within_s=self._options.loss_grace_s)
+            await self._stop.write(cause, within_s=self._options.loss_grace_s)
             await _first_of(driver.exited, timeout_s=self._options.loss_grace_s)
         return self._driver_ended(driver)
 
@@ -233,7 +236,8 @@ class HeadAgent:
         logger.info("network of this node\n%s", found.describe())
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
-        return own, found.rdma_env if ifname != LOOPBACK_IFNAME else {}
+        # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.
+        return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
         """Reports of the nodes to use, by rank, once enough have joined."""
@@ -268,7 +272,7 @@ class HeadAgent:
             dashboard_host=options.ray_dashboard_host,
         )
         assert self._ray is not None
-        self._ray.start(node, network_environment(self._environ, ports, own.ifname, fabric))
+        self._ray.start(node, network_environment(self._environ, node, own.ifname, fabric))
         await self._ray.wait_registered({own.ip: own.num_gpus})
         logger.info("Ray is up on this node")
         self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
@@ -334,13 +338,15 @@ class HeadAgent:
         late = [it.host for it in reports if it.host in self._gathering.used and it.ip not in registered]
         if not registered:  # then nobody else could start
             late = [self._facts.host]
+        if not late:
+            return BringupError(f"all nodes joined and Ray is up on the head, but preflight did not end {within}")
         logs = describe_missing(late, attempt_dir, "ray-HOST.log")
         return BringupError(f"Ray did not come up {within} on:\n{logs}")
 
     async def _tear_down(self, driver: Kept, *, keep_logs: bool) -> None:
         for link in self._reception.links.values():
             with suppress(LinkLost):
-                await link.send({"kind": "end"})
+                await link.send({"kind": "end", "keep_logs": keep_logs})
         await driver.end(_DRIVER_END_GRACE_S)  # before Ray, whose loss it would report at length
         driver.release()
         if self._ray is not None:

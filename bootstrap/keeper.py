@@ -119,7 +119,7 @@ class Keeper:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # ended in between, which is what was wanted
+            with suppress(psutil.Error):  # ended in between, which is what was wanted, or has become somebody else's
                 process.send_signal(number)
 
     def _report(self, **event: object) -> None:

@@ -85,8 +85,7 @@ class Link:
     async def _receive_any(self) -> Message:
         try:
             while (message := self.codec.unpack()) is None:
-                async with asyncio.timeout(SILENCE_S if self._beating else None):
-                    data = await self._reader.read(65_536)
+                data = await self._read()
                 if not data:
                     raise LinkLost("the connection was closed: its agent ended or was killed")
                 self.codec.feed(data)
@@ -100,6 +99,18 @@ class Link:
         except MessageError as error:
             raise LinkLost(str(error)) from error
         return message
+
+    async def _read(self) -> bytes:
+        """What arrives next. Raises TimeoutError after a silence, which is none where this agent itself stood still."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_at = loop.time()
+            try:
+                async with asyncio.timeout(SILENCE_S if self._beating else None):
+                    return await self._reader.read(65_536)
+            except TimeoutError as error:
+                if error.errno is not None or loop.time() - asked_at < SILENCE_S + BEAT_S:
+                    raise
 
     async def _beat(self) -> None:
         with suppress(LinkLost):  # who receives learns of it

@@ -45,14 +45,17 @@ class Address:
 
 
 def local_addresses() -> tuple[Address, ...]:
-    """Addresses of all interfaces that are up: IPv4 first, which is what is used where there are both."""
-    stats = psutil.net_if_stats()
+    """Addresses of all interfaces that are up: IPv4 first, which is what is used where there are both.
+
+    An address with a label (``eth0:1``) is listed under it, for Gloo and NCCL know it by no other name.
+    """
+    up = {ifname for ifname, stats in psutil.net_if_stats().items() if stats.isup}
     return tuple(
-        Address(ifname, plain_ip(address.address))
+        Address(label, plain_ip(address.address))
         for family in (socket.AF_INET, socket.AF_INET6)
-        for ifname, addresses in psutil.net_if_addrs().items()
+        for label, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if address.family == family and ifname in stats and stats[ifname].isup
+        if address.family == family and label.partition(":")[0] in up
     )
 
 
@@ -97,8 +100,8 @@ def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
     raise NetworkError(f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})")
 
 
-def socket_environment(ifname: str, environ: Mapping[str, str], ip: str | None = None) -> dict[str, str]:
-    """What to add to ``environ`` so that collectives use ``ifname``; a variable the user has set is left alone."""
+def socket_environment(ifname: str, environ: Mapping[str, str], ip: str) -> dict[str, str]:
+    """What to add to ``environ`` so that collectives use ``ip`` on ``ifname``; what the user has set is left alone."""
     wanted = socket_settings(ifname, ip)
     return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
 

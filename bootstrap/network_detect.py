@@ -41,8 +41,9 @@ class Detection:
 
     @property
     def rdma_env(self) -> dict[str, str]:
-        """The part of it that is not about sockets."""
-        return {name: value for name, value in self.env.items() if "SOCK" not in name}
+        """The part of it that is not about the interface for sockets."""
+        about_sockets = socket_settings(self.socket.ifname, self.socket.ip)
+        return {name: value for name, value in self.env.items() if name not in about_sockets}
 
     def describe(self) -> str:
         """For people: the answer, every variable with its reason, the evidence, warnings."""

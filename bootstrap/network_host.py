@@ -180,9 +180,10 @@ def _type(path: Path) -> str:
 
 
 def _addresses(name: str) -> tuple[list[str], list[str]]:
-    """IPv4 and IPv6 addresses with prefix length."""
+    """IPv4 and IPv6 addresses with prefix length, those with a label of their own (``eth0:1``) among them."""
     ipv4, ipv6 = [], []
-    for address in psutil.net_if_addrs().get(name, ()):
+    by_label = psutil.net_if_addrs()
+    for address in (one for label in by_label if label.partition(":")[0] == name for one in by_label[label]):
         if address.family == socket.AF_INET:
             prefix = ipaddress.ip_network(f"0.0.0.0/{address.netmask or '255.255.255.255'}").prefixlen
             ipv4.append(f"{address.address}/{prefix}")

@@ -1,7 +1,8 @@
 """The agent of every node but the head: join, run Ray, tell the head how it goes, end when told.
 
 Comes in: facts, options, the secret. Goes out: nothing but messages to the head; the head writes the verdict. Only
-when the head is gone without a word does a node leave one, so that the batch script and people learn why.
+when the head is gone without a word does a node leave one, so that the batch script and people learn why; a node that
+the run may do without does not, for the head may well go on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bootstrap.gathering import read_this_host
 from bootstrap.handoff import SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from bootstrap.link import Link, LinkLost
 from bootstrap.local_ray import LocalRay, RayError
+from bootstrap.messages import Message
 from bootstrap.network import NetworkError, ifname_of, ip_of, local_addresses, network_here
 from bootstrap.options import Options
 from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
@@ -60,6 +62,8 @@ class NodeAgent:
         self._published: list[tuple[str, int]] = []
         self._look_again_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
+        self._keep_logs = True  # Ray's own, unless the head says that nobody will want to read them
+        self._is_needed = not options.spare_nodes  # else from the order to start Ray on
 
     async def run(self) -> None:
         """Until the head says that it is over.
@@ -75,19 +79,27 @@ class NodeAgent:
         except LinkLost as error:
             cause = f"{self._facts.host} lost the head {self._facts.head_host}: {error}"
             logger.error("%s", cause)
-            if write_first(self._options.attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})):
-                write_first(self._options.attempt_dir / VERDICT_FILE, "failed\n")
+            if self._is_needed:  # the batch script takes a verdict for the end of the run
+                self._leave_verdict(cause)
         finally:
             if self._ray is not None:
-                await self._ray.end(self._options.attempt_dir / f"ray-{self._facts.host}")
+                logs = self._options.attempt_dir / f"ray-{self._facts.host}"
+                await self._ray.end(logs if self._keep_logs else None)
             if link is not None:
                 link.close()
+
+    def _leave_verdict(self, cause: str) -> None:
+        attempt_dir = self._options.attempt_dir
+        if write_first(attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})):
+            write_first(attempt_dir / VERDICT_FILE, "failed\n")
 
     async def _join(self) -> Link | None:
         """The link to the head; None when a stop was requested first, for then there is nothing to join."""
         facts, options = self._facts, self._options
         preparing = asyncio.create_task(self._prepare_ray())
         host_facts = await read_this_host(facts, options)
+        # Once it has said hello a node has 10 s for its report, which a cold file system may need for this alone.
+        await asyncio.to_thread(installed_versions)
         source_ip = None
         try:
             source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
@@ -151,22 +163,23 @@ class NodeAgent:
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
-            if (attempt_dir / VERDICT_FILE).exists():
+            if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path's, raises nothing where a mount is gone
                 raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
             self._published = published_candidates(attempt_dir / HEAD_FILE)
         by_name = (self._facts.head_host, next(candidate_blocks(self._facts.job_id, ephemeral_floor())).rendezvous)
         return [by_name, *self._published]
 
     async def _serve(self, link: Link) -> None:
-        order = await link.receive()
+        order = await self._next_order(link)
         if order["kind"] == "measure":
             log = self._options.attempt_dir / f"bandwidth-{self._facts.host}.log"
             await link.send(await measure_here(order, link.local_ip, self._options.num_gpus, log))
-            order = await link.receive()
+            order = await self._next_order(link)
         if order["kind"] == "end":
             return
+        self._is_needed = True
         life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
-        told_to_end = asyncio.create_task(link.receive())
+        told_to_end = asyncio.create_task(self._next_order(link))
         await asyncio.wait([life, told_to_end], return_when=asyncio.FIRST_COMPLETED)
         if not told_to_end.done():
             error = life.exception()
@@ -175,6 +188,11 @@ class NodeAgent:
             await link.send({"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad})
         life.cancel()
         await told_to_end
+
+    async def _next_order(self, link: Link) -> Message:
+        order = await link.receive()
+        self._keep_logs = order.get("keep_logs", True)
+        return order
 
     async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
         """Let Ray start; raise when it ends, or when this node's disk for it is full."""
@@ -190,7 +208,7 @@ class NodeAgent:
         )
         ifname = ifname_of(node.ip, local_addresses())
         assert self._ray is not None, "a node without a Ray process is not chosen"
-        self._ray.start(node, network_environment(self._environ, node.ports, ifname, self._fabric))
+        self._ray.start(node, network_environment(self._environ, node, ifname, self._fabric))
         full = asyncio.create_task(until_full(places_of(Path(node.temp_dir), None)))
         try:
             awaited: list[asyncio.Future[Any]] = [self._ray.kept.exited, full]

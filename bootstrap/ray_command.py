@@ -127,15 +127,15 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def network_environment(
-    base: Mapping[str, str], ports: PortBlock, ifname: str, fabric: Mapping[str, str]
+    base: Mapping[str, str], node: RayNode, ifname: str, fabric: Mapping[str, str]
 ) -> dict[str, str]:
-    """What comes on top once the node's address is known.
+    """What comes on top once the node's address, which ``ifname`` holds, is known.
 
     ``fabric`` is what was detected of this node beyond the interface; what the user has set (``base``) outranks it.
     """
     return {
         **{key: value for key, value in fabric.items() if not base.get(key)},
-        **socket_environment(ifname, base),
-        "AUTOSCALER_METRIC_PORT": str(ports.base + 10),
-        "DASHBOARD_METRIC_PORT": str(ports.base + 11),
+        **socket_environment(ifname, base, node.ip),
+        "AUTOSCALER_METRIC_PORT": str(node.ports.base + 10),
+        "DASHBOARD_METRIC_PORT": str(node.ports.base + 11),
     }

@@ -8,6 +8,7 @@ connection that was formed is the address used for everything else; every wait h
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -68,8 +69,9 @@ class NodeReport:
     network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison
 
 
-def installed_versions() -> dict[str, str | None]:
-    """Versions that must be equal on all nodes; None for what is not installed."""
+@functools.cache
+def installed_versions() -> Mapping[str, str | None]:
+    """Versions that must be equal on all nodes; None for what is not installed. Read once."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("ray", "torch", "sglang"):
         try:
@@ -206,20 +208,26 @@ class _Resolver:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
 
     async def places(self, host: str, port: int) -> list[tuple[str, int]]:
-        """Where to try; nothing while the name is not known."""
+        """Where to try; nothing while the name is not known. A name service that hangs does not hold up the others."""
+        asked_at, _ = self._known.get(host, (-math.inf, []))
+        if host not in self._asking and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S:
+            self._asking[host] = asyncio.create_task(self._ask(host, port))
+            await asyncio.wait([self._asking[host]], timeout=_STAGGER_S)
+        return [(ip, port) for ip in self._known.get(host, (0.0, []))[1]]
+
+    async def _ask(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
-        asked_at, ips = self._known.get(host, (-math.inf, []))
-        if loop.time() - asked_at > _RESOLVE_EVERY_S:
-            try:
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError:
-                found = []
-            families = (socket.AF_INET, socket.AF_INET6)
-            ips = [str(sockaddr[0]) for wanted in families for family, *_, sockaddr in found if family == wanted]
-            self._known[host] = (loop.time(), ips)
-        return [(ip, port) for ip in ips]
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError:
+            found = []
+        families = (socket.AF_INET, socket.AF_INET6)
+        ips = [str(sockaddr[0]) for wanted in families for family, *_, sockaddr in found if family == wanted]
+        self._known[host] = (loop.time(), ips)
+        del self._asking[host]
 
 
 async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
@@ -237,7 +245,8 @@ async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, sou
         while waiting and link is None:
             timeout_s = None if is_last else _STAGGER_S
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            link = next((task.result() for task in done if task.exception() is None), None)
+            # After a stall of the head several answer at once; all nodes are to choose the same way then.
+            link = next((task.result() for task in attempts if task in done and task.exception() is None), None)
             if not done:
                 break
         if link is not None:

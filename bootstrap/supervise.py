@@ -26,6 +26,7 @@ from bootstrap.handoff import STOP_FILE
 
 logger = logging.getLogger(__name__)
 
+_KEEPER = "bootstrap.keeper"
 _END_MARGIN_S = 10.0  # beyond the grace, for KILL to work
 _STOP_POLL_S = 0.5
 _HEAD_FIRST_S = 3.0
@@ -50,7 +51,7 @@ class Kept:
         """Run ``command`` with ``stdio`` = (input, output); standard error goes where standard output goes."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        argv = [sys.executable, "-m", "bootstrap.keeper", f"--channel={theirs.fileno()}"]
+        argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
         if scratch:
             argv += [f"--scratch={scratch}"]
         with theirs:
@@ -120,7 +121,7 @@ def kill_session(session_id: int) -> None:
         with suppress(psutil.Error, ProcessLookupError):
             if os.getsid(process.pid) == session_id:
                 for descendant in process.children(recursive=True):
-                    with suppress(psutil.NoSuchProcess):
+                    with suppress(psutil.Error):
                         descendant.kill()
                 process.kill()
 
@@ -150,16 +151,16 @@ class StopRequest:
         for number in signals:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def write(self, reason: str, *, within_s: float) -> None:
+    async def write(self, reason: str, *, within_s: float) -> None:
         """Ask the driver to end, for a reason of our own: this does not count as a request from outside."""
         self._poll.cancel()
         now = self._clock.now()
-        write_first(self._path, stop_text(reason, now=now, deadline=now + within_s))
+        await self._write(stop_text(reason, now=now, deadline=now + within_s))
 
-    def seconds_for_the_driver(self, grace_s: float) -> float:
+    async def seconds_for_the_driver(self, grace_s: float) -> float:
         """How long a driver that was asked to stop may take, if not the deadline but our patience decides
         ``grace_s``."""
-        deadline = deadline_of(self._path)
+        deadline = await asyncio.to_thread(deadline_of, self._path)
         left_s = None if deadline is None else deadline - self._clock.now()
         return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
 
@@ -173,8 +174,15 @@ class StopRequest:
         deadline = await self._clock.end_after_signal(ask=self._is_head)
         if not self._is_head:
             await asyncio.sleep(_HEAD_FIRST_S)  # it got the signal too, and knows more
-        write_first(self._path, stop_text(reason, now=now, deadline=deadline))
-        self.requested.set()
+        await self._write(stop_text(reason, now=now, deadline=deadline))
+        self.requested.set()  # also when nobody can be told: the job ends all the same
+
+    async def _write(self, text: str) -> None:
+        # In a thread, because a shared file system that stalls must not stop the agent's signs of life.
+        try:
+            await asyncio.to_thread(write_first, self._path, text)
+        except OSError as error:
+            logger.error("the driver cannot be asked to stop: %s cannot be written: %s", self._path, error.strerror)
 
     async def _watch_clock(self) -> None:
         await self._clock.until_due()
@@ -183,7 +191,6 @@ class StopRequest:
 
     async def _watch(self) -> None:
         # The writer may be another node, and no shared file system tells us about that: this one thing is polled.
-        # In a thread, because a shared file system that stalls must not stop the agent's signs of life.
-        while not await asyncio.to_thread(self._path.exists):
+        while not await asyncio.to_thread(os.path.exists, self._path):  # no error of a moment ends the watch
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,32 +79,88 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
     assert asyncio.run(clock.end_after_signal(ask=True)) == 160
 
 
-@pytest.mark.parametrize("is_head", [True, False])
-def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
-    tmp_path: Path, is_head: bool
-) -> None:
-    """The end is told at 1000 s, the clock stands at 950 and the lead is 60."""
+def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(tmp_path: Path) -> None:
+    """The end is told at 1000 s, the clock stands at 950 and the lead is 60; each has a folder of its own."""
 
-    async def whole() -> bool:
+    async def whole() -> None:
         clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0)
-        stop = StopRequest(tmp_path, "n01", clock, is_head=is_head)
-        try:
-            await asyncio.wait_for(stop.requested.wait(), 10 if is_head else 1)
-        except TimeoutError:
-            return False
-        assert stop.seconds_for_the_driver(600) == 40
-        return True
+        for host in ("node", "head"):
+            (tmp_path / host).mkdir()
+        node = StopRequest(tmp_path / "node", "n02", clock, is_head=False)
+        head = StopRequest(tmp_path / "head", "n01", clock, is_head=True)
+        await asyncio.wait_for(head.requested.wait(), 10)
+        assert await head.seconds_for_the_driver(600) == 40
+        assert not node.requested.is_set()
 
-    assert asyncio.run(whole()) is is_head
-    if is_head:
-        said = json.loads((tmp_path / "STOP").read_text())
-        assert said == {"reason": "the job ends in 60 s, and no signal came", "time": 950.0, "deadline": 1000.0}
+    asyncio.run(whole())
+    said = json.loads((tmp_path / "head/STOP").read_text())
+    assert said == {"reason": "the job ends in 60 s, and no signal came", "time": 950.0, "deadline": 1000.0}
+    assert not (tmp_path / "node/STOP").exists()
+
+
+def signalled(folder: Path) -> StopRequest:
+    """The request of a head, outside Slurm, that has just got a signal."""
+    stop = StopRequest(folder, "n01", JobClock({}, lead_s=60), is_head=True)
+    stop.listen_to(signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    return stop
+
+
+def test_a_stop_counts_though_its_file_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def whole() -> None:
+        await asyncio.wait_for(signalled(tmp_path / "gone").requested.wait(), 10)
+
+    asyncio.run(whole())
+    assert f"{tmp_path}/gone/STOP cannot be written: No such file" in caplog.text
+
+
+def test_a_folder_that_stalls_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signs of life come from the same loop: ten seconds without any, and the others would give it up."""
+    begun, over = threading.Event(), threading.Event()
+
+    def stalling(*_: object) -> bool:
+        begun.set()
+        return over.wait(10)
+
+    monkeypatch.setattr("bootstrap.supervise.write_first", stalling)
+
+    async def whole() -> None:
+        stop = signalled(tmp_path)
+        assert await asyncio.to_thread(begun.wait, 10)
+        assert not stop.requested.is_set()
+        over.set()
+        await asyncio.wait_for(stop.requested.wait(), 10)
+
+    asyncio.run(whole())
+
+
+def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootstrap.supervise._STOP_POLL_S", 0.01)
+    stat, refused = os.stat, threading.Event()
+
+    def stale(path: object, **how: bool) -> os.stat_result:
+        if str(path).endswith("STOP") and not refused.is_set():
+            refused.set()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "stat", stale)
+
+    async def whole() -> None:
+        stop = StopRequest(tmp_path, "n01", JobClock({}, lead_s=60), is_head=False)
+        assert await asyncio.to_thread(refused.wait, 10)
+        (tmp_path / "STOP").write_text("{}")
+        await asyncio.wait_for(stop.requested.wait(), 10)
+
+    asyncio.run(whole())
 
 
 def test_a_job_that_has_time_is_left_alone(tmp_path: Path) -> None:
     async def whole() -> None:
         clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "10000"}, lead_s=60, now=lambda: 950.0)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(clock.until_due(), 0.3)
+            await asyncio.wait_for(clock.until_due(), 0.1)
 
     asyncio.run(whole())

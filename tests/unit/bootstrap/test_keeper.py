@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,16 @@ time.sleep(600)
 """
 
 
+# The keeper with less time between TERM and KILL when its agent is gone.
+IMPATIENT_KEEPER = """
+import sys
+from bootstrap import keeper
+keeper._ORPHANED_GRACE_S = 0.2
+keeper.main(sys.argv[1:])
+"""
+REPOSITORY = Path(__file__).parents[3]
+
+
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
@@ -51,8 +62,19 @@ async def tree_in(folder: Path, num_processes: int = 3) -> list[psutil.Process]:
 
 
 async def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 20)
-    return not alive
+    """Whether all end. A process that has ended and that init has not looked at yet is none (pidfd_open(2))."""
+    return all(await asyncio.gather(*(asyncio.to_thread(_is_gone, process.pid) for process in processes)))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 20)[0])
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(("command", "code"), [(["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -9 $$"], -9)])
@@ -114,12 +136,15 @@ def test_daemons_do_not_outlive_their_command() -> None:
 def test_when_the_agent_is_killed_everything_ends_and_the_scratch_folder_goes(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    (tmp_path / "impatient_keeper.py").write_text(IMPATIENT_KEEPER)
     agent = f"""
 import asyncio, os, sys
-from bootstrap.supervise import Kept
+from bootstrap import supervise
+supervise._KEEPER = "impatient_keeper"
 async def main():
     command = [sys.executable, "-c", {STUBBORN_TREE!r}, {str(tmp_path)!r}]
-    await Kept.start("test", command, environ=os.environ, stdio=(0, 1), scratch={str(scratch)!r})
+    environ = dict(os.environ, PYTHONPATH={f"{tmp_path}:{REPOSITORY}"!r})
+    await supervise.Kept.start("test", command, environ=environ, stdio=(0, 1), scratch={str(scratch)!r})
     await asyncio.Event().wait()
 asyncio.run(main())
 """
@@ -127,11 +152,11 @@ asyncio.run(main())
 
     async def scene() -> None:
         processes = await tree_in(tmp_path)
-        keepers = [
-            parent for child in processes for parent in child.parents() if "bootstrap.keeper" in parent.cmdline()
-        ]
+        (keeper,) = {
+            parent for child in processes for parent in child.parents() if "impatient_keeper" in parent.cmdline()
+        }
         process.kill()
-        assert keepers and await all_gone([*processes, *keepers])
+        assert await all_gone([*processes, keeper])
         assert not scratch.exists()
 
     run(scene)

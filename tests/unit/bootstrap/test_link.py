@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -28,17 +29,32 @@ async def connected(scene: Callable[[Link, Link], Awaitable[None]], address: str
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "BEAT_S", 0.02)
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(link_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.1)
 
 
 def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
     async def scene(node: Link, head: Link) -> None:
         node.start_beating()
         head.start_beating()
-        await asyncio.sleep(1.0)  # twice the silence that would be too long
+        await asyncio.sleep(0.25)  # more than twice the silence that would be too long
         await node.send({"kind": "lost"})
         assert await head.receive() == {"kind": "lost"}
+
+    asyncio.run(connected(scene))
+
+
+def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() -> None:
+    """As after the suspension of a job: the deadline is over before what has arrived could be read."""
+
+    async def scene(node: Link, head: Link) -> None:
+        node.start_beating()
+        head.start_beating()
+        receiving = asyncio.create_task(head.receive())
+        await asyncio.sleep(0.02)
+        time.sleep(0.3)  # three times the silence that would be too long
+        await node.send({"kind": "lost"})
+        assert await receiving == {"kind": "lost"}
 
     asyncio.run(connected(scene))
 

@@ -1,7 +1,11 @@
 """Invariant: the interface is the one that owns the connection's address; every library is told it in its own way."""
 
+import socket
+from types import SimpleNamespace
+
 import pytest
 
+from bootstrap import network_host
 from bootstrap.network import (
     Address,
     NetworkError,
@@ -43,8 +47,27 @@ def test_this_machine_has_a_loopback_address() -> None:
     assert ip_of("lo", local_addresses()) == "127.0.0.1"
 
 
+def test_an_address_with_a_label_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ip address add ... label eth0:1``: the kernel lists it apart, and there is no interface of that name."""
+
+    def address(ip: str, netmask: str) -> SimpleNamespace:
+        return SimpleNamespace(family=socket.AF_INET, address=ip, netmask=netmask)
+
+    listed = {
+        "eth0": [address("10.1.0.5", "255.255.255.0")],
+        "eth0:1": [address("10.2.0.5", "255.255.0.0")],
+        "eth1:1": [address("10.3.0.5", "255.255.255.0")],
+    }
+    up = {"eth0": SimpleNamespace(isup=True), "eth1": SimpleNamespace(isup=False)}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: listed)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: up)
+    assert local_addresses() == (Address("eth0", "10.1.0.5"), Address("eth0:1", "10.2.0.5"))
+    assert ifname_of("10.2.0.5", local_addresses()) == "eth0:1"
+    assert network_host._addresses("eth0") == (["10.1.0.5/24", "10.2.0.5/16"], [])
+
+
 def test_gloo_takes_a_bare_name_and_nccl_an_exact_one() -> None:
-    assert socket_environment("eth0", {}) == {
+    assert socket_environment("eth0", {}, "10.0.0.1") == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "TP_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
@@ -53,4 +76,4 @@ def test_gloo_takes_a_bare_name_and_nccl_an_exact_one() -> None:
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
-    assert "NCCL_SOCKET_IFNAME" not in socket_environment("eth0", {"NCCL_SOCKET_IFNAME": "ib"})
+    assert "NCCL_SOCKET_IFNAME" not in socket_environment("eth0", {"NCCL_SOCKET_IFNAME": "ib"}, "10.0.0.1")

@@ -320,6 +320,7 @@ def test_tcpx_keeps_control_and_data_apart() -> None:
     found = detect(host(*nics, num_gpus=8, default_route="g0"))
     assert found.env["NCCL_GPUDIRECTTCPX_CTRL_DEV"] == "g0"
     assert found.env["NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"] == "g1,g2,g3,g4"
+    assert found.rdma_env.keys() == {"NCCL_GPUDIRECTTCPX_CTRL_DEV", "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"}
 
 
 # GIDs ---------------------------------------------------------------------------------------------------------------

@@ -87,8 +87,13 @@ def test_the_end_of_the_job_stays_known() -> None:
 def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
     environ = ray_environment({"PATH": "/bin"})
     assert environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0" and environ["PATH"] == "/bin"
-    on_top = network_environment(environ, PortBlock(20_000), "eth0", {})
+    on_top = network_environment(environ, ray_node("10.77.0.12", None), "eth0", {})
     assert on_top["NCCL_SOCKET_IFNAME"] == "=eth0" and "PATH" not in on_top
+    assert "NCCL_SOCKET_FAMILY" not in on_top
+
+
+def test_nccl_is_told_when_the_nodes_address_is_ipv6() -> None:
+    assert network_environment({}, ray_node("fd00::1", None), "eth0", {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:
@@ -100,6 +105,6 @@ def test_a_folder_too_long_for_a_socket_is_refused() -> None:
 def test_what_was_detected_of_the_fabric_yields_to_what_the_user_has_set() -> None:
     base = {"NCCL_IB_HCA": "mlx5", "UCX_NET_DEVICES": ""}
     fabric = {"NCCL_IB_HCA": "=a:1", "UCX_NET_DEVICES": "a:1,eth0", "FI_PROVIDER": "efa"}
-    environ = network_environment(base, PortBlock(20_000), "eth0", fabric)
+    environ = network_environment(base, ray_node("10.77.0.12", None), "eth0", fabric)
     assert "NCCL_IB_HCA" not in environ
     assert environ["UCX_NET_DEVICES"] == "a:1,eth0" and environ["FI_PROVIDER"] == "efa"

@@ -2,11 +2,13 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from bootstrap import rendezvous
 from bootstrap.messages import Codec, hello_key
 from bootstrap.ports import claim_block, ephemeral_floor
 from bootstrap.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
@@ -112,12 +114,23 @@ def test_a_recorded_hello_joins_nothing() -> None:
     run(scene())
 
 
-def test_another_secret_never_joins() -> None:
+def test_another_secret_never_joins_however_often_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned_away: list[object] = []
+    again = asyncio.Event()
+
+    def warned(*said: object) -> None:
+        turned_away.append(said)
+        if len(turned_away) > 1:
+            again.set()
+
+    monkeypatch.setattr("bootstrap.rendezvous.logger.warning", warned)
+
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(joining(port, 1, b"another secret"), 1.0)
-        assert reception.missing() == ["n1"]
+        stranger = asyncio.create_task(joining(port, 1, b"another secret"))
+        await again.wait()
+        assert not stranger.done() and reception.missing() == ["n1"]
+        stranger.cancel()
         reception.close()
 
     run(scene())
@@ -152,6 +165,59 @@ def test_a_node_passes_over_places_that_are_not_its_head() -> None:
         foreign.close()
         reception.close()
 
+    run(scene())
+
+
+def test_of_places_that_answer_at_once_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that stood still serves all that wait; nodes that chose differently would come by different networks."""
+    places = [(f"10.0.0.{number}", 20_000) for number in range(40)]
+
+    class ALink(Link):
+        def __init__(self, ip: str) -> None:
+            self.ip = ip
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    async def scene() -> None:
+        all_wait = asyncio.Event()
+
+        async def connect(ip: str, *_: object) -> Link:
+            if ip == places[-1][0]:
+                all_wait.set()
+            await all_wait.wait()
+            return ALink(ip)
+
+        monkeypatch.setattr(rendezvous, "_connect", connect)
+        link = await rendezvous._first_to_answer(places, SECRET, None)
+        assert isinstance(link, ALink) and link.ip == "10.0.0.0"
+
+    monkeypatch.setattr(rendezvous, "_STAGGER_S", 0.0)
+    run(scene())
+
+
+def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, over = socket.getaddrinfo, threading.Event()
+
+    def hanging(host: str, *rest: Any, **more: Any) -> Any:
+        if host == "head":
+            over.wait(20)
+            raise OSError("no answer")
+        return resolve(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+
+    async def scene() -> None:
+        reception, port = await opened(("n0", "n1"))
+        places = [("head", port), ("127.0.0.1", port)]
+        try:
+            link = await asyncio.wait_for(join(describing(1), secret=SECRET, candidates=lambda: places), 10)
+        finally:
+            over.set()
+        link.close()
+        reception.close()
+
+    monkeypatch.setattr(rendezvous, "_STAGGER_S", 0.05)
     run(scene())
 
 

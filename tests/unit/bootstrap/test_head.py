@@ -1,0 +1,99 @@
+"""Invariant: the head goes by the connections that were made, always hears of a stop, and names who is late."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bootstrap import head
+from bootstrap.deadline import JobClock
+from bootstrap.facts import Facts
+from bootstrap.handoff import Cluster, Node
+from bootstrap.head import HeadAgent
+from bootstrap.network import Address
+from bootstrap.network_detect import detect
+from bootstrap.network_facts import Interface, NetworkFacts
+from bootstrap.options import parse_options
+from bootstrap.rendezvous import NodeReport
+from bootstrap.supervise import StopRequest
+
+HOSTS = ("n1", "n2", "n3")
+SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def agent_of(folder: Path, *options: str) -> HeadAgent:
+    """The head of a job of three nodes, none of which has come."""
+    orders = parse_options([f"--attempt-dir={folder}", "--num-gpus=2", *options, "--", *SLEEPER])
+    stop = StopRequest(folder, HOSTS[0], JobClock({}, lead_s=0.1), is_head=True)
+    return HeadAgent(Facts(HOSTS[0], 0, HOSTS, "7", 0, in_slurm=True), orders, b"secret", stop)
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line about two thousand nodes is longer than what a pipe holds."""
+    nodes = tuple(Node(f"n{number:04d}", f"10.0.0.{number}", "eth0", 8) for number in range(2000))
+
+    async def brought_up(_: HeadAgent) -> Cluster:
+        (tmp_path / "STOP").write_text("{}")
+        return Cluster("10.0.0.1:1", str(tmp_path), nodes, 1, 1)
+
+    monkeypatch.setattr(HeadAgent, "_bring_up", brought_up)
+    monkeypatch.setattr("bootstrap.supervise._STOP_POLL_S", 0.05)
+
+    async def scene() -> None:
+        verdict = await agent_of(tmp_path, "--stop-grace-s=0.1").run()
+        assert verdict.verdict == "requeue" and "its time was over" in verdict.cause
+
+    run(scene)
+
+
+def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A routed fabric without addresses on its wires: the other nodes keep theirs, and NCCL needs it of all."""
+    lo = Interface("lo", "loopback", "up", ("127.0.0.1/8", "10.200.0.7/32"))
+    facts = NetworkFacts((lo, Interface("eth0", driver="efa")))
+    monkeypatch.setattr(head, "local_addresses", lambda: (Address("lo", "10.200.0.7"),))
+    monkeypatch.setattr(head, "network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip)))
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        agent._gathering.begin()
+        agent._reception.links[1] = SimpleNamespace(local_ip="10.200.0.7", peer_ip="10.200.0.8")  # type: ignore[assignment]
+        agent._gathering.joined(NodeReport("n2", 1, 2))
+        own, fabric = await agent._find_own_place()
+        assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
+
+    run(scene)
+
+
+def test_who_is_late_is_named(tmp_path: Path) -> None:
+    async def scene() -> None:
+        agent = agent_of(tmp_path, "--bringup-deadline-s=5")
+        assert "n2, n3 of 3 nodes did not join within 5 s" in str(agent._too_late())
+        for rank, host in enumerate(HOSTS[1:], start=1):
+            agent._reception.links[rank] = SimpleNamespace()  # type: ignore[assignment]
+            agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
+        assert "Ray did not come up within 5 s on:\nn1: " in str(agent._too_late())
+        agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
+        assert "preflight did not end within 5 s" in str(agent._too_late())
+        agent._gathering.used = HOSTS
+        agent._ray.registered["10.0.0.1"] = 2
+        assert "Ray did not come up within 5 s on:\nn3: " in str(agent._too_late())
+
+    run(scene)
