@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 from bootstrap.handoff import SECRET_FILE, STOP_FILE
-from bootstrap.ports import candidate_blocks, ephemeral_floor
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY, Attempt
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
@@ -78,13 +77,12 @@ def simulate(num_nodes: int, folder: Path) -> Result:
     environ = {**os.environ, **slurm, "SLURMD_NODENAME": names[0], "PYTHONPATH": f"{STUB_RAY}:{REPOSITORY}"}
     command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={attempt}", "--num-gpus=8"]
     log, counts = folder / "head.log", folder / "counts.json"
-    port = next(candidate_blocks(job, ephemeral_floor())).rendezvous
-    simulator = [sys.executable, "-m", "tools.bench.simulated_nodes", str(num_nodes), str(port)]
+    simulator = [sys.executable, "-m", "tools.bench.simulated_nodes", str(num_nodes), str(attempt), str(counts)]
     with log.open("w") as stream:
         head = subprocess.Popen(
             [*command, "--", sys.executable, "-c", IDLE_DRIVER], env=environ, stderr=stream, cwd=folder
         )
-    nodes = subprocess.Popen([*simulator, str(attempt / SECRET_FILE), str(counts)], env=environ, cwd=REPOSITORY)
+    nodes = subprocess.Popen(simulator, env=environ, cwd=REPOSITORY)
     try:
         is_up = wait_until(lambda: bool(_UP.search(log.read_text())) or head.poll() is not None, deadline_s=DEADLINE_S)
         if not is_up or head.poll() is not None:

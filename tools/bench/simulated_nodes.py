@@ -1,10 +1,11 @@
 """Many agents in one process, for one real head: the real handshake, report and messages, without host or Ray.
 
-    python -m tools.bench.simulated_nodes NUM_NODES PORT SECRET_FILE OUT
+    python -m tools.bench.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
 
-Comes in: the head's port on this machine; every simulated node has its own loopback address. Goes out, when the head
-has ended all: a JSON file with the messages and bytes of all connections by kind and direction. Ray on a simulated
-node is what ``tests/fakes/ray_stub`` does there: one line to the stub's head.
+Comes in: the attempt's folder, with the secret and soon the port of a head on this machine; every simulated node has
+its own loopback address. Goes out, when the head has ended all: a JSON file with the messages and bytes of all
+connections by kind and direction. Ray on a simulated node is what ``tests/fakes/ray_stub`` does there: one line to the
+stub's head.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from pathlib import Path
 from unittest import mock
 
 from bootstrap.facts import Facts
+from bootstrap.handoff import SECRET_FILE
 from bootstrap.link import Link, LinkLost
 from bootstrap.messages import Codec, Message
 from bootstrap.network import network_here
 from bootstrap.options import parse_options
 from bootstrap.preflight_probe import raise_limits
-from bootstrap.rendezvous import NodeReport, installed_versions, join
+from bootstrap.rendezvous import HEAD_FILE, NodeReport, installed_versions, join
+
+HEAD_S = 60.0
 
 
 def host_names(num_nodes: int) -> tuple[str, ...]:
@@ -96,8 +100,18 @@ async def template_of_this_host(folder: Path, num_gpus: int, num_nodes: int) -> 
     return NodeReport("", 0, num_gpus, installed_versions(), "", "lo", asdict(host), row)
 
 
-async def _simulate(num_nodes: int, port: int, secret: bytes, out: Path) -> None:
+async def head_port(attempt_dir: Path) -> int:
+    """Where the head listens; raises TimeoutError when it does not say so within ``HEAD_S``."""
+    async with asyncio.timeout(HEAD_S):
+        while not (attempt_dir / HEAD_FILE).exists():
+            await asyncio.sleep(0.01)
+    return int(json.loads((attempt_dir / HEAD_FILE).read_text())["port"])
+
+
+async def _simulate(num_nodes: int, attempt_dir: Path, out: Path) -> None:
+    secret = (attempt_dir / SECRET_FILE).read_text().strip().encode()
     template = await template_of_this_host(out.parent, 8, num_nodes)
+    port = await head_port(attempt_dir)
     counts: Counter[str] = Counter()
     with counting(counts):
         await asyncio.gather(*(Node(rank, template, secret, port).live() for rank in range(1, num_nodes)))
@@ -106,6 +120,4 @@ async def _simulate(num_nodes: int, port: int, secret: bytes, out: Path) -> None
 
 if __name__ == "__main__":
     raise_limits()
-    asyncio.run(
-        _simulate(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).read_text().strip().encode(), Path(sys.argv[4]))
-    )
+    asyncio.run(_simulate(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

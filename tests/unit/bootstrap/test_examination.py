@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from bootstrap.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
 from bootstrap.facts import Facts
+from bootstrap.link import Link
 from bootstrap.options import parse_options
 from bootstrap.preflight import Check, Preflight
-from bootstrap.rendezvous import NodeReport
+from bootstrap.rendezvous import NodeReport, Reception
 
 
 def of_step(rank: int, num_nodes: int) -> Facts:
@@ -47,10 +50,39 @@ def test_the_first_node_speaks_for_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_node_that_does_not_come_is_named_and_the_rest_compared(tmp_path: Path) -> None:
-    first, other = examine(tmp_path, [0, 1], 3, 1.5)
+class Deadline(asyncio.Event):
+    """Who waits for it is told that it is too late."""
+
+    async def wait(self) -> Literal[True]:
+        await super().wait()
+        raise TimeoutError
+
+
+class PatienceForOne(Reception):
+    """The deadline strikes when the first node has come, however long that takes here."""
+
+    def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
+        def joined(report: NodeReport, link: Link) -> None:
+            on_joined(report, link)
+            self.complete.set()
+
+        super().__init__(secret, hosts, joined)
+        self.complete = Deadline()
+
+
+def test_a_node_that_does_not_come_is_named_and_the_rest_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootstrap.examination.Reception", PatienceForOne)
+    first, other = examine(tmp_path, [0, 1], 3, 20.0)
     assert other is None and isinstance(first, Examination)
     assert first.preflight.unfit == {"n3": "reach: it did not join"}
+
+
+def test_the_first_node_does_not_wait_beyond_its_deadline(tmp_path: Path) -> None:
+    (first,) = examine(tmp_path, [0], 2, 0.05)
+    assert isinstance(first, Examination)
+    assert first.preflight.unfit == {"n2": "reach: it did not join"}
 
 
 def test_without_a_shared_folder_a_node_says_what_it_waited_for(tmp_path: Path) -> None:

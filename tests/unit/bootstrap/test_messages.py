@@ -13,9 +13,10 @@ def speak(message: dict[str, object]) -> bytes:
     return Codec(KEY, "node").pack(message)
 
 
-@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=5), st.integers(1, 40))
-def test_messages_arrive_in_order_however_the_stream_is_cut(messages: list[dict[str, object]], piece: int) -> None:
+@given(st.lists(st.text(max_size=40), max_size=5), st.integers(1, 40))
+def test_messages_arrive_in_order_however_the_stream_is_cut(texts: list[str], piece: int) -> None:
     node, head = Codec(KEY, "node"), Codec(KEY, "head")
+    messages = [{"kind": "said", text: number} for number, text in enumerate(texts)]
     stream = b"".join(node.pack(message) for message in messages)
     received = []
     for start in range(0, len(stream), piece):

@@ -3,6 +3,7 @@
 One real head without Ray (the stub of tests/fakes) and simulated nodes that speak the real protocol.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.bench.bringup_agents import simulate
@@ -13,10 +14,12 @@ _NODES = (8, 128)
 def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: Path) -> None:
     """Five messages a node (hello, welcome, joined, start_ray, end), one connection, a report of one size."""
     small, large = _NODES
-    found = {}
+    folders = [tmp_path / str(num_nodes) for num_nodes in _NODES]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(_NODES, pool.map(simulate, _NODES, folders), strict=True))
     for num_nodes in _NODES:
-        (tmp_path / str(num_nodes)).mkdir()
-        found[num_nodes] = simulate(num_nodes, tmp_path / str(num_nodes))
         assert found[num_nodes].num_messages == 5 * (num_nodes - 1)
     added = large - small
     assert found[large].num_descriptors - found[small].num_descriptors <= added + 2  # the two come and go
