@@ -215,7 +215,7 @@ def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(mon
 
 
 def test_an_answer_that_is_no_text_is_refused() -> None:
-    with pytest.raises(RolloutError, match="answered .*needed is a number"):
+    with pytest.raises(RolloutError, match=r"answered .*needed is a number"):
         ask(Server((200, b"\xff")))
 
 
