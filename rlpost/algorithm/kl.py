@@ -14,11 +14,14 @@ if TYPE_CHECKING:  # the driver needs numbers only
 
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
+MAX_DIFFERENCE = 20.0
+"""Where a difference is cut so that exp stays finite: a masked token's gradient would be 0 x infinity otherwise."""
 
 
 def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
     """[T], [T] -> [T]. With d = policy - reference: k1 is d (unbiased, of either sign), k2 is d^2 / 2 (its gradient is
-    that of the divergence), k3 is exp(-d) + d - 1 (unbiased, never negative), low_var_kl is k3 cut at 10.
+    that of the divergence), k3 is exp(-d) + d - 1 (unbiased, never negative) with d cut at +-20, low_var_kl is k3 cut
+    at 10.
 
     Raises ValueError for another kind, naming those known.
     """
@@ -28,15 +31,16 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
     if kind == "k2":
         return difference.square() / 2
     if kind in ("k3", "low_var_kl"):
+        difference = difference.clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
         k3 = (-difference).exp() + difference - 1
         return k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else k3
     raise ValueError(f"kl_loss_type={kind!r} is not known; choose {', '.join(get_args(Estimator))}")
 
 
 def kl_value(difference: float, kind: str) -> float:
-    """``estimate_kl`` of one token, a number from a number: d = policy - reference, cut at +-20 so that exp is finite.
+    """``estimate_kl`` of one token, a number from a number: d = policy - reference, cut at +-20 for every kind.
 
     Raises KeyError for another kind."""
-    d = min(max(difference, -20.0), 20.0)
+    d = min(max(difference, -MAX_DIFFERENCE), MAX_DIFFERENCE)
     k3 = math.exp(-d) + d - 1
     return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(k3, LOW_VAR_BOUND)}[kind]

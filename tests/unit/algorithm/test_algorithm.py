@@ -152,3 +152,12 @@ def test_expected_k1_and_k3_are_the_divergence_and_the_expected_gradient_of_k2_i
     assert far.item() == 10.0
     with pytest.raises(ValueError, match="choose k1, k2, k3, low_var_kl"):
         estimate_kl(ref, ref, "k4")
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_a_token_far_from_the_reference_leaves_numbers_and_one_that_is_masked_no_gradient(kind):
+    """The output of a tool may be as unlikely as it likes: exp(100) is beyond float32."""
+    logprobs = torch.tensor([-101.0, -1.0], requires_grad=True)
+    loss = (estimate_kl(logprobs, torch.tensor([-1.0, -1.5]), kind) * torch.tensor([0.0, 1.0])).sum()
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad[0] == 0.0 and logprobs.grad[1] != 0.0
