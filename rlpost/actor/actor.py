@@ -254,8 +254,8 @@ class Actor:
         return True
 
     def load(self, folder: str | Path) -> int:
-        """Restore what ``save`` wrote, at any layout, and return its step. Learning rate and weight decay are those of
-        the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
+        """Restore what ``save`` wrote, at any layout, and return its step. Learning rate, weight decay, betas and
+        epsilon are those of the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
         progress = megatron_checkpoint.load(folder, chunks=self.chunks, optimizer=self.optimizer)
         self.num_optimizer_steps = progress.num_optimizer_steps
         return progress.step

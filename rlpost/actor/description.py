@@ -72,15 +72,19 @@ class ModelDescription:
         return rope["factor"] if rope.get("rope_type") == "llama3" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
-        """Chunks of layers on each pipeline rank; None without interleaving."""
+        """Chunks of layers on each pipeline rank; None without interleaving, and where a single one has all layers."""
         per_chunk = settings.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return None
-        return self.hf_config["num_hidden_layers"] // settings.pipeline_model_parallel_size // per_chunk
+        count = self.hf_config["num_hidden_layers"] // settings.pipeline_model_parallel_size // per_chunk
+        return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings) -> None:
-        """Raises ConfigError when the model cannot be cut so."""
+        """Raises ConfigError when the model cannot be cut so, WeightError when config.json lacks a key to build it."""
         fields, hf = self.fields, self.hf_config
+        there = hf.keys() | architecture.rope(hf).keys()
+        if missing := [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]:
+            raise WeightError(f"{self.path}: has no {', '.join(missing)}; add what the model's page says")
         tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         sizes: list[tuple[str, int, str, int | None]] = [
             (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS
@@ -113,29 +117,39 @@ class ModelDescription:
 
 
 TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+NEEDED = (
+    "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"
+)  # fmt: skip
+"""Keys of config.json without which no model can be built, as those above."""
 
 
 def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None = None) -> ModelDescription:
     """Read config.json of a Hugging Face folder, with what the table [model] says of it.
 
-    Raises WeightError when there is none, for an architecture that is not known, and for options the model here does
-    not have: a model that computes something else than its checkpoint must not be trained. Raises ConfigError when
-    the table contradicts it, a line for each value.
+    Raises WeightError when there is none or it lacks a key, for an architecture that is not known, and for options the
+    model here does not have: a model that computes something else than its checkpoint must not be trained. Raises
+    ConfigError when the table contradicts it, a line for each value.
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder")
-    hf = json.loads(path.read_text())
-    known = (hf.get("architectures") or ["none given"])[0]
     try:
+        hf = json.loads(path.read_text())
+        known = (hf.get("architectures") or ["none given"])[0]
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
+        _ = description.fields  # reads what its family needs
+        problems = architecture.problems(given or {}, description.family, hf)
+    except json.JSONDecodeError as error:
+        raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
+    except KeyError as error:
+        raise WeightError(f"{path}: has no {error}, which {known} needs; add what the model's page says") from None
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     for key, value in (refused | _refused_of_all(description)).items():
         if value:
             raise WeightError(f"{path}: {key}={value!r} is not supported; use a checkpoint without it")
-    if problems := architecture.problems(given or {}, description.family, hf):
+    if problems:
         raise ConfigError("\n".join(problems))
     return description
 

@@ -9,6 +9,7 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlpost.metrics.memory import GB, machine, process_gb
@@ -53,8 +54,9 @@ def prepare(*, num_threads: int) -> None:
 
 
 def seed(value: int) -> None:
-    """Seed Python's and torch's generators, on all devices."""
+    """Seed Python's, NumPy's and torch's generators, on all devices."""
     random.seed(value)
+    np.random.seed(value % 2**32)  # it takes no other
     torch.manual_seed(value)
 
 

@@ -100,7 +100,7 @@ def save(
     with_random_state: bool = True,
 ) -> Writing | None:
     """Write model, optimizer (unless None), progress and the random generators of all ranks into an existing folder;
-    every file is flushed to disk.
+    every file of tensors is flushed to disk, and the small ones when the folder is committed.
 
     With ``background`` this returns as soon as everything is copied to host memory, and what is returned must be waited
     for, also before the next save. Raises CheckpointError when a rank cannot write, on every rank.

@@ -114,10 +114,12 @@ def _precision(settings: ActorSettings) -> dict[str, Any]:
 def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_steps: int) -> float:
     """Set learning rate and weight decay for the step after ``num_steps``; returns the learning rate.
 
-    Norms and biases are not decayed: Megatron marks them with ``wd_mult`` but decays them all the same.
+    Norms and biases are not decayed: Megatron marks them with ``wd_mult`` but decays them all the same. Betas and
+    epsilon are set too: a checkpoint's come back with the state of TransformerEngine's Adam.
     """
     lr, decay = learning_rate(settings, num_steps), weight_decay(settings, num_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
     return lr

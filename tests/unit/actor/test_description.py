@@ -20,6 +20,8 @@ CONFIG = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "vocab_size": 97,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
 }
 
@@ -64,6 +66,29 @@ def test_an_unknown_architecture_is_named_with_those_known(tmp_path):
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(WeightError, match=r"has no config\.json"):
         read_description(tmp_path)
+
+
+def test_a_file_that_is_cut_off_or_lacks_what_its_family_needs_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:40])
+    with pytest.raises(WeightError, match=r"config\.json: not valid JSON"):
+        read_description(tmp_path)
+    with pytest.raises(WeightError, match=r"config\.json: has no 'num_.*experts', which Qwen3MoeForCausalLM needs"):
+        read_description(folder_with(tmp_path, architectures=["Qwen3MoeForCausalLM"]))
+
+
+def test_keys_that_a_model_cannot_be_built_without_are_named_before_it_is(tmp_path):
+    """transformers fills some of them in; here nothing is guessed."""
+    old = {key: value for key, value in CONFIG.items() if key not in ("rope_parameters", "num_key_value_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    with pytest.raises(WeightError, match=r"config\.json: has no rope_theta, num_key_value_heads"):
+        read_description(tmp_path).check_layout(ActorSettings(""))
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(1, 2), (2, None), (None, None)])
+def test_stages_of_a_single_chunk_are_not_interleaved(tmp_path, layers, chunks):
+    """As Megatron-LM has it: its interleaved schedule takes a list of chunks only."""
+    layout = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": layers}
+    assert read_description(folder_with(tmp_path)).num_virtual_stages(ActorSettings("", **layout)) == chunks
 
 
 MOE = {
