@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from rlpost.config.groups.base import Fraction, FunctionPath, Group, Positive
+from rlpost.config.groups.base import Fraction, FunctionPath, Group, Positive, TopK
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.errors import ConfigError, suggestion
 
@@ -36,7 +36,7 @@ class EvalSet(Group):
     n_samples_per_eval_prompt: Positive | None = None
     temperature: Annotated[float, Field(ge=0.0)] | None = None
     top_p: Fraction | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     max_response_len: Positive | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
@@ -79,6 +79,8 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
     raw = raw.get("eval", raw)
     if not isinstance(raw, dict) or not isinstance(raw.get("datasets"), list) or not raw["datasets"]:
         raise ConfigError(f"{file}: needs a list 'datasets', each with a name and a path")
+    if not isinstance(raw.get("defaults") or {}, dict):
+        raise ConfigError(f"{file}: defaults = {raw['defaults']!r}: a table of settings for all sets is needed")
     if strangers := raw.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"{file}: unknown key '{min(strangers)}'; it has 'defaults' and 'datasets'")
     found = [_entry(file, number, {**(raw.get("defaults") or {}), **entry}) for number, entry in _numbered(file, raw)]

@@ -17,8 +17,8 @@ VARIABLE = re.compile(r"\$([A-Z][A-Z0-9_]*)(?=[/:]|$)")
 
 
 def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that paths may begin with."""
-    return {**environ, **({ASSETS: cluster.assets_dir} if cluster.assets_dir else {})}
+    """The variables that paths may begin with; ``assets_dir`` may begin with one itself."""
+    return {**environ, **({ASSETS: expanded(cluster.assets_dir, environ)} if cluster.assets_dir else {})}
 
 
 def expanded(path: str, variables: Mapping[str, str]) -> str:
@@ -48,6 +48,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         for key, value in getattr(config, group):
             yield from ((f"{group}.{key}", one) for one in _texts(value))
     cluster = config.cluster
+    for key in ("runs_dir", "assets_dir", "image_cache"):  # its other texts are for shells of the nodes
+        yield from ((f"cluster.{key}", one) for one in _texts(getattr(cluster, key)))
     if cluster.container != "none":
         yield from (("cluster.container_image", one) for one in _texts(cluster.container_image))
         yield from (("cluster.container_mounts", one) for one in cluster.container_mounts)

@@ -70,9 +70,9 @@ def check_prompt_file(
     for position in range(len(rows)):
         try:
             row = parse(rows.row(position), rows.where(position), fields)
-            if not isinstance(row.content, str) and not apply_chat_template:
-                where = rows.where(position)
-                raise DataError(f"{where}: {fields.input_key!r} is a list of messages; add --apply-chat-template")
+            if not apply_chat_template and (row.tools or not isinstance(row.content, str)):
+                what = f"{fields.tool_key!r} has tools" if row.tools else f"{fields.input_key!r} is a list of messages"
+                raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
         except DataError as error:
             if not skip_bad:
                 raise DataError(f"{error} (--bad-prompts skip leaves such lines out)") from error

@@ -42,4 +42,9 @@ def algorithm_problems(config: Config) -> list[str]:
             f"rollout.n_samples_per_prompt = {config.rollout.n_samples_per_prompt}: with grpo.loss_type = sft_loss a "
             "line of --prompt-data has one response; leave it at 1"
         )
+    if is_sft and config.rollout.label_key is None and not config.rollout.apply_chat_template:
+        problems.append(
+            "grpo.loss_type = sft_loss needs rollout.label_key (where a line has its response), or "
+            "rollout.apply_chat_template with messages that end with one of an assistant"
+        )
     return problems

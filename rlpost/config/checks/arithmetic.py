@@ -1,7 +1,8 @@
-"""Arithmetic checks of the settings, pure: what can be known wrong from numbers alone.
+"""Arithmetic checks of the settings: what can be known wrong from numbers alone.
 
 In: a ``Config`` and, where there is one, the model's own ``config.json``. Out: one line for each problem with the
-arithmetic shown. ``rlpost.check`` adds the checks that read files.
+arithmetic shown. Pure but for the file of --eval-config, which holds settings; ``rlpost.check`` adds the checks that
+read other files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Where families write the number of experts."""
@@ -173,7 +175,7 @@ def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
         return []
     perf = config.perf
     tensor = "perf.tensor_model_parallel_size", perf.tensor_model_parallel_size
-    cut = [(tensor, key) for key in ("num_attention_heads", "num_key_value_heads", "vocab_size")]
+    cut = [(tensor, key) for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     experts = next((key for key in EXPERT_KEYS if key in hf_config), None)
     if experts is not None:
         expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
@@ -241,7 +243,7 @@ def rollout_problems(config: Config) -> list[str]:
 
 
 def eval_problems(config: Config) -> list[str]:
-    """Evaluation settings that contradict each other."""
+    """Evaluation settings that contradict each other, or a file of sets that cannot be used."""
     pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
     if len(pairs) % 2 and len(pairs) > 1:
         return [f"eval.eval_prompt_data = {list(pairs)}: needs pairs NAME PATH or one PATH, got {len(pairs)} words"]
@@ -252,7 +254,12 @@ def eval_problems(config: Config) -> list[str]:
             f"eval.eval_interval = {config.eval.eval_interval} needs eval.eval_prompt_data (pairs NAME PATH) or "
             "eval.eval_config"
         ]
-    return []
+    try:
+        names = [name for name, _ in config.eval_sets]
+    except ConfigError as error:
+        return str(error).splitlines()
+    twice = next((name for name in names if names.count(name) > 1), None)
+    return [] if twice is None else [f"eval.eval_prompt_data: two sets are called {twice}; give each a NAME of its own"]
 
 
 def debug_problems(config: Config) -> list[str]:

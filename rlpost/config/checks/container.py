@@ -6,9 +6,11 @@ In: a ``Config``. Out: one line for each path that lies below no mount. Run fold
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePosixPath
 
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
 
 
 def container_problems(config: Config) -> list[str]:
@@ -35,7 +37,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
             for path in value if key == "prompt_data" and isinstance(value, tuple) else (value,):
                 if group != "cluster" and isinstance(path, str) and path.startswith("/"):
                     yield f"{group}.{key}", path
-    yield from ((f"eval.eval_prompt_data ({name})", path) for name, path in config.eval_sets)
+    with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
+        yield from ((f"eval.eval_prompt_data ({name})", path) for name, path in config.eval_sets)
 
 
 def _ends(mount: str) -> tuple[str, str]:

@@ -14,6 +14,15 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
+def _top_k(given: int) -> int:
+    if given < 1 and given != -1:
+        raise ValueError("must be 1 or more, or -1 for off")
+    return given
+
+
+TopK = Annotated[int, AfterValidator(_top_k)]
+
+
 def _variables(given: Any) -> Any:
     """A flag gives words NAME=VALUE, a file a table."""
     if not isinstance(given, (list, tuple)):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlpost.config.groups.base import FilePath, Fraction, Group, Positive
+from rlpost.config.groups.base import FilePath, Fraction, Group, Positive, TopK
 
 
 class EvalConfig(Group):
@@ -25,7 +25,7 @@ class EvalConfig(Group):
     """Temperature; 0 is greedy decoding."""
     eval_top_p: Fraction | None = None
     """Nucleus sampling."""
-    eval_top_k: int | None = None
+    eval_top_k: TopK | None = None
     """Top-k sampling; -1 is off."""
     eval_max_response_len: Positive | None = None
     """Longest answer, in tokens."""

@@ -36,7 +36,8 @@ class GrpoConfig(Group):
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL divergence from the reference in the reward, token by token; not with --kl-loss-coef."""
     use_kl_loss: bool = False
-    """Keep the weights of --hf-checkpoint as a reference and measure the KL divergence from it."""
+    """Keep the weights of --ref-load, or else of --hf-checkpoint, as a reference and measure the KL divergence from
+    it."""
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of that divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"

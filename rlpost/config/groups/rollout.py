@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlpost.config.groups.base import FilePaths, Fraction, FunctionPath, Group, JsonTable, Positive, PositiveNumber
+from rlpost.config.groups.base import (
+    FilePaths,
+    Fraction,
+    FunctionPath,
+    Group,
+    JsonTable,
+    Positive,
+    PositiveNumber,
+    TopK,
+)
 
 
 class RolloutConfig(Group):
@@ -89,7 +98,7 @@ class RolloutConfig(Group):
     """Sampling temperature; the trainer's log-probs are divided by the same."""
     rollout_top_p: Fraction = 1.0
     """Nucleus sampling."""
-    rollout_top_k: int = -1
+    rollout_top_k: TopK = -1
     """Top-k sampling; -1 is off."""
     rollout_stop: tuple[str, ...] = ()
     """Strings that end an answer."""

@@ -77,9 +77,15 @@ def test_the_batch_of_an_optimizer_step_follows_from_either_setting():
 
 
 def test_model_sizes_that_tensor_parallelism_does_not_divide_are_named():
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 64}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96}
     (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), sizes)
     assert "num_key_value_heads = 1" in problem
+    (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), {"intermediate_size": 97})
+    assert "intermediate_size = 97" in problem
+
+
+def test_any_vocabulary_is_padded_for_tensor_parallelism():
+    assert model_problems(config(perf={"tensor_model_parallel_size": 2}), {"vocab_size": 97}) == []
 
 
 @pytest.mark.parametrize(

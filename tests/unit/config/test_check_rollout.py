@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.arithmetic import debug_problems, eval_problems, layout_problems, rollout_problems
 from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.groups.eval import EvalConfig
@@ -47,9 +48,11 @@ def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> No
     assert "rollout_external_engine_addrs" in problem
 
 
-def test_what_fits_is_no_problem() -> None:
+def test_what_fits_is_no_problem(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('datasets = [{name = "a", path = "a.jsonl"}]')
     rollout = {"rollout_mode": "fully_async", "max_staleness": 2, "mask_offpolicy_in_partial_rollout": True}
-    settings = config(rollout=rollout, debug={"debug_rollout_only": True}, eval={"eval_config": "a.toml"})
+    settings = config(rollout=rollout, debug={"debug_rollout_only": True}, eval={"eval_config": str(file)})
     assert [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)] == []
 
 
@@ -99,6 +102,8 @@ def test_sets_come_from_a_file_with_settings_of_their_own(tmp_path: Path, name: 
         ('[[datasets]]\nname = "a"\npath = "b"\n' * 2, "two datasets are called 'a'"),
         ("[", "not valid TOML"),
         ("other = 1\n[[datasets]]\n", "unknown key 'other'"),
+        ('defaults = 3\n[[datasets]]\nname = "a"', "defaults = 3: a table"),
+        ('[[datasets]]\nname = "a"\npath = "b"\ntop_k = 0', "top_k = 0: .*-1 for off"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
@@ -106,6 +111,26 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, tex
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"sets.toml.*{message}"):
         eval_sets(EvalConfig(eval_config=str(file)))
+    (problem,) = eval_problems(config(eval={"eval_config": str(file)}))
+    assert str(file) in problem, "it is told before the job starts"
+
+
+def test_two_sets_of_one_name_would_write_the_same_metrics() -> None:
+    (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}))
+    assert "eval.eval_prompt_data: two sets are called a" in problem
+
+
+@pytest.mark.parametrize("table", [{"rollout": {"rollout_top_k": 0}}, {"eval": {"eval_top_k": -2}}])
+def test_a_top_k_that_engines_would_refuse_is_refused(table: dict[str, dict[str, int]]) -> None:
+    with pytest.raises(ConfigError, match=r"top-k\) = (0|-2) from .*: must be 1 or more, or -1 for off"):
+        load([], table)
+
+
+def test_supervised_lines_need_a_place_for_their_response() -> None:
+    (problem,) = algorithm_problems(config(grpo={"loss_type": "sft_loss"}))
+    assert "rollout.label_key" in problem and "rollout.apply_chat_template" in problem
+    for given in ({"label_key": "answer"}, {"apply_chat_template": True}):
+        assert not algorithm_problems(config(grpo={"loss_type": "sft_loss"}, rollout=given))
 
 
 def test_a_single_path_is_named_by_its_file() -> None:

@@ -47,3 +47,9 @@ def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
         "sglang.sglang_chat_template",
         "eval.eval_prompt_data (x)",
     ]
+
+
+def test_a_file_of_sets_that_cannot_be_used_does_not_hide_the_rest():
+    """It is told with the settings of the evaluation."""
+    found = problems("/m", eval={"eval_config": "/m/nowhere.toml"}, **MODEL)
+    assert [line.split(" = ")[0] for line in found] == ["checkpoint.hf_checkpoint"]

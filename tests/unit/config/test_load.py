@@ -7,6 +7,7 @@ import pytest
 
 from rlpost.config import flags
 from rlpost.config.load import dump, load, parse_dump
+from rlpost.config.places import variable_problems
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
@@ -129,3 +130,19 @@ def test_every_shipped_recipe_and_cluster_loads():
     assert found
     for path in found:
         assert isinstance(load([path], {}).config, Config)
+
+
+def test_the_folder_of_assets_may_begin_with_a_variable_of_the_site(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    groups = {"cluster": {"assets_dir": "$SCRATCH/hub"}, "checkpoint": {"hf_checkpoint": "$RLPOST_ASSETS/Qwen3-4B"}}
+    found = load([], groups).config
+    assert (found.checkpoint.hf_checkpoint, found.cluster.assets_dir) == ("/scratch/me/hub/Qwen3-4B", "/scratch/me/hub")
+    assert variable_problems(found) == []
+
+
+@pytest.mark.parametrize("key", ["runs_dir", "assets_dir", "image_cache"])
+def test_a_folder_of_the_profile_whose_variable_is_not_set_is_named(key, monkeypatch):
+    """Else a folder of that very name would be made."""
+    monkeypatch.delenv("SCRATCH", raising=False)
+    (problem,) = variable_problems(load([], {"cluster": {key: "$SCRATCH/x"}}).config)
+    assert problem == f"$SCRATCH is not set and cluster.{key} begin with it: export SCRATCH"

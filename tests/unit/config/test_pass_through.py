@@ -74,14 +74,15 @@ def test_a_flag_that_is_nobody_s_is_refused_with_the_nearest_of_all():
 def test_what_follows_from_our_settings_is_refused_with_them():
     text = refusal(check_installed, config("--num-layers-in-first-pipeline-stage 3 --sglang-port 1"))
     assert "--decoder-first-pipeline-num-layers" in text and "--sglang-port" in text
+    assert "the trainer's loss" in refusal(check_installed, config("--moe-z-loss-coeff 1e-3"))
 
 
 def test_without_megatron_its_options_wait_for_the_node_and_typos_of_ours_do_not(no_megatron, monkeypatch):
-    found = config("--moe-z-loss-coef 1")
-    assert found.megatron.options == {"moe_z_loss_coef": 1}
+    found = config("--moe-input-jitter-ep 1")
+    assert found.megatron.options == {"moe_input_jitter_ep": 1}
     assert "did you mean '--num-rollout'" in refusal(config, "--num-rolout 1")
     monkeypatch.undo()
-    assert "did you mean 'moe_z_loss_coeff'" in refusal(check_installed, found)
+    assert "did you mean 'moe_input_jitter_eps'" in refusal(check_installed, found)
 
 
 def test_no_option_of_megatron_is_so_like_a_setting_that_it_counts_as_a_misspelling(monkeypatch):

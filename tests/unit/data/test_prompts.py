@@ -134,6 +134,14 @@ def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
             check_prompt_file(write(tmp_path / "q.jsonl", wrong), fields)
 
 
+def test_tools_without_the_chat_template_are_found_out_by_the_check(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path, fields = write(tmp_path / "p.jsonl", GOOD, {**GOOD, "tools": tools}), PromptFields("prompt", tool_key="tools")
+    assert check_prompt_file(path, fields) == 2
+    with pytest.raises(DataError, match="line 2: 'tools' has tools; add --apply-chat-template"):
+        check_prompt_file(path, fields, apply_chat_template=False)
+
+
 def test_messages_of_openai_are_understood(tmp_path: Path) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
