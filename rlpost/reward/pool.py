@@ -108,6 +108,7 @@ class _Worker:
             [sys.executable, "-m", "rlpost.reward.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # with all that a reward function starts, such as a program under test
             env=without_keys(os.environ) | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
         )
 
@@ -151,8 +152,9 @@ class _Worker:
         raise GradingFailed(f"{what[1]}: the process that graded ended with {code}")
 
     def end(self) -> None:
-        """Kill the process and wait until it is gone."""
-        self._process.kill()
+        """Kill the process and what it has started, and wait until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # what was not yet written

@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 
@@ -82,6 +83,15 @@ def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.Monk
 
     config = settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=0.5)
     assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4})
+
+
+def test_what_a_grading_has_started_ends_with_it(tmp_path: Path) -> None:
+    config = settings(custom_rm_path=f"{USER}:starts", reward_timeout_s=0.5)
+    assert using(config, lambda made: made.grade(prompt(), samples(str(tmp_path / "pid")))) == [0]
+    started, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "still there"
+        time.sleep(0.01)
 
 
 def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 
 def length(prompt, sample):
@@ -38,6 +40,12 @@ def hostile(prompt, sample):
     if sample.text == "nothing":
         return None
     return 1
+
+
+def starts(prompt, sample):
+    """Leaves a process behind, as a program under test may."""
+    Path(sample.text).write_text(str(subprocess.Popen(["sleep", "300"]).pid))
+    time.sleep(300)
 
 
 def always_wrong(prompt, sample):
