@@ -140,10 +140,12 @@ class Loop:
                 raise
             except (RlpostError, OSError) as error:  # an actor, too, may be killed before the driver
                 logger.error("the save of step %d failed, what is committed stays: %s", self.state.step, error)
-                self._stop.left_with = "journal" if self._journal.is_written else None
+                self._stop.left_with = "journal"
         else:
             logger.warning("%s; no checkpoint of step %d, the journal serves", request, self.state.step)
         await self._journal.durable()
+        if self._stop.left_with == "journal" and not self._journal.is_written:  # its storage failed as well
+            self._stop.left_with = None
 
     async def _step(self) -> Mapping[str, float]:
         """One generate + train + sync round and what follows from it."""

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-from rlpost.errors import Preempted
+from rlpost.errors import ConfigError, Preempted
 from rlpost.reward.grader import Grader
 from rlpost.rollout.connection import Connection, Halted, RouterAddress
 from rlpost.rollout.draft import Codec, Draft, GenerateFunction, write_answer
@@ -48,6 +48,7 @@ class GroupWriter:
 
         Raises:
             RolloutError: a request failed for good; the other requests of the group are cancelled.
+            ConfigError: the function did not return an answer.
         """
         so_far = [[sample for sample in entry.samples if sample.index == index] for index in range(self._n)]
         answers = await together([self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)])
@@ -77,7 +78,13 @@ class GroupWriter:
                 return []
             draft.finish_reason = "abort"
             return [draft.sample()]
-        return [written] if isinstance(written, Sample) else list(written)
+        samples = [written] if isinstance(written, Sample) else written
+        if not (isinstance(samples, Sequence) and samples and all(isinstance(each, Sample) for each in samples)):
+            raise ConfigError(
+                f"rollout.custom_generate_function_path: the function returned {repr(written)[:200]} for prompt "
+                f"{prompt.prompt_id}; it has to return a Sample, such as draft.sample(), or several"
+            )
+        return list(samples)
 
 
 async def together(work: Sequence[Awaitable[T]]) -> list[T]:

@@ -263,6 +263,32 @@ def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(t
     assert comparable(tmp_path) == untouched[1]
 
 
+@pytest.mark.parametrize(
+    ("deadline", "fails", "left_with"), [(9e9, True, None), (1, True, None), (1, False, "journal")]
+)
+def test_a_journal_that_could_not_be_written_to_its_end_is_not_told_as_saved(
+    tmp_path, monkeypatch, deadline, fails, left_with
+):
+    class Refused(FakeStages):
+        def request_stop(self):
+            self.stop.write_text(json.dumps({"reason": "test", "deadline": deadline}))
+
+        async def save(self, state, *, wait):
+            if wait:
+                raise CheckpointError("the storage hangs")
+
+    async def durable(journal):
+        if fails:
+            journal._give_up("an fsync took more than 60 s")
+
+    stops = []
+    monkeypatch.setattr(Journal, "durable", durable)
+    monkeypatch.setitem(globals(), "StopRequest", lambda path, real=StopRequest: stops.append(real(path)) or stops[0])
+    with pytest.raises(Preempted):
+        run(tmp_path, Refused(tmp_path / "STOP", ("train", 5)), RunState(pending={}))
+    assert stops[0].left_with == left_with
+
+
 def test_an_attempt_that_lost_its_folder_ends_as_fenced_even_at_a_stop(tmp_path):
     class Lost(FakeStages):
         async def save(self, state, *, wait):

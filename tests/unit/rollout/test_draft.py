@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.errors import RolloutError
+from rlpost.errors import ConfigError, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.draft import Draft, version_spans, without_older
@@ -182,6 +182,18 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
 def test_the_tokens_of_a_tool_stay_out_when_those_of_older_weights_leave() -> None:
     sample = Sample(0, 0, (1,), (5, 6, 7, 8), (-0.1,) * 4, "", "stop", 3, None, (1, 0, 1, 0), ((2, 2), (3, 2)))
     assert without_older(sample).mask == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("returned", [None, [], ["text"], "text"])
+def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> None:
+    async def forgets(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Any:
+        return returned
+
+    grader = InlineGrader(lambda text, label, metadata: 1.0)
+    connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
+    writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=forgets)
+    with pytest.raises(ConfigError, match=r"rollout\.custom_generate_function_path: .* for prompt 3; it has to return"):
+        asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
 def test_a_function_may_make_several_samples_of_one_call() -> None:
