@@ -81,7 +81,7 @@ class ClusterStages:
         weights.before_each = self._stop.check
         self._weights = weights
         self._watch = Watch(config, self._fleet, weights)
-        self._watch.unless_stopped = self._stop.unless_requested
+        self._watch.unless_stopped, self._watch.stop_requested = self._stop.unless_requested, self._stop.requested
         await self._within_deadline(weights.connect())
         await self._observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)

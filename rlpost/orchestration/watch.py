@@ -36,6 +36,8 @@ class Watch:
         self._version = 0  # of the trainer's weights
         self.unless_stopped: Callable[[Awaitable[object]], Awaitable[object]] = _wait
         """How to wait for engines that start, which takes minutes; what it raises ends the repair."""
+        self.stop_requested: Callable[[], bool] = lambda: False
+        """Whether the run has to leave: then engines are no longer looked after, for they may be ended already."""
 
     def trained(self) -> None:
         """The trainer has the weights of the next version; a repair from now on gives these to all engines."""
@@ -65,21 +67,25 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
-        """Look after the engines while the block generates; a repair that fails ends the block with its error."""
+        """Look after the engines while the block generates; a repair that fails ends the block with its error. At a
+        stop request it does not: the block looks for that itself, and cuts off what runs."""
         block = asyncio.current_task()
         assert block is not None
         failure: list[BaseException] = []
 
         async def watch() -> None:
             try:
-                while True:
+                while not self.stop_requested():
                     await asyncio.sleep(self._interval_s)
                     await self._look()
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
-                failure.append(error)
-                block.cancel()
+                if self.stop_requested():
+                    logger.warning("engines are not repaired: %s", error)
+                else:
+                    failure.append(error)
+                    block.cancel()
 
         asked_before = block.cancelling()
         watching = asyncio.create_task(watch())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlpost.config.load import load
-from rlpost.errors import EngineDied, SyncError
+from rlpost.errors import EngineDied, Preempted, SyncError
 from rlpost.orchestration.turns import Turns
 from rlpost.orchestration.watch import Watch
 
@@ -179,6 +179,21 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
             await asyncio.Event().wait()
 
     with pytest.raises(EngineDied, match="no engine is left"):
+        asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop():
+    """A preemption may end them first; the block is cutting off what they wrote, and saves it then."""
+    fleet = FakeFleet(sick={0, 1})
+    watch = watch_over(fleet, colocate=True)
+
+    async def run():
+        async with watch.over():
+            watch.stop_requested = lambda: True
+            await asyncio.sleep(10 * INTERVAL_S)
+            raise Preempted("a stop was requested while generating")
+
+    with pytest.raises(Preempted):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
