@@ -74,6 +74,8 @@ class Link:
         """The next message that is more than a sign of life. Raises LinkLost when there will be none."""
         while True:
             message = await self._receive_any()
+            if message["kind"] == "refused":
+                raise LinkLost(f"it turned this node away: {message['cause']}")
             if message != _ALIVE:
                 return message
 

@@ -97,6 +97,7 @@ class NodeAgent:
         """The link to the head; None when a stop was requested first, for then there is nothing to join."""
         facts, options = self._facts, self._options
         preparing = asyncio.create_task(self._prepare_ray())
+        logger.info("looking at this host")  # the last word of one that hangs, for instance in a dead mount
         host_facts = await read_this_host(facts, options)
         # Once it has said hello a node has 10 s for its report, which a cold file system may need for this alone.
         await asyncio.to_thread(installed_versions)
@@ -106,6 +107,7 @@ class NodeAgent:
             await preparing
         except (NetworkError, RayError) as error:  # the head learns of it, by whatever way there is
             host_facts = replace(host_facts, problem=str(error))
+        logger.info("looking for the head %s", facts.head_host)
         joining = asyncio.create_task(
             join(
                 lambda link: self._report(link, host_facts),

@@ -152,11 +152,21 @@ class Reception:
         await link.send({"kind": "welcome", "echo": hello["nonce"], "nonce": nonce})
         link.codec.rekey(session_key(self._secret, hello["nonce"], nonce))
         joined = await link.receive()  # only now is it known that the hello was not a recording
-        report = NodeReport(**joined["report"])
+        try:
+            return self._checked(joined["report"], link.peer_ip)
+        except (ValueError, TypeError, KeyError) as error:
+            await link.send({"kind": "refused", "cause": str(error)})  # or it would take the head for dead
+            raise
+
+    def _checked(self, said: Mapping[str, Any], peer_ip: str) -> NodeReport:
+        report = NodeReport(**said)
         if not (0 < report.rank < len(self._hosts)) or report.rank in self.links:
             raise ValueError(f"{report.host} says it is node {report.rank}, which is taken or does not exist")
-        if report.ip != link.peer_ip:
-            raise ValueError(f"{report.host} calls itself {report.ip}: address translation between nodes cannot work")
+        if report.ip != peer_ip:
+            raise ValueError(
+                f"{report.host} calls itself {report.ip} and came in as {peer_ip}: "
+                "address translation between nodes cannot work; choose another network with --socket-ifname"
+            )
         return report
 
 
