@@ -9,12 +9,13 @@ collective added, unless a stop is requested.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlpost.actor.boundaries import HOLD_DEADLINE_S, meeting_place
-from rlpost.errors import HalfTrained, Interrupted, Preempted, RlpostError
-from rlpost.orchestration.preemption import POLL_S, StopRequest
+from rlpost.errors import HalfTrained, Interrupted, Preempted
+from rlpost.orchestration.preemption import EXIT_S, POLL_S, StopRequest
 
 
 class Actors(Protocol):
@@ -41,7 +42,7 @@ class Passes:
 
         Raises:
             Preempted: a stop was requested before or within the call; weights and optimizer are as before it.
-            HalfTrained: the deadline came first; what the ranks hold is unknown, or of no step.
+            HalfTrained: the deadline came first, or a rank hangs; what the ranks hold is unknown, or of no step.
         """
         if may_leave:
             self._stop.check()
@@ -66,13 +67,15 @@ class Passes:
         return results
 
     async def _leave(self) -> None:
-        """Let every rank end its pass at the first boundary that all of them come to."""
+        """Let every rank end its pass at the first boundary that all of them come to. Raises HalfTrained."""
+        left_s = self._stop.time_left_s()
+        within_s = min(HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S))
         try:
-            async with asyncio.timeout(HOLD_DEADLINE_S / 2):
+            async with asyncio.timeout(within_s):
                 held = await self._actors.call_aside("boundaries.hold")
                 await self._actors.call_aside("boundaries.release", meeting_place(held))
         except TimeoutError:
-            raise RlpostError(
-                f"actors did not answer within {HOLD_DEADLINE_S / 2:.0f} s when asked to stop between micro-batches; "
-                "their logs (attempts/K/actor-*.log) say who hangs"
+            raise HalfTrained(
+                f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
+                "micro-batches; their logs (attempts/K/actor-*.log) say who hangs"
             ) from None

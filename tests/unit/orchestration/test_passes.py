@@ -1,6 +1,7 @@
 """A stop within a pass, with threads in place of ranks: the protocol of driver and actors together."""
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 from rlpost.actor.boundaries import Boundaries
 from rlpost.errors import HalfTrained, Preempted
 from rlpost.orchestration.passes import Passes
-from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.preemption import EXIT_S, StopRequest
 
 
 class Ranks:
@@ -83,6 +84,29 @@ def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop
     (tmp_path / "STOP").write_text('{"reason": "late", "deadline": 1}')
     with pytest.raises(HalfTrained):
         make(ranks, StopRequest(tmp_path / "STOP"), 20, may_leave=False)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(tmp_path, monkeypatch, is_near):
+    """What the ranks hold is unknown then; as a failure the attempt would save nothing and count as one."""
+
+    class Hung:
+        async def call_each(self, method, arguments):
+            end = time.time() + EXIT_S + 0.5 if is_near else None
+            (tmp_path / "STOP").write_text(json.dumps({"reason": "late", "deadline": end}))
+            await asyncio.Event().wait()
+
+        async def call_aside(self, method, *arguments):
+            await asyncio.Event().wait()
+
+    async def whole():
+        async with asyncio.timeout(20):
+            await Passes(Hung(), StopRequest(tmp_path / "STOP")).make("train_step", [()], may_leave=True)
+
+    if not is_near:
+        monkeypatch.setattr("rlpost.orchestration.passes.HOLD_DEADLINE_S", 0.2)
+    with pytest.raises(HalfTrained, match="who hangs"):
+        asyncio.run(whole())
 
 
 def test_a_request_before_the_call_is_seen_before_it(tmp_path, stop):
