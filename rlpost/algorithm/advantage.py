@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlpost.algorithm.plugin import load_function
 from rlpost.errors import ConfigError
@@ -130,7 +131,13 @@ def custom_advantages(
     Raises ConfigError when the function cannot be imported or returns something else.
     """
     found = load_function(path, key="custom_advantage_function_path")(groups, penalties)
-    by_group = [tuple(_advantage(value) for value in group) for group in found]
+    try:
+        by_group = [tuple(_advantage(value) for value in group) for group in found]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"custom_advantage_function_path = {path}: got {found!r:.200} ({error}); return for each group a list with "
+            "a number, or a list of numbers, for each sample"
+        ) from error
     wanted = [[len(scored.sample.response_ids) for scored in group.samples] for group in groups]
     got = [[len(a) if isinstance(a, tuple) else None for a in group] for group in by_group]
     if [len(group) for group in got] != [len(group) for group in wanted]:
@@ -148,5 +155,10 @@ def custom_advantages(
     return by_group
 
 
-def _advantage(value: float | Sequence[float]) -> Advantage:
-    return tuple(float(token) for token in value) if isinstance(value, Sequence) else float(value)
+def _advantage(value: Any) -> Advantage:
+    """Of a number or several, arrays and tensors included: those of no dimension cannot be iterated."""
+    try:
+        tokens = iter(value)
+    except TypeError:
+        return float(value)
+    return tuple(float(token) for token in tokens)

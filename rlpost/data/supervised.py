@@ -92,7 +92,7 @@ class SupervisedTokenizer(PromptTokenizer):
     def _render(self, messages: Messages, *, asks: bool) -> str:
         if not messages:
             return ""
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
+        return self._templated(list(messages), add_generation_prompt=asks)
 
 
 def _is_conversation(content: Any) -> TypeGuard[Messages]:

@@ -100,18 +100,23 @@ class PromptTokenizer:
 
     def _text(self, content: Content, tools: Tools | None) -> str:
         if self._apply_chat_template:
-            from jinja2 import TemplateError
-
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-            given = {"tokenize": False, "add_generation_prompt": True, **self._template_kwargs}
-            try:
-                return self._tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, **given)
-            except (TemplateError, TypeError, ValueError) as error:
-                raise DataError(f"the chat template refuses it: {error}") from error
+            return self._templated(messages, add_generation_prompt=True, tools=list(tools) if tools else None)
         if not isinstance(content, str) or tools:
             what = "has tools" if tools else "is a list of messages"
             raise DataError(f"a prompt {what}; --apply-chat-template turns it into text")
         return content
+
+    def _templated(self, messages: list[Any], **given: Any) -> str:
+        """Messages as the chat template writes them; the arguments of the settings win over ``given``."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, **{**given, "tokenize": False, **self._template_kwargs}
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the chat template refuses it: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

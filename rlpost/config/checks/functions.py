@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
-from rlpost.errors import suggestion
+from rlpost.errors import ConfigError, suggestion
 
 SETTINGS = (
     ("grpo", "custom_loss_function_path"),
@@ -21,11 +23,19 @@ SETTINGS = (
     ("rollout", "dynamic_sampling_filter_path"),
     ("rollout", "buffer_filter_path"),
 )
+OF_A_SET = ("custom_rm_path", "custom_generate_function_path")
+"""Those that an evaluation set may have of its own."""
 
 
 def function_problems(config: Config) -> list[str]:
     """One line for each function that is not there."""
-    named = ((f"{group}.{key}", getattr(getattr(config, group), key)) for group, key in SETTINGS)
+    named = [(f"{group}.{key}", getattr(getattr(config, group), key)) for group, key in SETTINGS]
+    with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
+        named += [
+            (f"{config.eval.eval_config}: {one.name}.{key}", getattr(one, key))
+            for one in eval_sets(config.eval)
+            for key in OF_A_SET
+        ]
     return [f"{key} = {path}: {problem}" for key, path in named if path and (problem := _problem(path))]
 
 

@@ -203,6 +203,29 @@ def test_advantages_of_the_users_own_are_checked(plugin):
         custom_advantages(f"{plugin}:too_few", [group(1.0, 0.0)], None)
 
 
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        ("np.array([g.rewards for g in groups])", ((1.0, 0.0),)),
+        ("[[np.full(2, r) for r in g.rewards] for g in groups]", (((1.0, 1.0), (0.0, 0.0)),)),
+        ("torch.tensor([g.rewards for g in groups])", ((1.0, 0.0),)),
+        ("[torch.tensor([[r, r] for r in g.rewards]) for g in groups]", (((1.0, 1.0), (0.0, 0.0)),)),
+    ],
+)
+def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, made):
+    file = tmp_path / "arrays.py"
+    file.write_text(f"import numpy as np, torch\ndef advantages(groups, penalties):\n    return {words}\n")
+    assert tuple(custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)) == made
+
+
+@pytest.mark.parametrize("words", ["None", "[0.5, 0.5]", "[[None, None]]", "[['high', 'low']]"])
+def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
+    file = tmp_path / "none.py"
+    file.write_text(f"def advantages(groups, penalties):\n    return {words}\n")
+    with pytest.raises(ConfigError, match=r"custom_advantage_function_path = .*none.py:advantages: got .*return for"):
+        custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
+
+
 def test_a_function_that_is_not_there_is_named_with_those_that_are(plugin):
     with pytest.raises(ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"):
         load_function(f"{plugin}:lost", key="custom_loss_function_path")

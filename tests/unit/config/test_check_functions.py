@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.checks.functions import SETTINGS, function_problems
+from rlpost.config.eval_sets import EvalSet
 from rlpost.config.flags import fields, groups
 from rlpost.config.groups.base import FunctionPath
 from rlpost.config.tree import Config
@@ -49,6 +50,16 @@ def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_n
     assert "not valid Python: invalid syntax" in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]
     assert function_problems(reward(f"{tmp_path}/star.py:anything")) == []
     assert function_problems(reward("package.of_the_nodes.score")) == []
+
+
+def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    keys = [key for key, field in EvalSet.model_fields.items() if _has(field, FunctionPath.__metadata__[0])]
+    file = tmp_path / "sets.toml"
+    lines = [f'{key} = "{tmp_path}/mine.py:lost"' for key in keys]
+    file.write_text("\n".join(["[[datasets]]", 'name = "a"', 'path = "a.jsonl"', *lines]))
+    found = function_problems(Config.model_validate({"eval": {"eval_config": str(file)}}))
+    assert [line.partition(" = ")[0] for line in found] == [f"{file}: a.{key}" for key in keys]
 
 
 def test_every_setting_that_names_a_function_is_looked_at():

@@ -13,7 +13,7 @@ TEMPLATE = (
 REWRITING = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
 
 
-def tokenizer(folder, template=TEMPLATE):
+def tokenizer(folder, template=TEMPLATE, **template_kwargs):
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +22,7 @@ def tokenizer(folder, template=TEMPLATE):
     core.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token=";", chat_template=template)
     made.save_pretrained(folder)
-    return SupervisedTokenizer(folder, apply_chat_template=True)
+    return SupervisedTokenizer(folder, apply_chat_template=True, template_kwargs=template_kwargs)
 
 
 def sample_of(tokenize, content, label=None):
@@ -62,3 +62,17 @@ def test_a_prompt_without_a_response_and_a_template_that_rewrites_turns_are_refu
     turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
     with pytest.raises(DataError, match=r"message 1 .* template rewrites earlier turns"):
         rewriting([{"role": role, "content": content} for role, content in turns])
+
+
+def test_arguments_of_the_chat_template_count_in_conversations_too(tmp_path):
+    template = "{{ mark }}" + TEMPLATE
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    sample = sample_of(tokenizer(tmp_path, template, mark="x"), turns)
+    assert tokenizer(tmp_path).decode(sample.prompt_ids) == "x[u]ab|[a]"
+
+
+def test_a_conversation_that_the_chat_template_refuses_is_bad_data(tmp_path):
+    template = "{{ raise_exception('roles must alternate') if messages|length > 1 }}" + TEMPLATE
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    with pytest.raises(DataError, match="the chat template refuses it: roles must alternate"):
+        tokenizer(tmp_path, template)(turns)
