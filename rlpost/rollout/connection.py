@@ -134,6 +134,8 @@ class Connection:
                 raise RolloutError(f"router {url}: {what} was not answered in time") from error
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:  # not there, or cut off
                 failure, is_lost = f"does not answer: {error or type(error).__name__}", False
+            except (aiohttp.ClientError, ValueError) as error:
+                failure, is_lost = f"answered 200 and no JSON: {error}", True
             if is_lost or waited_s + pause_s > self.router.patience_s:
                 raise RolloutError(f"router {url}: {what} ({len(body['input_ids'])} tokens): {failure}")
             logger.debug("router %s %s; again in %.1f s", url, failure, pause_s)

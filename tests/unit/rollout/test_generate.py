@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rlpost.errors import Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
@@ -147,6 +148,16 @@ def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_answer_that_cannot_be_trained_on_is_refused(answer: dict[str, Any], wanted: str) -> None:
     with pytest.raises(RolloutError, match=wanted):
         asyncio.run(run(FakeEngine(answer=lambda body: answer), prompts(3), n=1))
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/json"])
+def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
+    class Proxy(FakeEngine):
+        async def generate(self, body: dict[str, Any]) -> Any:
+            return web.Response(text="<html>", content_type=kind)
+
+    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*no JSON"):
+        asyncio.run(run(Proxy(), prompts(3), n=1))
 
 
 def test_one_failure_aborts_the_others() -> None:
