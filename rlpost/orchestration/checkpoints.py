@@ -56,7 +56,8 @@ class Checkpoints:
         provenance: Provenance | None = None,
     ) -> None:
         """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit, and
-        an OSError of it is logged; ``provenance`` goes into each and is held against that of what is resumed from."""
+        a failure of storage there is logged; ``provenance`` goes into each and is held against that of what is resumed
+        from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings
@@ -241,7 +242,7 @@ class Checkpoints:
             self._owed = None
         try:
             self._committed(state.step, path)
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             logger.error("checkpoint %s is committed, but this cannot be written down: %s", path, error)
 
     def _write_beside(self, state: RunState, folder: Path) -> int:

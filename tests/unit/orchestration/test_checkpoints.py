@@ -149,9 +149,10 @@ def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(tm
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(tmp_path, caplog, in_background):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), CheckpointError("cannot be looked for")])
+def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(tmp_path, caplog, in_background, error):
     def full(step, path):
-        raise OSError(28, "No space left on device")
+        raise error
 
     async def run():
         made, disk = Checkpoints(CheckpointConfig(keep_last=1), tmp_path, committed=full), Disk()
