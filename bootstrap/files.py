@@ -44,8 +44,12 @@ def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
 def _write_beside(path: Path, text: str) -> Path:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        beside.unlink()
+        raise
     return beside

@@ -24,7 +24,7 @@ from bootstrap.preflight import Check, HostFacts, Preflight, Seen, Wanted, level
 from bootstrap.preflight_checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight_probe import CANARY_DIR, read_host
 from bootstrap.ray_command import temp_dir
-from bootstrap.rendezvous import BringupError, NodeReport, Reception
+from bootstrap.rendezvous import BringupError, NodeReport, Reception, installed_versions
 from bootstrap.selection import choose_hosts
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,8 @@ class Gathering:
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """What preflight wants to know of the host that this agent runs on."""
+    # Not when it is asked for: the report has to come within 10 s of the hello, and a cold file system may need them.
+    await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
         read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ, options.needed_paths

@@ -179,8 +179,9 @@ class HeadAgent:
         )
 
     async def _bring_up(self) -> Cluster:
+        deadline = asyncio.timeout(self._options.bringup_deadline_s)
         try:
-            async with asyncio.timeout(self._options.bringup_deadline_s):
+            async with deadline:
                 self._gathering.begin()
                 # The bound socket holds the block of ports for as long as this attempt lives.
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
@@ -192,6 +193,8 @@ class HeadAgent:
                 reports, _ = await _all_or_first_error(self._admit(own), starting)
                 await self._start_others(reports, ports)
         except TimeoutError:
+            if not deadline.expired():  # a shared file system can say that as well (ETIMEDOUT)
+                raise
             raise self._too_late() from None
         nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
         job_ports = ports.job_ports
@@ -226,6 +229,7 @@ class HeadAgent:
     async def _find_own_place(self) -> tuple[NodeReport, dict[str, str]]:
         """What the head says of itself, and the variables for its network, once a first node shows the way here."""
         facts, options = self._facts, self._options
+        await asyncio.to_thread(installed_versions)  # from a cold file system, while signs of life go on
         ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
             await self._gathering.wait_for_first()

@@ -99,8 +99,6 @@ class NodeAgent:
         preparing = asyncio.create_task(self._prepare_ray())
         logger.info("looking at this host")  # the last word of one that hangs, for instance in a dead mount
         host_facts = await read_this_host(facts, options)
-        # Once it has said hello a node has 10 s for its report, which a cold file system may need for this alone.
-        await asyncio.to_thread(installed_versions)
         source_ip = None
         try:
             source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None

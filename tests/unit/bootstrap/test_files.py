@@ -1,7 +1,11 @@
 """Invariant: of several writers the first is heard, and no reader ever sees half a file."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from bootstrap.files import tail, write_atomic, write_first
 
@@ -19,6 +23,13 @@ def test_a_later_text_replaces_an_earlier_one(tmp_path: Path) -> None:
     write_atomic(tmp_path / "verdict", "failed")
     write_atomic(tmp_path / "verdict", "done")
     assert (tmp_path / "verdict").read_text() == "done"
+
+
+def test_a_text_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        write_atomic(tmp_path / "verdict", "done")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_tail_of_a_log_and_of_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -78,6 +79,26 @@ def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
         agent._gathering.joined(NodeReport("n2", 1, 2))
         own, fabric = await agent._find_own_place()
         assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
+
+    run(scene)
+
+
+def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nodes would be left out for it."""
+
+    def gives_up(*_: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(head, "write_atomic", gives_up)
+    monkeypatch.setattr(HeadAgent, "_prepare_ray", lambda _: asyncio.sleep(0))
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        with pytest.raises(TimeoutError, match="Connection timed out"):
+            await agent._bring_up()
+        agent._reception.close()
 
     run(scene)
 
