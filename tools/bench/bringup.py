@@ -28,7 +28,7 @@ from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import wait_until
 from tools.bench import bringup_agents
 from tools.bench.bringup_peers import DRIVER, NUM_GPUS, READY_FILE, STARTED_FILE, WAYS, Job
-from tools.bench.page import put_section
+from tools.bench.page import show
 
 DEADLINE_S = 120.0
 
@@ -135,10 +135,7 @@ def main() -> int:
         heading, introduction = "## Bring-up", _INTRODUCTION
         table = measure(options.nodes, options.ways, options.repeat, timeline=options.timeline)
     end = f"Load of the machine at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s."
-    section = "\n".join([heading, "", *introduction, end, "", *table, ""])
-    print(section)
-    if options.write:
-        put_section(heading, section)
+    show(heading, [*introduction, end, "", *table], write=options.write)
     return 0
 
 

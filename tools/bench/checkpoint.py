@@ -31,7 +31,7 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.types import TrainBatch, TrainSample
-from tools.bench.page import put_section
+from tools.bench.page import show
 from tools.bench.tables import machine, table
 
 HEADING = "## Checkpoints"
@@ -171,9 +171,7 @@ def main() -> int:
         "",
         *table(["", "median s", "least s", "time, plain write = 1", "of a save that is waited for"], found),
     ]
-    print("\n".join(lines))
-    if options.write:
-        put_section(HEADING, "\n".join([HEADING, "", *lines, ""]))
+    show(HEADING, lines, write=options.write)
     return 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.installed import build_wheel, clean_environment
 from tests.unit.cli.projects import make_project
-from tools.bench.page import put_section
+from tools.bench.page import show
 from tools.bench.tables import machine, table
 
 HEADING = "## Cold start"
@@ -73,10 +73,7 @@ def main() -> int:
     python = ".".join(map(str, sys.version_info[:3]))
     introduction = INTRODUCTION.format(repeat=options.repeat, machine=where, python=python)
     lines = table(("command", "median s", "least", "most"), rows)
-    section = "\n".join([HEADING, "", introduction, *lines, ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [introduction, *lines], write=options.write)
     return 0
 
 

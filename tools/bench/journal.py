@@ -24,7 +24,7 @@ from pathlib import Path
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.types import Sample, SampleGroup, ScoredSample
-from tools.bench.page import put_section
+from tools.bench.page import show
 from tools.bench.tables import machine, table
 
 HEADING = "## Journal"
@@ -121,9 +121,7 @@ def main() -> int:
         "",
         *table(["", "median s", "least s", "s a million tokens"], rows),
     ]
-    print("\n".join(lines))
-    if options.write:
-        put_section(HEADING, "\n".join([HEADING, "", *lines, ""]))
+    show(HEADING, lines, write=options.write)
     return 0
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from rlpost.algorithm.schedule import Schedule, break_even_length, first_fit, schedule, sequence_work
-from tools.bench.page import put_section
+from tools.bench.page import show
 from tools.bench.tables import machine, table
 
 HEADING = "## Packing"
@@ -189,9 +189,7 @@ def main() -> int:
             "processor s a step",
         ]
         lines += ["", *table(header, rows)]
-    print("\n".join(lines))
-    if options.write:
-        put_section(HEADING, "\n".join([HEADING, "", *lines, ""]))
+    show(HEADING, lines, write=options.write)
     return 0
 
 

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs/benchmarks.md"
+
+
+def show(heading: str, lines: Sequence[str], *, write: bool) -> None:
+    """Print a section, and with ``write`` put it into the page."""
+    section = "\n".join([heading, "", *lines, ""])
+    print(section)
+    if write:
+        put_section(heading, section)
 
 
 def put_section(heading: str, section: str) -> None:

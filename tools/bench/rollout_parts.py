@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Engine, Router
 from rlpost.types import EngineAddress, Prompt
+from tests.contract.conftest import free_ports
 
 KEY = "bench"
 DEADLINE_S = 600.0
@@ -33,18 +33,6 @@ class Served:
 
     engine: EngineAddress
     router: RouterAddress
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody uses now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @asynccontextmanager

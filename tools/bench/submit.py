@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
-from tools.bench.page import put_section
+from tools.bench.page import show
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = (2, 16, 64)
@@ -125,10 +125,7 @@ def main() -> int:
     with lab:
         site = Site(lab)
         tables = [*measure(site, options.repeat), "", *count(site)]
-    section = "\n".join([HEADING, "", *_INTRODUCTION, "", *tables, ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*_INTRODUCTION, "", *tables], write=options.write)
     return 0
 
 

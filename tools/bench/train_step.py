@@ -39,7 +39,7 @@ from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.types import TrainBatch, TrainSample
-from tools.bench.page import put_section
+from tools.bench.page import show
 from tools.bench.tables import machine, table
 
 HEADING = "## Training step"
@@ -294,9 +294,7 @@ def main() -> int:
                 steps["TRL GRPOTrainer"] = trl(folder, samples, options.size)
             steps["Hugging Face, padded"] = hugging_face(folder, samples, options.size)
             lines = report(measure(steps, options.steps), samples, num_parameters, options)
-    print("\n".join(lines))
-    if options.write:
-        put_section(HEADING, "\n".join([HEADING, "", *lines, ""]))
+    show(HEADING, lines, write=options.write)
     return 0
 
 
