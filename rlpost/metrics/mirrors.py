@@ -5,7 +5,7 @@ In: settings and places of an attempt. Out: one function that takes each line to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,9 +13,7 @@ from bootstrap.handoff import Cluster
 from rlpost.config.tree import Config
 from rlpost.metrics.prometheus import PrometheusServer
 from rlpost.metrics.tensorboard import TensorBoardWriter
-from rlpost.metrics.wandb import mirrored
-
-Write = Callable[[int, Mapping[str, float]], None]
+from rlpost.metrics.wandb import Write, mirrored
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from rlpost.report.facts import RunFacts
 from rlpost.report.html import Cell, card, document, filter_tools, key, raw, section, table, text
 from rlpost.report.panels import Panel, panels
 from rlpost.report.series import seconds, short
-from rlpost.report.svg import line_plot, stacked_plot
-from rlpost.report.timeline import Attempt, Doing, Timeline, timeline
+from rlpost.report.svg import NUM_COLOURS, line_plot, stacked_plot
+from rlpost.report.timeline import COMES_BACK, Attempt, Doing, Timeline, timeline
 
 _LEVELS = {"OK": "good", "WARN": "warn", "EXCLUDE_NODE": "bad", "FATAL_CONFIG": "bad"}
 _DOING: dict[Doing, str] = {
@@ -58,7 +58,7 @@ def plots(found: Sequence[Panel], resumed: Sequence[float] = ()) -> str:
     cards = []
     for panel in found:
         draw = stacked_plot if panel.is_stacked else line_plot
-        names = [(curve.label, f"c{curve.colour % 6}") for curve in panel.curves]
+        names = [(curve.label, f"c{curve.colour % NUM_COLOURS}") for curve in panel.curves]
         head = f'<div class="head"><h3>{text(panel.title)}</h3><span>{text(panel.unit)}</span></div>'
         says_it_all = len(names) == 1 and names[0][0] == panel.title.lower()
         picture = draw(panel.curves, title=panel.title, resumed=resumed)
@@ -92,7 +92,7 @@ def _state(facts: RunFacts, told: Timeline | None) -> tuple[str, str]:
         return "done", "good"
     newest = facts.events[-1]
     if newest["event"] == "verdict":
-        comes_back = newest.get("answer") == "again"
+        comes_back = newest.get("answer") in COMES_BACK
         return ("coming back", "warn") if comes_back else (str(newest.get("verdict")), "bad")
     doing = told.spans[-1].doing if told.spans else "waiting"
     return _DOING[doing], "good" if doing == "training" else "warn"

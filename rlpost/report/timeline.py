@@ -21,8 +21,6 @@ _NEXT: dict[str, Doing] = {
     "verdict": "waiting",
     "chained": "waiting",
 }
-
-
 COMES_BACK = ("again",)  # the answers of slurm.supervise after which the run goes on
 
 
