@@ -69,7 +69,11 @@ def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> 
     finally:
         logging.setLogRecordFactory(make)
     assert KEY not in caplog.text
-    assert caplog.messages == ["arguments {'api_key': '***'}", "of 100% ***", "%d engines (with values that do not fit)"]
+    assert caplog.messages == [
+        "arguments {'api_key': '***'}",
+        "of 100% ***",
+        "%d engines (with values that do not fit)",
+    ]
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
