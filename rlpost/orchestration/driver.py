@@ -16,10 +16,10 @@ from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
-from rlpost.metrics.mirrors import Write, mirrors
+from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
-from rlpost.metrics.wandb import run_id
+from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.halves import make_stages
