@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlpost.errors import DataError
 from rlpost.reward.answers import after_thinking
 
 LETTERS = string.ascii_uppercase[:10]
@@ -30,8 +31,12 @@ _ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 
 
 def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when the response chooses the right letter or, without a letter to compare, says the right text; else 0."""
-    choices = _choices(metadata)
+    """1 when the response chooses the right letter or, without a letter to compare, says the right text; else 0.
+
+    Raises:
+        DataError: ``choices`` or ``valid_letters`` in the metadata is no list.
+    """
+    choices = _listed(metadata, "choices")
     letters = _letters(metadata, choices)
     text = after_thinking(response)
     wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
@@ -46,13 +51,15 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float
     return float(any(f" {_plain(str(each))} " in said for each in texts if each is not None and _plain(str(each))))
 
 
-def _choices(metadata: Mapping[str, Any]) -> list[str]:
-    given = metadata.get("choices") or []
-    return [str(choice) for choice in (given.values() if isinstance(given, Mapping) else given)]
+def _listed(metadata: Mapping[str, Any], key: str) -> list[str]:
+    given = metadata.get(key) or ()
+    if not isinstance(given, Iterable):
+        raise DataError(f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object")
+    return [str(one) for one in (given.values() if isinstance(given, Mapping) else given)]
 
 
 def _letters(metadata: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
-    named = [str(letter).strip().upper() for letter in metadata.get("valid_letters") or ()]
+    named = [letter.strip().upper() for letter in _listed(metadata, "valid_letters")]
     return named or list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
 
 

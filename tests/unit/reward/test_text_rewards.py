@@ -51,6 +51,11 @@ def test_the_chosen_letter_or_text(response: str, label: str | None, metadata: d
     assert gpqa(response, label, metadata) == reward
 
 
+def test_choices_that_are_no_list_are_refused() -> None:
+    with pytest.raises(DataError, match="'choices' in the metadata is 4; it must be a list"):
+        gpqa("Answer: C", "C", {"choices": 4})
+
+
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
