@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from rlpost.data.prompts import PromptSet
+from rlpost.data.prompts import LIMITS, PromptSet
 from rlpost.errors import DataError
 from rlpost.types import Prompt
 
@@ -71,7 +71,7 @@ class PromptCursor:
             skipped += 1
             if skipped > 2 * len(self._prompts):
                 raise DataError(
-                    f"{skipped} rows in a row are bad or longer than --rollout-max-prompt-len, twice as many as there "
+                    f"{skipped} rows in a row are bad or longer than {LIMITS} allows, twice as many as there "
                     f"are ({len(self._prompts)}): no prompt is left to train on"
                 )
         return found

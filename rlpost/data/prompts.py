@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
 
 BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
+LIMITS = "--rollout-max-prompt-len or --rollout-max-context-len"
+"""What bounds a prompt, for messages: ``rlpost.data.settings.longest_prompt``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class PromptSet:
             self._skip(BAD, str(error))
             return None
         if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
-            self._skip(LONG, f"{where}: {len(token_ids)} tokens (--rollout-max-prompt-len)")
+            self._skip(LONG, f"{where}: {len(token_ids)} tokens, and {self._max_prompt_len} are the most ({LIMITS})")
             return None
         return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, label=row.label, metadata=row.metadata)
 
@@ -151,7 +153,7 @@ class PromptSet:
         kept = [prompt for prompt in found if prompt is not None]
         if not kept:
             names = ", ".join(str(file.path) for file in self._files)
-            raise DataError(f"{names}: all {len(self)} rows are bad or longer than --rollout-max-prompt-len")
+            raise DataError(f"{names}: all {len(self)} rows are bad or longer than {LIMITS} allows")
         return kept
 
     def counters(self) -> Mapping[str, float]:

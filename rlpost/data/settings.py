@@ -1,7 +1,7 @@
 """From the settings of a run to what the reader of prompts takes, and the check of its files.
 
-Comes in: the table [rollout], of a run or as an evaluation set changes it. Goes out: the keys of a row, or an error for
-the first file that cannot be used.
+Comes in: the table [rollout], of a run or as an evaluation set changes it. Goes out: the keys of a row, how long a
+prompt may be, or an error for the first file that cannot be used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from rlpost.errors import ConfigError
 def prompt_fields(rollout: RolloutConfig) -> PromptFields:
     """The keys of prompt, label, metadata and tools."""
     return PromptFields(rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key)
+
+
+def longest_prompt(rollout: RolloutConfig) -> int | None:
+    """Tokens of the longest prompt that is asked, with room for an answer of one token; None without a bound."""
+    context = rollout.rollout_max_context_len
+    bounds = (rollout.rollout_max_prompt_len, None if context is None else context - 1)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:

@@ -58,7 +58,7 @@ METRICS = tuple(
         ("rollout/reward_timeouts", "answers", "that the reward function did not score in time"),
         ("rollout/reward_errors", "answers", "on which the reward function failed"),
         ("rollout/bad_prompts", "prompts", "skipped, because their line cannot be used"),
-        ("rollout/long_prompts", "prompts", "skipped, because they are longer than --rollout-max-prompt-len"),
+        ("rollout/long_prompts", "prompts", "skipped, because they are longer than the settings allow (docs/data.md)"),
         ("train/loss", "", "what is minimised, regularisers included"),
         ("train/pg_loss", "", "the policy-gradient part"),
         ("train/entropy", "nats", "of the policy"),

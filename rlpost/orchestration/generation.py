@@ -17,7 +17,7 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompts import PromptSet
-from rlpost.data.settings import prompt_fields
+from rlpost.data.settings import longest_prompt, prompt_fields
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.orchestration.grading import StoppableGrader
@@ -81,7 +81,7 @@ class Generation:
             sources,
             tokenize=self._tokenizer_for(rollout),
             fields=prompt_fields(rollout),
-            max_prompt_len=rollout.rollout_max_prompt_len,
+            max_prompt_len=longest_prompt(rollout),
             skip_bad=rollout.bad_prompts == "skip",
         )
 

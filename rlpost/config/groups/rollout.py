@@ -93,7 +93,8 @@ class RolloutConfig(Group):
     rollout_max_response_len: Positive = 1024
     """Longest answer, in tokens."""
     rollout_max_context_len: Positive | None = None
-    """Longest prompt and answer together, in tokens."""
+    """Longest prompt and answer together, in tokens; prompts that leave no room for an answer are skipped and
+    counted."""
     rollout_temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature; the trainer's log-probs are divided by the same."""
     rollout_top_p: Fraction = 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
-from rlpost.data.settings import check_prompts
+from rlpost.data.settings import check_prompts, longest_prompt
 from rlpost.errors import ConfigError, DataError
 from tests.unit.data.sets import letters, numbered, write, write_parquet
 
@@ -235,3 +235,11 @@ def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> Non
     count, grown = map(int, done.stdout.split())
     assert count == size * 100
     assert grown < size * 10**6 / 3, f"{grown / 10**6:.0f} MB for a file of {size} MB"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "longest"), [(None, None, None), (7, None, 7), (None, 10, 9), (7, 10, 7), (12, 10, 9)]
+)
+def test_a_prompt_leaves_room_for_an_answer(prompt: int | None, context: int | None, longest: int | None) -> None:
+    """An answer without a token could be neither trained nor told how old it is."""
+    assert longest_prompt(RolloutConfig(rollout_max_prompt_len=prompt, rollout_max_context_len=context)) == longest
