@@ -12,7 +12,14 @@ wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
-[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+if [ ! -x "$venv/bin/pip" ]; then # a folder without pip is what a Python without ensurepip leaves
+    python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "install: $python is $("$python" -V 2>&1), needed is 3.11 or newer: PYTHON=python3.12 make install" >&2
+        exit 1
+    }
+    "$python" -m venv "$venv"
+fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
     echo "install: GPU stack (a while)"
