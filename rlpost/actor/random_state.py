@@ -50,12 +50,15 @@ def collect() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set every generator to what ``collect`` found; CUDA's only where there is a GPU now as there was then."""
+    """Set every generator to what ``collect`` found; the device's, and Megatron's, which are of its kind, only where the
+    kind is that of then."""
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
+    if (states["cuda"] is not None) != torch.cuda.is_available():
+        return
+    if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(dict(states["megatron"]))
