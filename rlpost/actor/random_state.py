@@ -50,8 +50,8 @@ def collect() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set every generator to what ``collect`` found; the device's, and Megatron's, which are of its kind, only where the
-    kind is that of then."""
+    """Set every generator to what ``collect`` found; the device's, and Megatron's, which are of its kind, only where
+    that kind is the one of then."""
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = states["numpy"]
