@@ -11,9 +11,12 @@ whatever the caller set himself wins.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import multiprocessing
 import os
+import platform
 import signal
 import socket
 import sys
@@ -43,9 +46,7 @@ WITHOUT_CUDA: Mapping[str, Any] = {
     "max_running_requests": 64,
 }
 
-KEEP_MEMORY = "glibc.malloc.hugetlb=1"
-"""For glibc: what is freed stays with the process, in huge pages, to be used again; as CUDA's allocator has it."""
-
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 ONLY_ON_CUDA: Mapping[str, Any] = {
     "enable_memory_saver": False,
     # SGLang's attention and experts in plain torch know no other way to share an engine's work than tensor parallelism.
@@ -68,7 +69,6 @@ def end_with_parent(ready_fd: int) -> None:
     A process and not a thread, for the router never lets go of Python's global lock.
     """
     if os.fork() == 0:
-        os.close(ready_fd)  # its end-of-file is the server's own to give
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -108,8 +108,22 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a router of experts takes longer than it saves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # SGLang makes memory for each bucket of weights anew; fresh from the system that takes longer than all the rest.
-    os.environ.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
+
+
+def keep_memory() -> None:
+    """Let this process use again what it frees, as CUDA's allocator does: SGLang makes memory for each bucket of
+    weights anew, and fresh from the system that takes longer than all the rest."""
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def start_by_fork() -> None:
+    """Let SGLang's processes begin as copies of this one, which has imported everything: that is most of their start.
+    SGLang wants them new ("spawn"), for CUDA does not survive a fork."""
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_args, **_options: None
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
@@ -119,6 +133,9 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         use_stand_ins(int(arguments.get("tp_size", 1)))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch was imported, a moment ago
+        keep_memory()
+        start_by_fork()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
@@ -172,6 +189,7 @@ def main(argv: list[str]) -> int:
     arguments = document["arguments"]
     ready_fd = int(document["ready_fd"])
     os.set_inheritable(ready_fd, False)  # its end-of-file must mean that this very process is gone
+    os.register_at_fork(after_in_child=lambda: os.close(ready_fd))
     end_with_parent(ready_fd)
     blot_out(arguments.get("api_key"))
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")

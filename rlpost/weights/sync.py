@@ -55,6 +55,11 @@ class Buckets:
         """Names, shapes and dtypes of each bucket."""
         return tuple(self._described(bucket) for bucket in self.entries)
 
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.exporter.inventory.groups.pipeline.rank()
+
     def stage_of(self, index: int) -> int:
         """The pipeline stage that holds a bucket's weights."""
         return self.entries[index][0].owner
@@ -88,13 +93,15 @@ class Broadcast:
         """Args: ``gathers``: whether this rank and the source of its stage hold parts of the same copy of the model;
         ``is_source``: whether it is that source; ``timeout_s``: the deadline of connecting and of each broadcast."""
         self.buckets = buckets
-        self.stage = buckets.exporter.inventory.groups.pipeline.rank()
+        self.stage = buckets.stage
         self.gathers = gathers
         self.is_source = is_source
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)
         self.group: dist.ProcessGroup | None = None
         self.memory = FlatMemory()
+        self.gathered: torch.Tensor | None = None
+        """Of the bucket that is sent next, on its source."""
 
     def connect(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
         """Form the group of this rank's stage with the engines; its source listens on the address, others do nothing.
@@ -128,18 +135,32 @@ class Broadcast:
         _world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
 
     def send(self, index: int) -> None:
-        """Gather bucket ``index`` and broadcast it. Every trainer rank calls this.
+        """Broadcast bucket ``index``, then gather the one after it while the engines load this one. Every trainer rank
+        calls this, for all buckets in order; the first is gathered here.
 
         Raises SyncError when an engine does not take part in time.
         """
+        if index == 0:
+            self.gathered = None  # of an update that was broken off
+            self._gather(index)
+        flat, self.gathered = self.gathered, None
+        if flat is not None:
+            self._broadcast(index, flat)
+            del flat  # before the next one takes memory
+        if index + 1 < len(self.buckets):
+            self._gather(index + 1)
+
+    def _gather(self, index: int) -> None:
+        """A collective of the ranks that hold the bucket; on the source alone its bytes are kept."""
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
         tensors = self.buckets.gather(index, on_all_stages=False)
-        if not self.is_source:
-            return
+        if self.is_source:
+            self.gathered = self.memory.filled(tensors.values())
+
+    def _broadcast(self, index: int, flat: torch.Tensor) -> None:
         if self.group is None:
             raise SyncError("no engine is connected; call connect before send")
-        flat = self.memory.filled(tensors.values())
         try:
             dist.broadcast(flat, group=self.group, group_src=0)
         except (dist.DistError, RuntimeError) as error:

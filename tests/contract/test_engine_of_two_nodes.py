@@ -14,10 +14,10 @@ import torch
 
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
-from rlpost.rollout.weight_update import BroadcastMover, WeightUpdate, num_engine_ranks
+from rlpost.rollout.weight_update import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
 from tests.contract.conftest import START_DEADLINE_S, free_ports
-from tests.contract.test_sglang import GROUP, Sender, greedy_of_engine, held_out, hf_greedy, in_buckets, load
+from tests.contract.test_sglang import Sender, greedy_of_engine, held_out, hf_greedy, in_buckets, load
 
 KEY = "contract-key-two-nodes"
 
@@ -64,17 +64,12 @@ def test_both_parts_answer_as_one_model_and_take_new_weights(tiny_model: Path, e
     weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
     whole = WeightUpdate([engine], api_key=KEY, timeout_s=120)
     assert num_engine_ranks(whole.receivers) == 2
-    sender, buckets = Sender(free_ports(1)[0], 2), in_buckets(weights, 2)
-
-    async def send(index: int) -> None:
-        await asyncio.to_thread(sender.broadcast, [weights[name] for name in buckets[index].names])
+    sender = Sender(weights, in_buckets(weights, 2))
 
     async def update() -> None:
-        mover = BroadcastMover(buckets, send, group_name=GROUP)
-        joining = mover.connect(whole.receivers, [sender.address], backend="gloo")
-        await asyncio.gather(joining, asyncio.to_thread(sender.join))
-        await whole.update(5, mover)
-        await whole.leave_groups(GROUP, 1)
+        await sender.meet(whole)
+        await whole.update(5, sender.mover)
+        await sender.part(whole)
 
     asyncio.run(update())
     assert asyncio.run(EngineClient(engine.url, KEY).weight_version()) == "5"

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from rlpost.rollout.weight_update import (
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup
 from rlpost.weights.delta import DATA, WeightCopy
 from rlpost.weights.sent import LastSent
-from rlpost.weights.sync import Sharing, place
+from rlpost.weights.sync import Broadcast, Sharing, place
 from tests.contract.conftest import Sglang, free_ports
 
 logger = logging.getLogger(__name__)
@@ -228,28 +227,6 @@ def test_the_settings_read_from_the_source_are_those_of_the_server(sglang: Sglan
     assert sglang.api_key not in str(info)
 
 
-class Sender:
-    """The trainer's half, in as little as it takes: rank 0 of a gloo group that broadcasts flattened buckets."""
-
-    def __init__(self, port: int, num_engine_ranks: int) -> None:
-        self.address, self.world_size = ("127.0.0.1", port), 1 + num_engine_ranks
-
-    def join(self) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
-
-        wait, name = timedelta(seconds=60), stage_group(GROUP, 0)
-        store = PrefixStore(name, TCPStore(*self.address, self.world_size, is_master=True, timeout=wait))
-        self.group, _ = _new_process_group_helper(
-            self.world_size, 0, [], Backend("gloo"), store, group_name=name, backend_options=None, timeout=wait
-        )
-        _world.pg_group_ranks[self.group] = {rank: rank for rank in range(self.world_size)}
-
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        flat = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
-        torch.distributed.broadcast(flat, group=self.group, group_src=0)
-
-
 def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
     names = list(weights)
     parts = [names[at::count] for at in range(count)]
@@ -261,6 +238,49 @@ def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
         )
         for part in parts
     ]
+
+
+class InOneProcess:
+    """A model that is not cut, as the trainer's ``Buckets`` have it."""
+
+    stage = 0
+
+    def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
+        self.weights, self.buckets = weights, buckets
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def stage_of(self, index: int) -> int:
+        return 0
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        return {name: self.weights[name] for name in self.buckets[index].names}
+
+    def largest_bytes(self) -> int:
+        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
+
+
+class Sender:
+    """The trainer's half of a broadcast, without its actors."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
+        own = InOneProcess(weights, buckets)
+        self.broadcast = Broadcast(own, gathers=True, is_source=True, backend="gloo", timeout_s=60)
+        self.mover = BroadcastMover(buckets, self.send, group_name=GROUP)
+
+    async def send(self, index: int) -> None:
+        await asyncio.to_thread(self.broadcast.send, index)
+
+    async def meet(self, whole: WeightUpdate) -> None:
+        port, ranks = free_ports(1)[0], num_engine_ranks(whole.receivers)
+        joining = self.mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
+        own = asyncio.to_thread(self.broadcast.connect, "127.0.0.1", port, ranks, stage_group(GROUP, 0))
+        await asyncio.gather(joining, own)
+
+    async def part(self, whole: WeightUpdate) -> None:
+        self.broadcast.disconnect()
+        await whole.leave_groups(GROUP, 1)
 
 
 def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
@@ -277,19 +297,12 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
     assert wanted != hf_greedy(old, prompts)
 
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
-    sender = Sender(free_ports(1)[0], num_engine_ranks(whole.receivers))
-    buckets = in_buckets(weights, 3)
-
-    async def send(index: int) -> None:
-        await asyncio.to_thread(sender.broadcast, [weights[name] for name in buckets[index].names])
-
-    mover = BroadcastMover(buckets, send, group_name=GROUP)
+    sender = Sender(weights, buckets := in_buckets(weights, 3))
 
     async def move() -> None:
-        joining = mover.connect(whole.receivers, [sender.address], backend="gloo")
-        await asyncio.gather(joining, asyncio.to_thread(sender.join))
+        await sender.meet(whole)
         started = time.monotonic()
-        await whole.update(7, mover)
+        await whole.update(7, sender.mover)
         logger.info("update of %d buckets: %.3f s", len(buckets), time.monotonic() - started)
 
     asyncio.run(move())
@@ -303,25 +316,12 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
 
     async def again() -> None:
         """The group serves any number of updates, and then is left."""
-        await whole.update(8, mover)
+        await whole.update(8, sender.mover)
         clients = [EngineClient(address.url, sglang.api_key) for address in sglang.addresses]
         assert [await client.weight_version() for client in clients] == ["8", "8"]
-        await whole.leave_groups(GROUP, 1)
+        await sender.part(whole)
 
     asyncio.run(again())
-
-
-class InOneProcess:
-    """Buckets of a model that is not cut: what ``Sharing`` asks of the trainer's."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
-        self.weights, self.buckets = weights, buckets
-
-    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
-        return {name: self.weights[name] for name in self.buckets[index].names}
-
-    def largest_bytes(self) -> int:
-        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
 
 
 class InFiles:

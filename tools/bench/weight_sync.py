@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,7 +40,7 @@ from rlpost.rollout.weight_update import (
     stage_group,
 )
 from rlpost.types import Bucket
-from rlpost.weights.sync import FlatMemory, Sharing, as_bytes, place
+from rlpost.weights.sync import Broadcast, Sharing, as_bytes, place
 from tools.bench.page import put_section
 
 HEADING = "## Weight sync"
@@ -99,6 +98,14 @@ class Trainer:
     def largest_bytes(self) -> int:
         return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
 
+    stage = 0
+
+    def stage_of(self, index: int) -> int:
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
     def flat(self, index: int) -> torch.Tensor:
         return torch.cat([as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()])
 
@@ -132,9 +139,10 @@ def timed(whole: WeightUpdate) -> WeightUpdate:
 def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
     """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory for the bucket, and
     the copy into the model."""
-    from rlpost.rollout.server import use_stand_ins
+    from rlpost.rollout.server import keep_memory, use_stand_ins
 
     use_stand_ins()
+    keep_memory()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     torch.set_num_threads(1)
@@ -160,12 +168,8 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
     """``servers_own`` in a process of its own, with the server's environment."""
     sizes = [[tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))]
     mine, theirs = multiprocessing.Pipe()
-    environment = dict(os.environ)
-    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # read when a process begins
     process = multiprocessing.get_context("spawn").Process(target=servers_own, args=(sizes, theirs), daemon=True)
     process.start()
-    os.environ.clear()
-    os.environ.update(environment)
     found = mine.recv()
     process.join()
     return found
@@ -179,30 +183,16 @@ def free_port() -> int:
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
     """Joined with the engine."""
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
-
-    port, size, name = free_port(), 1 + num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
-    wait = timedelta(seconds=120)
-
-    def join() -> dist.ProcessGroup:
-        store = PrefixStore(name, dist.TCPStore("127.0.0.1", port, size, is_master=True, timeout=wait))
-        group, _ = _new_process_group_helper(
-            size, 0, [], Backend("gloo"), store, group_name=name, backend_options=None, timeout=wait
-        )
-        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-        return group
-
-    memory = FlatMemory()  # as ``rlpost.weights.sync.Broadcast`` does it
-
-    def broadcast(index: int) -> None:
-        dist.broadcast(memory.filled(trainer.parts(index)), group=group, group_src=0)
+    sender = Broadcast(trainer, gathers=True, is_source=True, backend="gloo", timeout_s=120)
 
     async def send(index: int) -> None:
-        await asyncio.to_thread(broadcast, index)
+        await asyncio.to_thread(sender.send, index)
 
-    mover = BroadcastMover(trainer.buckets, send, group_name=GROUP)
-    connecting = mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
-    group, _ = await asyncio.gather(asyncio.to_thread(join), connecting)
+    mover, port = BroadcastMover(trainer.buckets, send, group_name=GROUP), free_port()
+    joining = asyncio.to_thread(
+        sender.connect, "127.0.0.1", port, num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
+    )
+    await asyncio.gather(joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo"))
     return mover
 
 
