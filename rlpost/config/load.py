@@ -158,6 +158,8 @@ def absolute_paths(config: Config, base: Path) -> Config:
             for key, field in group.model_fields.items()
             if is_path(field) and (value := getattr(node, key))
         }
+        passed_on = (node.model_extra or {}).items()  # a folder for SGLang may begin with a variable too
+        changed |= {key: expanded(value, variables) for key, value in passed_on if isinstance(value, str)}
         if name == "eval":
             pairs = list(node.eval_prompt_data)
             paths = slice(1, None, 2) if len(pairs) > 1 else slice(None)

@@ -146,3 +146,11 @@ def test_a_folder_of_the_profile_whose_variable_is_not_set_is_named(key, monkeyp
     monkeypatch.delenv("SCRATCH", raising=False)
     (problem,) = variable_problems(load([], {"cluster": {key: "$SCRATCH/x"}}).config)
     assert problem == f"$SCRATCH is not set and cluster.{key} begin with it: export SCRATCH"
+
+
+def test_a_variable_that_is_set_has_its_value_in_options_of_sglang_too(monkeypatch):
+    monkeypatch.setenv("RLPOST_ASSETS", "/hub")
+    groups = {"sglang": {"sglang_speculative_draft_model_path": "$RLPOST_ASSETS/draft", "sglang_dtype": "auto"}}
+    found = load([], groups).config
+    assert found.sglang.server_args == {"speculative_draft_model_path": "/hub/draft", "dtype": "auto"}
+    assert variable_problems(found) == []
