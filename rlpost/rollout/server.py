@@ -63,7 +63,14 @@ def engine_arguments(given: Mapping[str, Any], *, has_cuda: bool) -> dict[str, A
     return dict(given) if has_cuda else {**WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
-def end_with_parent(ready_fd: int) -> None:
+def not_in_children(fd: int) -> None:
+    """Keep an open file from every process that this one starts."""
+    held = [fd]  # once closed in a child it may be another file there
+    os.set_inheritable(fd, False)
+    os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
+
+
+def end_with_parent() -> None:
     """Leave a process behind that kills this process group when standard input ends: its other end is the parent's.
 
     A process and not a thread, for the router never lets go of Python's global lock.
@@ -188,9 +195,8 @@ def main(argv: list[str]) -> int:
     document = json.loads(read_line(0))
     arguments = document["arguments"]
     ready_fd = int(document["ready_fd"])
-    os.set_inheritable(ready_fd, False)  # its end-of-file must mean that this very process is gone
-    os.register_at_fork(after_in_child=lambda: os.close(ready_fd))
-    end_with_parent(ready_fd)
+    not_in_children(ready_fd)  # its end-of-file must mean that this very process is gone
+    end_with_parent()
     blot_out(arguments.get("api_key"))
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     if argv == ["engine"]:
