@@ -22,6 +22,7 @@ fence each other; then both end, nothing is lost, and the next attempt goes on.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,6 +31,8 @@ from pathlib import Path
 
 from rlpost.checkpoint.commit import OWNER, WRITING, defect, set_aside, uncommitted, write_durably
 from rlpost.errors import Fenced
+
+logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 8
 
@@ -60,11 +63,18 @@ class Claim:
         return self.folder / (WRITING + self.owner.token)
 
     def check(self) -> None:
-        """Raises Fenced, which says whose the folder is now, when it is ours no more."""
-        found = read_owner(self.folder)
-        if found is not None and found.token == self.owner.token and self.lane.is_dir():
+        """Raises Fenced, which says whose the folder is now, when it is ours no more.
+
+        Storage that fails says nothing about that, and a run that is fenced never comes back: the renames decide then.
+        """
+        try:
+            found, has_lane = read_owner(self.folder), self.lane.is_dir()
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): whose the folder is stays open", self.folder / OWNER, error)
             return
-        now = "nobody: its file OWNER is gone or cannot be read" if found is None else str(found)
+        if found is not None and found.token == self.owner.token and has_lane:
+            return
+        now = "nobody: its file OWNER is gone or names none" if found is None else str(found)
         raise Fenced(
             f"{self.folder} belongs to {now}; this is {self.owner}, which writes nothing there any more. Two runs need "
             "two folders (--save); after a requeue the newer attempt goes on and this one ends"
@@ -92,8 +102,8 @@ def claim(folder: str | Path, attempt: str) -> Claim:
 
 
 def read_owner(folder: str | Path) -> Owner | None:
-    """What OWNER says; None when it is not there or says nothing of the kind."""
+    """What OWNER says; None when it is not there or says nothing of the kind. Raises OSError when it cannot be read."""
     try:
         return Owner(**json.loads((Path(folder) / OWNER).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import subprocess
 import sys
@@ -84,6 +85,22 @@ def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
     (tmp_path / "OWNER").unlink()
     with pytest.raises(Fenced, match="belongs to nobody"):
         second.check()
+
+
+def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog):
+    """A run that is fenced does not come back; one whose storage fails for a moment tries again."""
+    ours = claim(tmp_path, "1")
+
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fails)
+        ours.check()
+    assert "OWNER cannot be read" in caplog.text
+    claim(tmp_path, "2")
+    with pytest.raises(Fenced, match="belongs to attempt 2"):
+        ours.check()
 
 
 def test_what_was_renamed_but_not_marked_is_out_of_reach_and_what_is_marked_stays(tmp_path):
