@@ -36,7 +36,9 @@ HEAD_FILE = "head.json"
 _HANDSHAKE_S = 10.0
 _RETRY_S = 0.05
 _RESOLVE_EVERY_S = 2.0  # names are asked for anew, but a name service must not suffer from nodes that wait
+_RESOLVE_S = 5.0  # how long a name may take before the addresses that are known are tried without it
 _STAGGER_S = 0.5  # how long a candidate may stay silent before the next one is tried as well
+_PREFERENCE_S = 0.1  # how much later an earlier candidate may answer and is still taken
 
 
 # What a place that is not the head, or not yet, makes of the attempt to join there.
@@ -225,7 +227,7 @@ class _Resolver:
         asked_at, _ = self._known.get(host, (-math.inf, []))
         if host not in self._asking and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S:
             self._asking[host] = asyncio.create_task(self._ask(host, port))
-            await asyncio.wait([self._asking[host]], timeout=_STAGGER_S)
+            await asyncio.wait([self._asking[host]], timeout=_RESOLVE_S)
         return [(ip, port) for ip in self._known.get(host, (0.0, []))[1]]
 
     async def _ask(self, host: str, port: int) -> None:
@@ -243,24 +245,24 @@ class _Resolver:
 async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
     """The link to the first place that proves to be the head; the others are given up.
 
-    An earlier place is preferred: the next one is tried when all before have failed or stay silent (RFC 8305).
+    An earlier place is preferred: the next one is tried when all before have failed or stay silent (RFC 8305), and
+    after a stall of the head, when several answer almost at once, all nodes are to choose the same network.
     """
     attempts: list[asyncio.Task[Link]] = []
-    waiting: set[asyncio.Task[Link]] = set()
-    link = None
     for index, (ip, port) in enumerate(places):
         attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
-        waiting.add(attempts[-1])
-        is_last = index == len(places) - 1
-        while waiting and link is None:
-            timeout_s = None if is_last else _STAGGER_S
-            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            # After a stall of the head several answer at once; all nodes are to choose the same way then.
-            link = next((task.result() for task in attempts if task in done and task.exception() is None), None)
+        timeout_s = None if index == len(places) - 1 else _STAGGER_S
+        while not _answered(attempts) and (waiting := [task for task in attempts if not task.done()]):
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
-        if link is not None:
+        if _answered(attempts):
             break
+    if answered := _answered(attempts):
+        earlier = [task for task in attempts[: attempts.index(answered[0])] if not task.done()]
+        if earlier:
+            await asyncio.wait(earlier, timeout=_PREFERENCE_S)
+    link = next((task.result() for task in _answered(attempts)), None)
     for task in attempts:
         task.cancel()
     for outcome in await asyncio.gather(*attempts, return_exceptions=True):
@@ -269,6 +271,10 @@ async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, sou
         elif isinstance(outcome, Exception) and not isinstance(outcome, _NOT_THE_HEAD):
             raise outcome
     return link
+
+
+def _answered(attempts: Sequence[asyncio.Task[Link]]) -> list[asyncio.Task[Link]]:
+    return [task for task in attempts if task.done() and task.exception() is None]
 
 
 async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> Link:

@@ -8,6 +8,7 @@ compressed column has no place of its own.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -59,6 +60,11 @@ class Rows:
         try:
             self._file = _as_lines(self.path, columns) if is_parquet(self.path) else self.path.open("rb")
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise DataError(
+                    f"{self.path}: {tempfile.gettempdir()} has no room for its rows as text; set TMPDIR to a folder "
+                    "that has"
+                ) from error
             reason = error.strerror or error
             raise DataError(f"{self.path}: cannot read the prompts: {reason}; is the path right?") from error
         self._numbers, self._offsets = _index(self._file)
