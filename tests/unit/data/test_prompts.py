@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,10 @@ def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> Non
 def test_a_prompt_leaves_room_for_an_answer(prompt: int | None, context: int | None, longest: int | None) -> None:
     """An answer without a token could be neither trained nor told how old it is."""
     assert longest_prompt(RolloutConfig(rollout_max_prompt_len=prompt, rollout_max_context_len=context)) == longest
+
+
+def test_a_full_disk_for_the_rows_of_parquet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "p.parquet", [GOOD])
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+    with pytest.raises(DataError, match=rf"{path}: .* has no room for its rows as text; set TMPDIR"):
+        PromptSet(path, tokenize=letters)
