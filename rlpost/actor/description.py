@@ -69,7 +69,7 @@ class ModelDescription:
     def rope_factor(self) -> float | None:
         """Llama 3's scaling of long wave lengths, if there is one."""
         rope = architecture.rope(self.hf_config)
-        return rope["factor"] if rope.get("rope_type") == "llama3" else None
+        return rope["factor"] if _rope_type(rope) == "llama3" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Chunks of layers on each pipeline rank; None without interleaving, and where a single one has all layers."""
@@ -154,11 +154,16 @@ def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None 
     return description
 
 
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    """Its older name is "type"."""
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _refused_of_all(description: ModelDescription) -> dict[str, Any]:
     """What no family here has: other activations, dropout, other rotary embeddings."""
     hf = description.hf_config
     rope = architecture.rope(hf)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type = _rope_type(rope)
     known = rope_type == "default" or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
     )

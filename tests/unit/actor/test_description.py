@@ -124,6 +124,9 @@ def test_llama_3_1_frequencies_are_known_and_others_are_not(tmp_path):
     assert read_description(folder_with(tmp_path, **llama, rope_parameters=known)).rope_factor == 8.0
     older = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": known}
     assert read_description(folder_with(tmp_path, **llama, **older)).rope_factor == 8.0
+    named_as_of_old = {key: value for key, value in known.items() if key != "rope_type"} | {"type": "llama3"}
+    oldest = older | {"rope_scaling": named_as_of_old}
+    assert read_description(folder_with(tmp_path, **llama, **oldest)).rope_factor == 8.0
     with pytest.raises(WeightError, match="rope_type='llama3' is not supported"):
         read_description(folder_with(tmp_path, **llama, rope_parameters=rope | {"low_freq_factor": 2.0}))
 
