@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from pathlib import Path
 
 from bootstrap.comparison import comparison_table, network_row
@@ -25,17 +26,17 @@ from bootstrap.handoff import SECRET_FILE
 from bootstrap.link import Link, LinkLost
 from bootstrap.network import NetworkError, ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.options import Options
-from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, claim_block, ephemeral_floor
+from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, claim_block, ephemeral_floor, host_port
 from bootstrap.preflight import Check, HostFacts, Preflight
 from bootstrap.rendezvous import (
     HEAD_FILE,
     NodeReport,
     Reception,
+    head_candidates,
     head_document,
     installed_versions,
     join,
     odd_versions,
-    published_candidates,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,16 +119,16 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
             raise NobodyCame(f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?")
         await asyncio.sleep(_POLL_S)
     host_facts = await read_this_host(facts, options)
-    first = (facts.head_host, next(candidate_blocks(facts.job_id, ephemeral_floor())).rendezvous)
+    port = next(candidate_blocks(facts.job_id, ephemeral_floor())).rendezvous
     joining = join(
         lambda link: _report(facts, options, link, host_facts),
         secret=secret.encode(),
-        candidates=lambda: [first, *published_candidates(folder / HEAD_FILE)],
+        candidates=lambda: head_candidates(facts.head_host, port, folder / HEAD_FILE),
     )
     try:
         link = await asyncio.wait_for(joining, max(1.0, deadline - time.monotonic()))
     except TimeoutError:
-        tried = ", ".join(f"{host}:{port}" for host, port in [first, *published_candidates(folder / HEAD_FILE)])
+        tried = ", ".join(starmap(host_port, head_candidates(facts.head_host, port, folder / HEAD_FILE)))
         raise NobodyCame(f"{facts.host} did not reach {facts.head_host} within {wait_s:.0f} s ({tried})") from None
     try:
         await link.receive()  # the link itself notices a silence

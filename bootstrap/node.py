@@ -36,9 +36,9 @@ from bootstrap.rendezvous import (
     HEAD_FILE,
     BringupError,
     NodeReport,
+    head_candidates,
     installed_versions,
     join,
-    published_candidates,
 )
 from bootstrap.supervise import StopRequest
 
@@ -59,7 +59,7 @@ class NodeAgent:
         self._stop = stop
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._ray: LocalRay | None = None
-        self._published: list[tuple[str, int]] = []
+        self._places: list[tuple[str, int]] = []
         self._look_again_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
         self._keep_logs = True  # Ray's own, unless the head says that nobody will want to read them
@@ -159,15 +159,15 @@ class NodeAgent:
         return network_row(facts, found, installed_versions())
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
-        """The head's name at the job's first port, then what the head has published."""
+        """Where the head may be; looked up anew now and then."""
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
             if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path's, raises nothing where a mount is gone
                 raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
-            self._published = published_candidates(attempt_dir / HEAD_FILE)
-        by_name = (self._facts.head_host, next(candidate_blocks(self._facts.job_id, ephemeral_floor())).rendezvous)
-        return [by_name, *self._published]
+            first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
+            self._places = head_candidates(self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE)
+        return self._places
 
     async def _serve(self, link: Link) -> None:
         order = await self._next_order(link)

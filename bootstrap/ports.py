@@ -90,15 +90,20 @@ def busy_ports(ports: range) -> list[int]:
 
 
 def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socket.socket]:
-    """The first free block and the bound (not yet listening) rendezvous socket, which holds it while it is open.
+    """The first free block and the listening rendezvous socket, which holds it while it is open.
+
+    Connections of an attempt before this one that are winding down hold nothing: the kernel keeps them for a minute,
+    and a job that is started again is to have its own block again, where the others look first.
 
     Raises:
         PortError: every block is in use, or nobody can listen at ``bind_ip``.
     """
     for block in candidate_blocks(job_id, floor):
         claim = _socket_for(bind_ip)
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             claim.bind((bind_ip, block.rendezvous))
+            claim.listen()  # of those that are bound with that option only one may
         except OSError as error:
             claim.close()
             if error.errno == errno.EADDRNOTAVAIL:

@@ -209,6 +209,13 @@ def published_candidates(head_file: Path) -> list[tuple[str, int]]:
     return [(ip, published["port"]) for ip in published["addresses"]]
 
 
+def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[str, int]]:
+    """Where a node looks for the head: its name at ``port`` and, once that is published, at the port where it does
+    listen, for that is the network that all nodes share; then the published addresses."""
+    published = published_candidates(head_file)
+    return list(dict.fromkeys([(head_host, port), *((head_host, other) for _, other in published), *published]))
+
+
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
     """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced) and what they mean."""
     logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}

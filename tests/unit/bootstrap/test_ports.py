@@ -52,6 +52,18 @@ def test_a_claimed_block_is_not_given_to_another() -> None:
     assert again == first
 
 
+def test_a_block_whose_last_connections_wind_down_is_free() -> None:
+    """Who closes first keeps the connection for a minute; a job that comes back within it finds its own block."""
+    first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    with claim, socket.create_connection(("127.0.0.2", first.rendezvous)) as node:
+        taken, _ = claim.accept()
+        taken.close()
+        assert node.recv(1) == b""
+    again, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    claim.close()
+    assert again == first
+
+
 def test_a_block_with_a_busy_service_port_is_passed_over() -> None:
     first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
     claim.close()

@@ -4,12 +4,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bootstrap import rendezvous
 from bootstrap.messages import Codec, hello_key
+from bootstrap.network import Address
 from bootstrap.ports import claim_block, ephemeral_floor
 from bootstrap.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
 
@@ -234,6 +236,16 @@ def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(monke
 
     monkeypatch.setattr(rendezvous, "_RESOLVE_S", 0.05)
     run(scene())
+
+
+def test_the_head_is_looked_for_by_name_wherever_it_listens_before_its_addresses(tmp_path: Path) -> None:
+    """The order of the addresses is that of the head's interfaces and says nothing; the name is what Slurm uses."""
+    head_file = tmp_path / "head.json"
+    assert rendezvous.head_candidates("n1", 10_000, head_file) == [("n1", 10_000)]
+    addresses = (Address("docker0", "172.17.0.1"), Address("eth0", "10.0.0.1"))
+    head_file.write_text(rendezvous.head_document(11_000, addresses))
+    expected = [("n1", 10_000), ("n1", 11_000), ("172.17.0.1", 11_000), ("10.0.0.1", 11_000)]
+    assert rendezvous.head_candidates("n1", 10_000, head_file) == expected
 
 
 def test_the_node_with_another_version_is_named() -> None:
