@@ -4,7 +4,7 @@
       ConfigError(ValueError)      a setting, a recipe or a file named by one is wrong; found before anything runs
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
       RolloutError                 generation failed
-        EngineDied                 an inference engine ended by itself
+        EngineDied                 an inference engine ended by itself, or hangs
       TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
       SyncError                    an engine did not take the weights it was sent
@@ -47,7 +47,7 @@ class RolloutError(RlpostError):
 
 
 class EngineDied(RolloutError):
-    """An inference engine ended by itself."""
+    """An inference engine ended by itself, or does not answer in time."""
 
 
 class TrainingError(RlpostError):

@@ -50,7 +50,7 @@ class RunState:
 
     def to_json(self) -> str:
         record = {"step": self.step, "cursor": self.cursor, "pending": self.pending, "journal": self.journal}
-        return json.dumps(record | {"backlog": backlog_record(self.backlog)}, ensure_ascii=False)
+        return json.dumps(record | {"backlog": backlog_record(self.backlog)})
 
     @classmethod
     def from_json(cls, text: str) -> RunState:

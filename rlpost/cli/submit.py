@@ -17,6 +17,7 @@ from pathlib import Path
 from rlpost.check import check
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
+from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
@@ -29,10 +30,12 @@ from slurm.client import expected_start, is_available
 from slurm.container import Container
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
+from slurm.queue import queue
 from slurm.render import render_sbatch
 from slurm.run_folder import RunFolder, create_run_folder
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec
+from slurm.states import JobState
 
 PROJECT = Path(__file__).parents[2]
 
@@ -128,6 +131,8 @@ def submit_main(arguments: Sequence[str]) -> int:
         if local and config.num_nodes > 1:
             raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
         _check_wandb_key(config, RunFolder(root))
+        if options.resume:
+            _check_it_has_ended(RunFolder(root.absolute()))
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
@@ -140,6 +145,21 @@ def submit_main(arguments: Sequence[str]) -> int:
         return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def _check_it_has_ended(run: RunFolder) -> None:
+    """Raises ConfigError when a job of the run is there: two would drive each other out."""
+    if (job_id := newest_job(run)) is None:
+        return
+    if job_id.startswith(LOCAL):
+        state = JobState.RUNNING if local_is_alive(job_id) else JobState.UNKNOWN
+    else:
+        state = queue([job_id])[job_id].state
+    if state in (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED):
+        raise ConfigError(
+            f"--resume: job {job_id} of {run.root.name} is {state} and goes on by itself; for other settings "
+            f"rlpost cancel {run.root.name} first"
+        )
 
 
 def _check_wandb_key(config: Config, run: RunFolder) -> None:

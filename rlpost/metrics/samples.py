@@ -7,12 +7,15 @@ that a resume cuts it like one; it holds about MAX_LINES steps however long the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.types import SampleGroup, ScoredSample
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "samples.jsonl"
 MAX_LINES = 500
@@ -35,9 +38,13 @@ class SampleWriter:
         self._writer.rewind(step)
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Keep some answers of ``step``, if it is one whose answers are kept."""
+        """Keep some answers of ``step``, if it is one whose answers are kept. That they cannot be written is a warning:
+        no run ends for want of them."""
         if groups and (step - 1) % self._interval == 0:
-            self._writer.write(step, {"samples": chosen(groups, self._decode)})
+            try:
+                self._writer.write(step, {"samples": chosen(groups, self._decode)})
+            except OSError as error:
+                logger.warning("answers of step %d are not kept for the report: %s", step, error)
 
 
 def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, Any]]:

@@ -36,7 +36,7 @@ from rlpost.weights.delta import WeightCopy
 
 logger = logging.getLogger(__name__)
 
-REMOVAL_S = 20.0  # of a copy of the weights; a stopping run has little time
+REMOVAL_S = 8.0  # of a copy of the weights; a run that stops has EXIT_S for all that is left to do
 
 
 class WeightSync:

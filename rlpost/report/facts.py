@@ -164,7 +164,7 @@ def _recorded(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
             numbers.append((int(middle), file))
     found = []
     for number, file in sorted(numbers, reverse=True)[:MAX_SAMPLE_STEPS]:
-        for text in _text(file).splitlines()[:RECORDED_GROUPS]:
+        for text in _text(file).split("\n")[:RECORDED_GROUPS]:
             try:
                 group = json.loads(text)
                 ordered = sorted(group["samples"], key=lambda scored: -scored["reward"])

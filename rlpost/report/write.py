@@ -18,6 +18,7 @@ from slurm.run_folder import RunFolder, write_atomic
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 30.0  # with a page that is being written, when the run is about to end
 FILE_NAME, RECIPE_NAME = "report.html", "recipe.toml"
 _writing = threading.Lock()  # one page at a time in this process
 
@@ -34,11 +35,15 @@ def write_report(run: RunFolder) -> Path:
 
 def try_to_write_report(run: RunFolder) -> None:
     """The same, after one that is being written. Whatever is wrong with the page is a warning, for a run must go on."""
+    if not _writing.acquire(timeout=PATIENCE_S):
+        logger.warning("no report this time: the one before is still being written to %s", run.report)
+        return
     try:
-        with _writing:
-            write_report(run)
+        write_report(run)
     except Exception as error:
         logger.warning("no report this time: %s: %s", type(error).__name__, error)
+    finally:
+        _writing.release()
 
 
 class Reporter:

@@ -53,6 +53,24 @@ def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, 
     assert "hf_secret" not in (tmp_path / "seen").read_text()
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_run_whose_job_is_there_is_not_submitted_again(project, tmp_path, monkeypatch, capsys, state):
+    """The second would replace the code under the first, and drive it out at its next checkpoint."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    answers = {"scontrol": "exit 0", "squeue": f"echo '7|{state}|1:00|N/A|n01|None'", "sbatch": "exit 1"}
+    for name, text in answers.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    run = tmp_path / "runs/mine"
+    run.mkdir(parents=True)
+    (run / "ledger.jsonl").write_text('{"event": "submitted", "job_id": "7"}\n')
+    assert main(["recipe.toml", "--run-folder", str(run), "--resume"]) == 2
+    assert f"job 7 of mine is {state}" in capsys.readouterr().err
+    assert not (run / "code").exists() and not (run / "run.json").exists()
+
+
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_among_the_variables_of_the_script_is_refused_unseen(project, capsys, name):
     message = refused(capsys, "--environment", f"{name}=hush", "NCCL_DEBUG=INFO")

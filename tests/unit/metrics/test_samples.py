@@ -49,3 +49,8 @@ def test_the_writer_of_metrics_shows_the_groups_of_a_step(tmp_path):
     MetricsWriter(tmp_path / "m", show=lambda step, groups: shown.append((step, groups))).show(3, ["g"])
     MetricsWriter(tmp_path / "m").show(3, ["g"])
     assert shown == [(3, ["g"])]
+
+
+def test_answers_that_cannot_be_written_end_no_run(tmp_path, caplog):
+    SampleWriter(tmp_path / "gone", num_steps=3, decode=decode).write(1, [group(1, (0.0, 1.0))])
+    assert "answers of step 1 are not kept" in caplog.text

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rlpost.config.load import load, parse_dump
+from rlpost.report import write
 from rlpost.report.compare import compare_page
 from rlpost.report.facts import Setting, compared, network_table, read_facts
 from rlpost.report.page import report_page
@@ -145,6 +146,13 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     (tmp_path / "report").write_text("a file where the folder should be")
     try_to_write_report(RunFolder(tmp_path))
     assert "no report this time" in caplog.text
+
+
+def test_a_page_that_hangs_in_storage_does_not_keep_a_run_from_its_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(write, "PATIENCE_S", 0.01)
+    with write._writing:
+        try_to_write_report(RunFolder(tmp_path))
+    assert "still being written" in caplog.text
 
 
 def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one_more(tmp_path, monkeypatch):
