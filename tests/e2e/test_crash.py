@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tools.bench.crash import PLACES, CrashedRun, crash_lab, differences, finish, killed, num_steps
+from tools.bench.crash import PLACES, crash_lab, differences, finish, killed, num_steps
+from tools.bench.crashed_run import CrashedRun
 
 NUM_KILLS = 10
 
