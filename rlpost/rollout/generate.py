@@ -84,6 +84,11 @@ class GroupWriter:
                 f"rollout.custom_generate_function_path: the function returned {repr(written)[:200]} for prompt "
                 f"{prompt.prompt_id}; it has to return a Sample, such as draft.sample(), or several"
             )
+        if self._function is not write_answer and not all(each.response_ids for each in samples):
+            raise ConfigError(
+                f"rollout.custom_generate_function_path: the function returned an answer without a token for prompt "
+                f"{prompt.prompt_id}, which cannot be trained; let it call draft.write() at least once"
+            )
         return list(samples)
 
 

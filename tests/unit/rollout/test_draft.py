@@ -196,6 +196,17 @@ def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> No
         asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
+def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_over_it() -> None:
+    async def says_nothing(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        return draft.sample()
+
+    grader = InlineGrader(lambda text, label, metadata: 1.0)
+    connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
+    writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=says_nothing)
+    with pytest.raises(ConfigError, match="an answer without a token for prompt 3"):
+        asyncio.run(writer.write(Unfinished(PROMPT)))
+
+
 def test_a_function_may_make_several_samples_of_one_call() -> None:
     async def two(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
         await draft.write()
