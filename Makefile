@@ -3,6 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# Tests start hundreds of processes; without this each compiles our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install system assets quickstart test test-fast test-gpu lint format hooks jobs docs clean
 

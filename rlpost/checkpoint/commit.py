@@ -247,14 +247,15 @@ def _seal(writing: Path) -> str:
     return manifest
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename a folder so that nobody takes it for a checkpoint or finds it to write to; ``prune`` deletes it.
+def set_aside(path: Path, into: Path | None = None) -> Path | None:
+    """Rename a folder so that nobody takes it for a checkpoint or finds it to write to; ``prune`` deletes it, unless it
+    was put ``into`` a lane, which only its owner touches.
 
     Returns where it is now, None when it was gone.
     """
     if path.name.startswith(DELETING):
         return path
-    aside = path.with_name(f"{DELETING}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    aside = (into or path.parent) / f"{DELETING}{path.name.lstrip('.')}-{secrets.token_hex(4)}"
     try:
         os.rename(path, aside)
     except FileNotFoundError:

@@ -95,9 +95,9 @@ def claim(folder: str | Path, attempt: str) -> Claim:
     for path in [path for path in folder.iterdir() if path.name.startswith(WRITING) and path != ours.lane]:
         set_aside(path)
     for path in uncommitted(folder):
-        aside = set_aside(path)
-        if aside is not None and defect(aside, checksums=False) is None:
-            os.rename(aside, path)
+        aside = set_aside(path, into=ours.lane)  # elsewhere the older attempt's own prune could delete it meanwhile
+        if aside is not None:
+            os.rename(aside, path if defect(aside, checksums=False) is None else folder / aside.name)
     return ours
 
 

@@ -43,7 +43,8 @@ except Exception as error:
 @pytest.mark.parametrize("kind", ["looks", "does not look"])
 def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed(tmp_path, kind):
     """Whatever instant it is at. What the newer attempt found when it claimed the folder is what it keeps finding, also
-    when the older one never reads OWNER, as if a cache showed it the old one."""
+    when the older one never reads OWNER, as if a cache showed it the old one; but for what the older one deletes just
+    then, because it has two that are newer."""
     moments = random.Random(7)
     for number in range(6):
         folder = tmp_path / str(number)
@@ -64,7 +65,8 @@ def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed
             zombie.kill()
         end = out.splitlines()[-1]
         assert end.split()[0] in {"Fenced", "FileNotFoundError", "CheckpointError"}, f"it went on: {end}"
-        assert recoverable(folder, 100) == found, "the older attempt added or took away a checkpoint"
+        assert recoverable(folder, 2) == found[:2], "the older attempt added or took away a checkpoint"
+        assert set(recoverable(folder, 100)) <= set(found)
         assert found and newest_committed(folder).path == found[0]
         writing = begin(folder, 10_000, lane=ours.lane)
         (writing / "shard").write_text("new")

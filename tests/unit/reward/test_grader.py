@@ -220,8 +220,8 @@ def test_a_reward_model_is_asked_over_http(text: str) -> None:
 
 def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_CONNECTIONS", 1)
-    server = Server((200, "1"), slow_s=0.5)
-    assert ask(server, "abcde", timeout_s=2.4) == [1, 1, 1, 1, 1]
+    server = Server((200, "1"), slow_s=0.3)
+    assert ask(server, "abcdef", timeout_s=1.7) == [1, 1, 1, 1, 1, 1]
 
 
 def test_an_answer_that_is_no_text_is_refused() -> None:
