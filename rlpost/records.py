@@ -61,6 +61,8 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
         "num_trained": backlog.num_trained,
         "num_filtered": backlog.num_filtered,
         "newest_id": backlog.newest_id,
+        "counts": dict(backlog.counts),
+        "lent_counts": None if backlog.lent_counts is None else dict(backlog.lent_counts),
     }
 
 
@@ -79,4 +81,6 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
         num_trained=raw["num_trained"],
         num_filtered=raw["num_filtered"],
         newest_id=raw["newest_id"],
+        counts=raw.get("counts", {}),
+        lent_counts=raw.get("lent_counts"),
     )

@@ -122,7 +122,9 @@ class Backlog:
     """Every prompt that was fetched and neither trained nor filtered: its finished group, or how far it got.
 
     The counts are those of the whole run: fetched = trained + filtered + what is here, at any moment. ``newest_id`` is
-    the id of the prompt that was fetched last: ids rise, so none is fetched twice.
+    the id of the prompt that was fetched last: ids rise, so none is fetched twice. ``counts`` is what happened since
+    the last batch was taken, by metric name; ``lent_counts`` what belongs to a batch that is here because its training
+    did not end (see ``Book``).
     """
 
     finished: tuple[SampleGroup, ...] = ()
@@ -131,6 +133,8 @@ class Backlog:
     num_trained: int = 0
     num_filtered: int = 0
     newest_id: int = -1
+    counts: Mapping[str, float] = field(default_factory=dict)
+    lent_counts: Mapping[str, float] | None = None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

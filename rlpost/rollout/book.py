@@ -19,11 +19,18 @@ decided by their deadlines, so that the bound holds for every token and not on a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
+
+FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
+    "rollout/num_filtered",
+    "rollout/num_aborted",
+    "rollout/num_continued",
+    "rollout/wasted_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,9 @@ class Book:
         self._since: dict[int, int] = {}  # the version that wrote, or will write, the first token of what runs
         self._finished = {group.prompt_id: group for group in backlog.finished}
         self._lent: dict[int, SampleGroup] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = defaultdict(float, backlog.counts)  # since a batch was lent
+        self._lent_counts: Mapping[str, float] = {}
+        self._owed_counts = backlog.lent_counts  # of the next batch: it was lent before
 
     @property
     def waiting(self) -> tuple[Unfinished, ...]:
@@ -129,9 +138,9 @@ class Book:
         entry = self._waiting.pop(prompt_id)
         since = min((sample.oldest_version for sample in entry.samples), default=self.version)
         if since < self._oldest_allowed():
-            self._counts["wasted_tokens"] += entry.num_tokens
+            self._counts[WASTED] += entry.num_tokens
             entry, since = Unfinished(entry.prompt), self.version
-        self._counts["num_continued"] += bool(entry.samples)
+        self._counts[CONTINUED] += bool(entry.samples)
         self._running[prompt_id], self._since[prompt_id] = entry, since
         return entry
 
@@ -141,12 +150,14 @@ class Book:
         self._settled(group, wanted)
 
     def cut_off(self, entry: Unfinished) -> None:
-        """A running group was ended early; it waits, with its tokens where they are kept."""
+        """A running group was ended early; it waits, with its tokens where they are kept. It counts where there is a
+        batch without it: what a preemption cuts off says nothing of the rollout."""
         prompt_id = entry.prompt.prompt_id
         del self._running[prompt_id], self._since[prompt_id]
-        self._counts["num_aborted"] += 1
+        is_surplus = self.rules.max_staleness is None and len(self._finished) >= self.rules.batch_size
+        self._counts[ABORTED] += is_surplus
         if not self.rules.keep_partial:
-            self._counts["wasted_tokens"] += entry.num_tokens
+            self._counts[WASTED] += entry.num_tokens * is_surplus
             entry = Unfinished(entry.prompt)
         self._waiting[prompt_id] = entry
 
@@ -161,10 +172,13 @@ class Book:
         batch = self._batch()
         return None if batch is None else self._lend(batch)
 
-    def take_again(self, prompt_ids: Iterable[int]) -> list[SampleGroup]:
-        """The batch that was taken before a crash. Raises KeyError naming a group that is not finished."""
+    def take_again(self, prompt_ids: Iterable[int], counts: Mapping[str, float]) -> list[SampleGroup]:
+        """The batch that was taken before a crash, with its ``counts``. Raises KeyError naming a group that is not
+        finished."""
         self._filter_too_old()
-        return self._lend([self._finished[prompt_id] for prompt_id in prompt_ids])
+        groups = self._lend([self._finished[prompt_id] for prompt_id in prompt_ids])
+        self._lent_counts = counts
+        return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
         """A recorded group stands in for answers to a prompt that waits. Raises KeyError naming one that does not."""
@@ -187,17 +201,21 @@ class Book:
             num_trained=self._tally.num_trained,
             num_filtered=self._tally.num_filtered,
             newest_id=self._tally.newest_id,
+            counts={name: number for name, number in self._counts.items() if number},
+            lent_counts=self._lent_counts if self._lent else self._owed_counts,
         )
         self._tally.check(found.prompt_ids)
         return found
 
-    def counts(self) -> dict[str, float]:
-        """What was counted since the last call, and how much is held."""
-        found: dict[str, float] = {
-            name: self._counts[name] for name in ("num_filtered", "num_aborted", "num_continued", "wasted_tokens")
-        }
-        self._counts.clear()
-        return found | {"num_held": len(self._finished), "num_unfinished": len(self._waiting) + len(self._running)}
+    def counted(self, more: Mapping[str, float]) -> None:
+        """This happened as well, by metric name."""
+        for name, number in more.items():
+            self._counts[name] += number
+
+    def counts(self) -> Mapping[str, float]:
+        """What happened between the last two batches that were taken, and how much was held then, by metric name. A
+        batch that a preemption gave back has the counts with which it was taken first."""
+        return self._lent_counts
 
     def _settled(self, group: SampleGroup, wanted: bool) -> None:
         if wanted:
@@ -208,6 +226,15 @@ class Book:
     def _lend(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
         for group in batch:
             self._lent[group.prompt_id] = self._finished.pop(group.prompt_id)
+        if self._owed_counts is None:
+            held = {
+                "rollout/num_held": float(len(self._finished)),
+                "rollout/num_unfinished": float(len(self._waiting) + len(self._running)),
+            }
+            self._lent_counts = dict.fromkeys(COUNTED, 0.0) | self._counts | held
+            self._counts.clear()
+        else:
+            self._lent_counts, self._owed_counts = self._owed_counts, None
         return sorted(batch, key=lambda group: group.prompt_id)
 
     def _filter_too_old(self) -> None:
@@ -216,8 +243,8 @@ class Book:
 
     def _filter(self, group: SampleGroup) -> None:
         self._tally.filtered(group.prompt_id)
-        self._counts["num_filtered"] += 1
-        self._counts["wasted_tokens"] += group.num_tokens
+        self._counts[FILTERED] += 1
+        self._counts[WASTED] += group.num_tokens
 
     def _oldest_allowed(self) -> int:
         return 0 if self.rules.max_staleness is None else self.version - self.rules.max_staleness

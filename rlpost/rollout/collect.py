@@ -88,7 +88,6 @@ class Collector:
         self._choices, self._stop_requested = choices, stop_requested
         self._journal = journal or Journal.off()
         self._begins_early = choices.ahead or book.rules.max_staleness is not None
-        self._counts: Mapping[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -108,13 +107,13 @@ class Collector:
         if groups is None:
             self._open()
             await self._until_batch()
+            self._book.counted(self._choices.counters())
             groups = self._book.take()
             assert groups is not None, "there was a batch"
             self._num_dropped = 0
             if self._choices.record is not None:
                 self._choices.record(self._book.step, groups)
-            self._counts = self._counted()
-            self._journal.batch(self._book.step, groups, self._counts)
+            self._journal.batch(self._book.step, groups, self._book.counts())
         await self._journal.durable()
         if self._begins_early and not self._journal.num_batches and self._book.step + 1 < self._book.rules.num_steps:
             self._again()
@@ -138,6 +137,7 @@ class Collector:
 
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
         """State of the cursor, and all that was fetched before it and is not trained."""
+        self._book.counted(self._choices.counters())
         return self._cursor.state(), self._book.backlog()
 
     def wants_weights(self) -> bool:
@@ -146,11 +146,7 @@ class Collector:
 
     def counts(self) -> Mapping[str, float]:
         """What happened before the last batch and since the one before it, by metric name."""
-        return self._counts
-
-    def _counted(self) -> dict[str, float]:
-        found = {f"rollout/{name}": float(value) for name, value in self._book.counts().items()}
-        return {**found, **self._choices.counters()}
+        return self._book.counts()
 
     def _again(self) -> list[SampleGroup] | None:
         """The batch that was taken here before a crash; all groups that had finished are in the book once more."""
@@ -163,8 +159,8 @@ class Collector:
                 if record.kind == GROUP:
                     self._book.replayed(record.group(), wanted=record.meta["wanted"])
                 else:
-                    taken, self._counts = self._book.take_again(ids), record.meta["counts"]
-                    self._book.counts()  # they are in the record
+                    self._choices.counters()  # they are in the record
+                    taken = self._book.take_again(ids, record.meta["counts"])
             except KeyError as prompt_id:
                 raise CheckpointError(
                     f"{record.path}: the journal has a group of prompt {prompt_id}, for which this run does not wait; "
@@ -298,6 +294,7 @@ class Replay:
         if not self._book.has_batch():
             for group in self._recorded():
                 self._book.replayed(group)
+        self._book.counted(self._counters())
         groups = self._book.take()
         assert groups is not None, "a recording is a batch"
         return groups
@@ -336,10 +333,9 @@ class Replay:
         """Engines follow the training as if they had written the batches."""
         return True
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> Mapping[str, float]:
         """See ``Collector``: the same names."""
-        found = {f"rollout/{name}": float(value) for name, value in self._book.counts().items()}
-        return {**found, **self._counters()}
+        return self._book.counts()
 
     async def stop(self) -> None:
         """Nothing runs."""

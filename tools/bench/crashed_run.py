@@ -26,7 +26,6 @@ SETTINGS = (
     *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
     *("--max-failures", "100000", "--max-preemptions", "100000", "--max-stalled-attempts", "100000"),
 )
-FORGOTTEN = ("rollout/num_filtered", "rollout/wasted_tokens")
 DEADLINE_S = 240.0  # for any one thing
 POLL_S = 0.1
 
@@ -107,11 +106,10 @@ class CrashedRun:
         return [line["weights"] for line in self.ledger if line["event"] == "done"][-1]
 
     def lines(self) -> list[dict[str, float]]:
-        """Metrics without what a clock, a machine or an engine's rounding says, and without the counters that a
-        preemption forgets (docs/durability.md)."""
+        """Metrics without what a clock, a machine or an engine's rounding says."""
         areas = ("step", "train", "reward", "rollout")
         return [
-            {key: value for key, value in line.items() if key.split("/")[0] in areas and key not in FORGOTTEN}
+            {key: value for key, value in line.items() if key.split("/")[0] in areas}
             for line in read_metrics(self.folder / "metrics.jsonl")
         ]
 

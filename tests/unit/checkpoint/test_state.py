@@ -22,6 +22,8 @@ BACKLOG = Backlog(
     num_trained=6,
     num_filtered=2,
     newest_id=10,
+    counts={"rollout/num_filtered": 2.0},
+    lent_counts={"rollout/num_filtered": 1.0},
 )
 
 

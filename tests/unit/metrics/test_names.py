@@ -12,7 +12,7 @@ from rlpost.metrics.names import METRICS, declared, reference, undeclared
 from rlpost.orchestration.batches import rollout_metrics, staleness_metrics
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.evaluate import pass_rates, summarise
-from rlpost.types import Backlog, Sample, SampleGroup, ScoredSample
+from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
 ROOT = Path(__file__).parents[3]
 UNITS = {"s": "s", "tokens_per_s": "tokens/s", "frac": "share"}
@@ -65,7 +65,11 @@ def test_names_that_are_put_together_are_declared():
     settings = LossSettings(use_tis=True, use_kl_loss=True)
     names |= {f"train/{name}" for name in policy_objective(tokens, settings)[1] | sft_objective(tokens, settings)[1]}
     book = Book(Rules(batch_size=1, start_size=1, num_steps=1), Backlog(), step=0)
-    names |= {f"rollout/{name}" for name in book.counts()}
+    book.fetched([Prompt(0, "x", (1,))])
+    book.replayed(groups[0])
+    book.take()
+    assert len(book.counts()) > 4
+    names |= book.counts().keys()
     assert len(names) > 30
     assert undeclared(names) == []
 

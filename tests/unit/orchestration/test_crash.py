@@ -132,19 +132,21 @@ def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouch
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_groups_that_a_filter_dropped_are_neither_written_nor_counted_again(tmp_path, seed):
+def test_what_was_filtered_or_skipped_is_neither_written_nor_counted_again(tmp_path, seed):
     def wanted(group):
         return group.prompt_id % 3 != 0
 
+    losses = {"wanted": wanted, "bad": (2, 7)}
     (tmp_path / "untouched").mkdir()
     stages = Mortal()
-    run(tmp_path / "untouched", stages, RunState(pending={}), wanted=wanted)
+    run(tmp_path / "untouched", stages, RunState(pending={}), **losses)
     rng = random.Random(seed)
     deaths = [(rng.choice(PLACES), rng.randint(1, 12)) for _ in range(6)]
-    attempts = lives(tmp_path, deaths, wanted=wanted)
+    attempts = lives(tmp_path, deaths, **losses)
     assert attempts[-1].weights == stages.weights
     assert comparable(tmp_path) == comparable(tmp_path / "untouched")
-    assert any(line.get("rollout/num_filtered") for line in comparable(tmp_path))
+    for name in ("rollout/num_filtered", "rollout/bad_prompts"):
+        assert any(line.get(name) for line in comparable(tmp_path))
     assert set(written(attempts).values()) == {1}
 
 

@@ -22,12 +22,22 @@ from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
 
 class Prompts:
-    """Ten prompts without a file."""
+    """Ten prompts without a file, of which some may be bad."""
+
+    def __init__(self, bad=()):
+        self.bad, self.num_skipped = bad, 0
 
     def __len__(self):
         return 10
 
+    def counters(self):
+        found, self.num_skipped = {"rollout/bad_prompts": float(self.num_skipped)}, 0
+        return found
+
     def prompt(self, position, prompt_id):
+        if position in self.bad:
+            self.num_skipped += 1
+            return None
         return Prompt(prompt_id, f"p{position}", (position,), str(position))
 
 
@@ -137,10 +147,11 @@ def config(**rollout):
     ).config
 
 
-def run(folder, stages, state, saved=False, wanted=lambda group: True, **rollout):
-    cursor = PromptCursor(Prompts(), shuffle=True, seed=1)
+def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), **rollout):
+    prompts = Prompts(bad)
+    cursor = PromptCursor(prompts, shuffle=True, seed=1)
     if state.cursor:
-        cursor = PromptCursor.from_state(Prompts(), state.cursor, shuffle=True, seed=1)
+        cursor = PromptCursor.from_state(prompts, state.cursor, shuffle=True, seed=1)
     metrics = MetricsWriter(folder / "metrics.jsonl")
     metrics.rewind(state.step if state.pending is None else state.step - 1)
     settings, stop = config(**rollout), StopRequest(folder / "STOP")
@@ -148,7 +159,8 @@ def run(folder, stages, state, saved=False, wanted=lambda group: True, **rollout
 
     async def whole():
         book = Book(rules(settings), state.backlog, step=state.step)
-        choices = Choices(ahead=settings.rollout.rollout_mode == "one_step_off", wanted=wanted)
+        ahead = settings.rollout.rollout_mode == "one_step_off"
+        choices = Choices(ahead=ahead, wanted=wanted, counters=prompts.counters)
         engines = FakeEngines(stages)
         rollouts = Watched(
             stages, book, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
@@ -209,6 +221,37 @@ def test_a_stop_in_any_stage_and_a_resume_give_the_same_weights_and_metrics(tmp_
     assert second.weights == untouched[0].weights
     assert comparable(tmp_path) == untouched[1]
     assert (first.seen + second.seen) == list(range(24))
+
+
+def neither_third_nor_fourth(group):
+    """A filter."""
+    return group.prompt_id % 4 < 2
+
+
+@pytest.fixture(scope="module")
+def untouched_with_losses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untouched_with_losses")
+    stages = FakeStages()
+    run(folder, stages, RunState(pending={}), wanted=neither_third_nor_fourth, bad=(2, 7))
+    return stages, comparable(folder)
+
+
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
+def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(tmp_path, untouched_with_losses, stop_at):
+    stop, losses = tmp_path / "STOP", {"wanted": neither_third_nor_fourth, "bad": (2, 7)}
+    first = FakeStages(stop, stop_at)
+    with pytest.raises(Preempted):
+        run(tmp_path, first, RunState(pending={}), **losses)
+    state, weights = first.saved
+    stop.unlink()
+    second = FakeStages()
+    second.weights = weights
+    run(tmp_path, second, RunState.from_json(state.to_json()), saved=True, **losses)
+    stages, lines = untouched_with_losses
+    assert second.weights == stages.weights
+    assert comparable(tmp_path) == lines
+    for name in ("num_filtered", "wasted_tokens", "bad_prompts"):
+        assert sum(line.get(f"rollout/{name}", 0) for line in lines) > 6
 
 
 def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_double_line(tmp_path, untouched):

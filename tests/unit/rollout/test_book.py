@@ -60,12 +60,12 @@ def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -
     assert taken is not None
     assert [g.prompt_id for g in taken] == [3, 4, 7, 8]
     assert book.counts() == {
-        "num_filtered": 3,
-        "num_aborted": 0,
-        "num_continued": 0,
-        "wasted_tokens": 3,
-        "num_held": 1,
-        "num_unfinished": 1,
+        "rollout/num_filtered": 3,
+        "rollout/num_aborted": 0,
+        "rollout/num_continued": 0,
+        "rollout/wasted_tokens": 3,
+        "rollout/num_held": 1,
+        "rollout/num_unfinished": 1,
     }
     assert book.take() is None
 
@@ -75,9 +75,11 @@ def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -
     book = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
     start(book, range(2))
     partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
+    book.finished(group(0, 0), wanted=True)
     book.cut_off(partial)
     assert book.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
-    assert book.counts()["wasted_tokens"] == (0 if keep_partial else 2)
+    assert book.take() == [group(0, 0)]
+    assert (book.counts()["rollout/num_aborted"], book.counts()["rollout/wasted_tokens"]) == (1, 2 * (not keep_partial))
     again = book.started(1)
     assert again.samples == (partial.samples if keep_partial else ())
 
@@ -91,8 +93,50 @@ def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> No
     assert [g.prompt_id for g in book.backlog().finished] == [0, 1]
     resumed = opened(book.rules, book.backlog())
     assert resumed.take() == [group(0, 0), group(1, 0)]
+    assert resumed.counts() == book.counts()
     book.trained()
     assert book.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
+
+
+def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_what_the_preemption_did_is_not() -> None:
+    undisturbed = opened(Rules(batch_size=2, start_size=2, num_steps=9))
+    start(undisturbed, range(2))
+    undisturbed.finished(group(0, 0), wanted=False)
+    undisturbed.counted({"rollout/bad_prompts": 2.0})
+    start(undisturbed, range(2, 3))
+    backlog = undisturbed.backlog()
+    preempted = opened(undisturbed.rules, backlog)
+    for prompt_id in (1, 2):
+        undisturbed.finished(group(prompt_id, 0), wanted=True)
+        preempted.started(prompt_id)
+    preempted.cut_off(Unfinished(prompt(1), (answer(1, 0, 0, cut=True),)))
+    resumed = opened(undisturbed.rules, preempted.backlog())
+    assert resumed.backlog().counts == {
+        "rollout/num_filtered": 1,
+        "rollout/wasted_tokens": 1,
+        "rollout/bad_prompts": 2,
+    }
+    for prompt_id in (1, 2):
+        resumed.started(prompt_id)
+        resumed.finished(group(prompt_id, 0), wanted=True)
+    assert undisturbed.take() == resumed.take() == [group(1, 0), group(2, 0)]
+    assert undisturbed.counts() == resumed.counts()
+
+
+def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to_the_next_one() -> None:
+    book = opened(Rules(batch_size=1, start_size=2, num_steps=9))
+    start(book, range(2))
+    book.finished(group(0, 0), wanted=False)
+    book.finished(group(1, 0), wanted=True)
+    book.take()
+    start(book, range(2, 4))  # for the next batch, in training
+    book.finished(group(2, 0), wanted=False)
+    again = opened(book.rules, opened(book.rules, book.backlog()).backlog())
+    assert again.take() == [group(1, 0)] and again.counts() == book.counts()
+    again.trained()
+    again.started(3)
+    again.finished(group(3, 0), wanted=True)
+    assert again.take() == [group(3, 0)] and again.counts()["rollout/num_filtered"] == 1
 
 
 def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> None:
@@ -137,7 +181,7 @@ def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -
     book = opened(Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True), held, step=5)
     assert book.started(2) == Unfinished(prompt(2))
     assert [g.prompt_id for g in book.take() or ()] == [1]
-    assert book.counts()["wasted_tokens"] == 2
+    assert book.counts()["rollout/wasted_tokens"] == 2
 
 
 @pytest.mark.parametrize(
