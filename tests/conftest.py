@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -21,6 +22,14 @@ ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
 
 settings.register_profile("any machine", deadline=None)  # a slow one is no bug
 settings.load_profile("any machine")
+
+
+# What a session imports and collects stays to its end; to look through it again and again is a sixth of its time.
+gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from rlpost.errors import RolloutError, SyncError
 from rlpost.rollout.client import EngineClient
@@ -182,15 +182,19 @@ class SharingMover:
         self._ranks_of = ranks_of
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """One bucket after another; its memory is used again once all engines have answered."""
+        """One bucket after another, the next one gathered while the engines load this one."""
+        handles = await self._share(0)
         for index, bucket in enumerate(self._buckets):
-            handles = await self._share(index)
-            last = version if index == len(self._buckets) - 1 else None
+            is_last = index == len(self._buckets) - 1
             taking = [
-                one.client.update_weights_from_handles([handles[rank] for rank in ranks], version=last)
+                one.client.update_weights_from_handles(
+                    [handles[rank] for rank in ranks], version=version if is_last else None
+                )
                 for one, ranks in zip(receivers, self._ranks_of, strict=True)
             ]
-            await together(f"take {_described(bucket)}", taking)
+            following = [] if is_last else [self._share(index + 1)]
+            answers = await together(f"take {_described(bucket)}", [*taking, *following])
+            handles = cast("Sequence[str]", answers[-1])
 
 
 class DiskMover:

@@ -5,8 +5,10 @@ over HTTP by somebody else (``rlpost.rollout.weight_update``).
 
 - ``Broadcast``: engines on other GPUs. Each pipeline stage has a process group of its own with all engine ranks: its
   source (rank 0) and every engine rank (from 1 on). Both sides block on each other.
-- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into one piece of memory and hands out a
+- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into a piece of memory and hands out a
   handle to it (CUDA IPC; shared memory on a CPU): nothing travels.
+
+Both gather the next bucket while the engines load this one.
 
 The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". The
 group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
@@ -179,26 +181,28 @@ class Broadcast:
 class Sharing:
     """Lays buckets open to engines on the same device; one on every rank, all called alike.
 
-    The memory is one piece, as large as the largest bucket, used again for each: an engine has copied a bucket into its
-    model before it answers, so nothing that it still reads is ever overwritten.
+    The memory is two pieces, each as large as the largest bucket, used in turn: the engines load from one while the
+    other is filled. An engine has copied a bucket into its model before it answers, so nothing that it still reads is
+    overwritten as long as bucket ``index`` is asked for after all answers to ``index - 2``.
     """
 
     def __init__(self, buckets: Buckets) -> None:
         self.buckets = buckets
-        self.memory: torch.Tensor | None = None
+        self.pieces: dict[int, torch.Tensor] = {}
 
     def share(self, index: int) -> str:
         """Gather bucket ``index`` and return a handle: base64 of a pickled list of (name, tensor), the form of
         SGLang's update_weights_from_tensor. Every trainer rank calls this. A handle is good for one reader (torch
-        counts references) and until the next call."""
+        counts references) and until the next but one call."""
         tensors = self.buckets.gather(index, on_all_stages=True)
         offsets, size = place(tensor.nbytes for tensor in tensors.values())
         device = next(iter(tensors.values())).device
-        if self.memory is None or self.memory.numel() < size:
-            self.memory = _shareable(self.buckets.largest_bytes(), device)
+        piece = self.pieces.get(index % 2)
+        if piece is None or piece.numel() < size:
+            piece = self.pieces[index % 2] = _shareable(self.buckets.largest_bytes(), device)
         handles = []
         for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
-            view = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            view = piece[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor)
             handles.append((name, view))
         if device.type == "cuda":
@@ -209,7 +213,7 @@ class Sharing:
 
     def release(self) -> None:
         """Give the memory back once all engines have answered; harmless without."""
-        self.memory = None
+        self.pieces.clear()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

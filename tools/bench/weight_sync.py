@@ -203,7 +203,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
     sharing = Sharing(trainer)
 
     async def share(index: int) -> list[str]:
-        return [sharing.share(index)]
+        return [await asyncio.to_thread(sharing.share, index)]
 
     async def write(version: int) -> list[str]:
         for file in model.glob("*.json"):

@@ -249,7 +249,7 @@ def _phases(config: Config, rank: Rank, engine: Engine | None) -> tuple[Phase, .
     if engine is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *passing, context)), *alone)
-    buffers = ("buffers", 2 * config.sync.update_weight_buffer_size)
+    buffers = ("buffers", 3 * config.sync.update_weight_buffer_size)  # one is gathered, two lie open to the engine
     shadow = () if config.offload_train else kept
     there = () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
     beside = ("engine's CUDA", ENGINE_CONTEXT)

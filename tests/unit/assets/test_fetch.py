@@ -48,6 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", "/nonexistent")
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", CHUNK)
+    monkeypatch.setattr("rlpost.assets.lock.POLL_S", 0.02)
     with FakeHub({"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}).running() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         yield running

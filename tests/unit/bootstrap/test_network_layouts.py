@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from tools.bench import netlayouts
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = sorted((ROOT / "tests/data/netlayouts").glob("*.yaml"))
-DOCUMENTS = {path.stem: load_document(path) for path in LAYOUTS}
 
-each_layout = pytest.mark.parametrize("name", DOCUMENTS)
+each_layout = pytest.mark.parametrize("name", [path.stem for path in LAYOUTS])
+
+
+@cache
+def layout(name: str) -> Mapping[str, Any]:
+    return load_document(LAYOUTS[0].with_stem(name))
 
 
 def answer(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,13 +50,13 @@ def essence(found: Mapping[str, Any]) -> tuple[object, ...]:
 
 @each_layout
 def test_every_layout_is_read_right(name: str) -> None:
-    wrong = {key: said for key, said in netlayouts.score(DOCUMENTS[name]).items() if said[0] != netlayouts.RIGHT}
+    wrong = {key: said for key, said in netlayouts.score(layout(name)).items() if said[0] != netlayouts.RIGHT}
     assert not wrong
 
 
 @each_layout
 def test_the_address_is_the_right_one_and_a_wrong_interface_is_never_named(name: str) -> None:
-    found, right = answer(DOCUMENTS[name]), DOCUMENTS[name]["expected"]
+    found, right = answer(layout(name)), layout(name)["expected"]
     assert found["socket_ifname"] not in (right.get("socket_ifname_bad") or [])
     if right.get("node_ip") and found["socket_ifname"] == right["socket_ifname"]:
         assert found["node_ip"] == right["node_ip"]
@@ -59,7 +64,7 @@ def test_the_address_is_the_right_one_and_a_wrong_interface_is_never_named(name:
 
 @each_layout
 def test_the_environment_is_exact_and_of_one_link_layer(name: str) -> None:
-    document = DOCUMENTS[name]
+    document = layout(name)
     found = answer(document)
     env, layers = found["env"], {row["name"]: row.get("link_layer") for row in document.get("rdma_devices") or ()}
     active = {row["name"] for row in document.get("rdma_devices") or () if row.get("state") == "ACTIVE"}
@@ -81,10 +86,10 @@ def test_the_environment_is_exact_and_of_one_link_layer(name: str) -> None:
 def test_the_order_of_the_listing_means_nothing(name: str) -> None:
     dice = random.Random(name)
     for _ in range(3):
-        document = copy.deepcopy(dict(DOCUMENTS[name]))
+        document = copy.deepcopy(dict(layout(name)))
         dice.shuffle(document["interfaces"])
         dice.shuffle(document["rdma_devices"] or [])
-        assert essence(answer(document)) == essence(answer(DOCUMENTS[name]))
+        assert essence(answer(document)) == essence(answer(layout(name)))
 
 
 def renamed(document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Mapping[str, str]) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def renamed(document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Ma
 @pytest.mark.parametrize("how", ["anonymous", "swapped"])
 def test_names_mean_nothing(name: str, how: str) -> None:
     """Whether every device gets a name of no meaning, or devices change names among themselves."""
-    document, dice = DOCUMENTS[name], random.Random(name)
+    document, dice = layout(name), random.Random(name)
     names = []
     for rows in (document["interfaces"], document["rdma_devices"] or ()):
         old = [row["name"] for row in rows]
@@ -118,10 +123,10 @@ def test_names_mean_nothing(name: str, how: str) -> None:
 
 @each_layout
 def test_what_a_layout_says_of_itself_is_not_read(name: str) -> None:
-    document = {key: DOCUMENTS[name].get(key) for key in ("interfaces", "rdma_devices", "default_route", "gpus")}
-    document["peers"] = {key: text for key, text in DOCUMENTS[name]["peers"].items() if key != "how"}
-    document["provider_hints"] = DOCUMENTS[name]["provider_hints"]
-    assert answer(document) == answer(DOCUMENTS[name])
+    document = {key: layout(name).get(key) for key in ("interfaces", "rdma_devices", "default_route", "gpus")}
+    document["peers"] = {key: text for key, text in layout(name)["peers"].items() if key != "how"}
+    document["provider_hints"] = layout(name)["provider_hints"]
+    assert answer(document) == answer(layout(name))
 
 
 def test_the_command_line_prints_one_object_for_a_file() -> None:
@@ -136,7 +141,7 @@ def test_the_command_line_prints_one_object_for_a_file() -> None:
 
 def test_the_bench_agrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["netlayouts.py", str(LAYOUTS[0].parent)])
-    monkeypatch.setattr(network_facts, "load_document", lambda path: DOCUMENTS[path.stem])  # reading takes the time
+    monkeypatch.setattr(network_facts, "load_document", lambda path: layout(path.stem))  # reading takes the time
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools/bench/netlayouts.py"), run_name="__main__")
     assert ended.value.code == 0

@@ -46,6 +46,11 @@ class Ranks:
         return rank
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr("rlpost.orchestration.passes.POLL_S", 0.01)
+
+
 @pytest.fixture
 def stop(tmp_path):
     return StopRequest(tmp_path / "STOP")
@@ -71,14 +76,14 @@ def test_ranks_of_different_speed_do_equally_much_of_a_pass_that_is_left(tmp_pat
 
 
 def test_a_pass_that_is_nearly_done_ends_and_the_next_may_follow(tmp_path, stop):
-    ranks = Ranks([0.3, 0.001], tmp_path / "STOP", stop_after=0)
+    ranks = Ranks([0.1, 0.001], tmp_path / "STOP", stop_after=0)
     assert make(ranks, stop, 2) == [0, 1]
     assert ranks.done == [2, 2]
     assert make(ranks, stop, 1, may_leave=False) == [0, 1], "nobody stops at a place of long ago"
 
 
 def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop):
-    ranks = Ranks([0.05, 0.05], tmp_path / "STOP", stop_after=1)
+    ranks = Ranks([0.02, 0.02], tmp_path / "STOP", stop_after=1)
     assert make(ranks, stop, 10, may_leave=False) == [0, 1]
     assert ranks.held == []
     (tmp_path / "STOP").write_text('{"reason": "late", "deadline": 1}')

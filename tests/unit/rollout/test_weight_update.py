@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 
 from rlpost.errors import SyncError
-from rlpost.rollout.weight_update import BroadcastMover, DeltaMover, DiskMover, SharingMover, WeightUpdate, num_bytes
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.weight_update import (
+    BroadcastMover,
+    DeltaMover,
+    DiskMover,
+    Receiver,
+    SharingMover,
+    WeightUpdate,
+    num_bytes,
+)
 from rlpost.types import Bucket, EngineAddress
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -157,6 +166,36 @@ def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
         for index, body in enumerate(taken):
             assert body["serialized_named_tensors"] == [f"bucket {index} of rank {rank}" for rank in ranks]
         assert [body["weight_version"] for body in taken] == [None, "3"]
+
+
+def test_a_bucket_is_gathered_while_the_engines_load_the_one_before_it_and_none_earlier() -> None:
+    """Its memory is that of the bucket before the last, which all engines have loaded by then."""
+    happened: list[str] = []
+
+    class Receiving(EngineClient):
+        async def update_weights_from_handles(self, handles, *, version=None) -> None:
+            happened.append(f"load {handles[0]}")
+            await asyncio.wait_for(shared[min(int(handles[0]) + 1, 3)].wait(), 20)
+            happened.append(f"loaded {handles[0]}")
+
+    async def share(index: int) -> list[str]:
+        happened.append(f"gather {index}")
+        shared[index].set()
+        return [str(index)]
+
+    async def move() -> None:
+        receiver = Receiver(EngineAddress("http://engine"), Receiving("http://engine", KEY, timeout_s=5))
+        await SharingMover(BUCKETS * 2, share, ranks_of=((0,),)).move([receiver], 3)
+
+    shared = [asyncio.Event() for _ in range(4)]
+    asyncio.run(move())
+    assert happened == [
+        "gather 0",
+        *("load 0", "gather 1", "loaded 0"),
+        *("load 1", "gather 2", "loaded 1"),
+        *("load 2", "gather 3", "loaded 2"),
+        *("load 3", "loaded 3"),
+    ]
 
 
 def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None:
