@@ -12,7 +12,8 @@ import math
 import os
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
 
 Where = Literal["slurm", "local", "debug"]
+TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 
 
 class RunExecutor(submitit.SlurmExecutor):
@@ -89,11 +91,30 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     script = render_sbatch(spec)
     write_atomic(run.script, script, mode=0o700)
     try:
-        job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
+        with _outside_any_job():
+            job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch did not take {run.script}: {error}") from error
     run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
     return job_id
+
+
+@contextmanager
+def _outside_any_job() -> Iterator[None]:
+    """Without the variables of a job that this process may run in: sbatch would hand them on, and the new job's srun
+    would take them for options. What a user sets for sbatch itself (SBATCH_ACCOUNT) stays, other than in submitit's
+    ``clean_env``, and so does what Slurm is reached by."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("SLURM_", "SRUN_", "SUBMITIT_")) and name not in TO_REACH_SLURM
+    }
+    for name in inherited:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(inherited)
 
 
 def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:

@@ -57,12 +57,12 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """``submit(lab, behaviour, **spec)`` starts a job with the stub for its code."""
 
     def start(lab: Lab, behaviour: str, **values: object) -> Run:
-        folder = lab.shared / str(values.pop("folder", request.node.name))
+        folder, inside = lab.shared / str(values.pop("folder", request.node.name)), values.pop("inside", ())
         folder.mkdir()
         places = {"home": str(STUB_HOME), "python": sys.executable, "run_folder": str(folder), "time": "10"}
         output = str(folder).replace("%", "%%") + "/slurm-%j.out"
         spec = JobSpec(**{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values})
-        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec)), folder)
+        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec), inside=inside), folder)
 
     return start
 
@@ -81,6 +81,19 @@ def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, subm
     assert (attempt / "secret").stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex((attempt / "secret").read_text())) == 32
     assert (run.folder / "attempts/latest").readlink() == Path("0")
+
+
+@pytest.mark.parametrize("gpu_request", ["gres", "gpus-per-node"])
+def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked_for(
+    lab: Lab, submit: Callable[..., Run], gpu_request: str
+) -> None:
+    """What the outer job asked for is in the environment of its shell, and our srun would take it for its options."""
+    asked = ["--ntasks=1", "--mem-per-cpu=100", "--gpus=1", "--gpus-per-task=1", "--cpus-per-gpu=2", "--time=5"]
+    run = submit(lab, "done", folder=f"inner-{gpu_request}", gpu_request=gpu_request, inside=["salloc", *asked])
+    run.until_over(JobState.COMPLETED)
+    for host in ("n01", "n02"):
+        facts = json.loads((run.attempt(0) / f"argv-{host}.json").read_text())
+        assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", run.log
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])

@@ -1,5 +1,6 @@
 """rlpost.submit as a person meets it: a dry run, and bad input refused on the login node with exit code 2."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, 
     assert main(["recipe.toml", "--test-only"]) == 0
     assert capsys.readouterr().out == "Job 7 to start\n"
     assert "hf_secret" not in (tmp_path / "seen").read_text()
+
+
+def test_from_inside_a_job_nothing_of_that_job_goes_along_and_the_users_own_defaults_do(project, tmp_path, monkeypatch):
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    answers = {"scontrol": "exit 0", "srun": "exit 1", "squeue": "exit 0"}
+    for name, text in {**answers, "sbatch": f"env >{tmp_path}/seen; echo Submitted batch job 7"}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    own = {"SLURM_JOB_ID": "3", "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2", "SLURM_HINT": "nomultithread"}
+    kept = {"SLURM_CONF": "/etc/s.conf", "SBATCH_ACCOUNT": "rl"}
+    for name, value in (own | kept).items():
+        monkeypatch.setenv(name, value)
+    assert main(["recipe.toml"]) == 0
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    assert not own.keys() & seen.keys() and kept.items() <= seen.items()
+    assert os.environ["SLURM_JOB_ID"] == "3"
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
