@@ -57,12 +57,13 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """``submit(lab, behaviour, **spec)`` starts a job with the stub for its code."""
 
     def start(lab: Lab, behaviour: str, **values: object) -> Run:
-        folder, inside = lab.shared / str(values.pop("folder", request.node.name)), values.pop("inside", ())
+        folder = lab.shared / str(values.pop("folder", request.node.name))
+        options, inside = values.pop("options", ()), values.pop("inside", ())
         folder.mkdir()
         places = {"home": str(STUB_HOME), "python": sys.executable, "run_folder": str(folder), "time": "10"}
         output = str(folder).replace("%", "%%") + "/slurm-%j.out"
         spec = JobSpec(**{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values})
-        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec), inside=inside), folder)
+        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec), *options, inside=inside), folder)
 
     return start
 
@@ -94,6 +95,16 @@ def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked
     for host in ("n01", "n02"):
         facts = json.loads((run.attempt(0) / f"argv-{host}.json").read_text())
         assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", run.log
+
+
+def test_a_job_without_the_environment_of_its_user_still_gives_its_own_to_the_agents(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
+    """As at sites that set SBATCH_EXPORT=NONE: srun would hand on nothing that the script sets."""
+    run = submit(lab, "done", options=["--export=NONE"])
+    run.until_over(JobState.COMPLETED)
+    facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
+    assert facts["environment"]["PYTHONPATH"] == facts["environment"]["RLPOST_HOME"] == str(STUB_HOME)
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
