@@ -12,7 +12,7 @@ Python, only a preempted run starts again. What the script knows that the agents
 - TERM to the batch shell means that somebody cancelled the job, or that the end of the grace time has come and Slurm
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
-  user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here.
+  user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
@@ -218,7 +218,7 @@ done
 
 _PREAMBLE = """\
 # Rendered by slurm/render.py, which says why each step is as it is.
-set -u; umask 077; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV # for srun
+set -u; umask 077; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV "${!SQUEUE_@}"
 log() { echo "$(date '+%F %T') batch: $*"; }
 job_end() { SLURM_TIME_FORMAT=%s timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %e; } # a preemption moves it
 patience() { # seconds for what may hang: $1, unless the job ends before

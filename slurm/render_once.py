@@ -71,7 +71,7 @@ def _removal(spec: JobSpec) -> str:
 
 _HEAD = """\
 # Rendered by slurm/render_once.py, which says why each step is as it is.
-set -u; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV # for srun
+set -u; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV "${!SQUEUE_@}"
 log() { echo "$(date '+%F %T') batch: $*"; }
 
 """

@@ -107,6 +107,12 @@ def test_a_job_without_the_environment_of_its_user_still_gives_its_own_to_the_ag
     assert facts["environment"]["PYTHONPATH"] == facts["environment"]["RLPOST_HOME"] == str(STUB_HOME)
 
 
+def test_what_a_user_likes_squeue_to_show_costs_no_requeue(lab: Lab, submit: Callable[..., Run]) -> None:
+    run = submit(lab, "requeue-once", options=["--export=ALL,SQUEUE_STATES=PENDING,SQUEUE_FORMAT=%j"])
+    run.until_over(JobState.COMPLETED)
+    assert job_info(lab, run.job).num_restarts == 1
+
+
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
 def test_what_would_fail_again_is_not_requeued(lab: Lab, submit: Callable[..., Run], behaviour: str, code: int) -> None:
     """A wrong setting, and without a budget a failure and agents that die without a verdict, end the job with their own
