@@ -67,6 +67,17 @@ def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
     assert json.loads((run.attempts / "0/verdict.json").read_text())["verdict"] == "done"
 
 
+def test_what_is_given_is_asked_of_slurm_whatever_a_user_has_set_for_sbatch(lab: Lab) -> None:
+    run = create_run_folder(lab.shared / "given", "{}")
+    set_for_sbatch = ["SBATCH_PARTITION=low", "SBATCH_TIMELIMIT=7", "SBATCH_NO_REQUEUE=1", "SBATCH_ACCOUNT=rl"]
+    program = SUBMIT.replace("nodes=2", "nodes=2, partition='batch'")
+    words = [sys.executable, "-c", program, str(run.root), "done", str(STUB_HOME)]
+    job = lab.run("ctl", ["env", *set_for_sbatch, *words], cwd=REPOSITORY).stdout.strip()
+    shown = lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout
+    for field in ("Partition=batch", "TimeLimit=00:10:00", "Requeue=1", "Account=rl"):
+        assert f" {field} " in shown, shown
+
+
 def test_what_sbatch_refuses_is_shown(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "refused", "{}")
     program = SUBMIT.replace("nodes=2", "partition='nowhere'")

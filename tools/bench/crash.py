@@ -37,8 +37,8 @@ HEADING = "## Crashes"
 STEPS_A_KILL, LEAST_STEPS, MOST_STEPS = 4, 12, 2
 LONGEST_START_S, LONGEST_WORK_S = 15.0, 4.0  # a kill comes so long after an attempt begins, or after it is ready
 SHARE_IN_START = 0.25
-# place: its signals. A KILL of the batch shell, and TERM (which is what scancel sends), end the job for good: whoever
-# wants it back submits it with --resume.
+# place: its signals. After TERM (which is what scancel sends) the batch shell goes on and never requeues, and KILL ends
+# the job: whoever wants it back submits it with --resume.
 PLACES = {
     "driver": (signal.SIGKILL, signal.SIGTERM),
     "actor": (signal.SIGKILL,),
@@ -48,7 +48,6 @@ PLACES = {
     "node": (signal.SIGKILL,),
     "batch shell": (signal.SIGUSR2, signal.SIGTERM, signal.SIGKILL),
 }
-REPAIRED = ("engine", "router")  # in the same attempt
 
 
 @dataclass
@@ -64,6 +63,11 @@ class Kill:
     attempts: int  # by then; afterwards those it cost
     seconds: float = 0.0  # until the run was further than it had been
     by_hand: bool = False  # submitted again with --resume
+
+    @property
+    def keeps_attempt(self) -> bool:
+        """Whether the run goes on without a new attempt."""
+        return self.place in ("engine", "router") or (self.place, self.signal) == ("batch shell", signal.SIGTERM)
 
     @property
     def name(self) -> str:
@@ -107,7 +111,7 @@ def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
 def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
     """Wait until the run is further than at any of the ``kills``, or done; bring it back when its job is over."""
     last = kills[-1]
-    repaired = 2 if last.place in REPAIRED else run.num_steps  # steps in the same attempt
+    repaired = 2 if last.keeps_attempt else run.num_steps  # steps in the same attempt
 
     def is_further() -> bool:
         if run.is_done:
@@ -166,7 +170,7 @@ def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
         fresh = strikes()
         if not fresh:
             continue
-        if fresh[0].place not in REPAIRED and len(kills) + 1 < num_kills and rng.random() < SHARE_IN_START:
+        if not fresh[0].keeps_attempt and len(kills) + 1 < num_kills and rng.random() < SHARE_IN_START:
             in_start_up(run, fresh[0], rng)
             fresh += strikes()
         recover(run, fresh)

@@ -54,7 +54,8 @@ def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, 
     assert "hf_secret" not in (tmp_path / "seen").read_text()
 
 
-def test_from_inside_a_job_nothing_of_that_job_goes_along_and_the_users_own_defaults_do(project, tmp_path, monkeypatch):
+def test_sbatch_hears_neither_of_an_outer_job_nor_of_defaults_for_what_is_given(project, tmp_path, monkeypatch):
+    """Variables win over the options of a script."""
     commands = tmp_path / "bin"
     commands.mkdir()
     answers = {"scontrol": "exit 0", "srun": "exit 1", "squeue": "exit 0"}
@@ -63,10 +64,12 @@ def test_from_inside_a_job_nothing_of_that_job_goes_along_and_the_users_own_defa
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
     own = {"SLURM_JOB_ID": "3", "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2", "SLURM_HINT": "nomultithread"}
-    kept = {"SLURM_CONF": "/etc/s.conf", "SBATCH_ACCOUNT": "rl"}
+    given = {"SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1", "SBATCH_MEM_PER_CPU": "1"}
+    kept = {"SLURM_CONF": "/etc/s.conf", "SBATCH_ACCOUNT": "rl", "SBATCH_EXPORT": "NONE"}
+    own |= given
     for name, value in (own | kept).items():
         monkeypatch.setenv(name, value)
-    assert main(["recipe.toml"]) == 0
+    assert main(["recipe.toml", "--partition", "low"]) == 0
     seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
     assert not own.keys() & seen.keys() and kept.items() <= seen.items()
     assert os.environ["SLURM_JOB_ID"] == "3"
