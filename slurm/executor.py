@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Literal
 
 import submitit
 
+from slurm.environment import for_script
 from slurm.errors import SlurmError, SubmitError
 from slurm.local import LocalAttempt
 from slurm.render import render_sbatch
@@ -28,14 +28,6 @@ from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
 
 Where = Literal["slurm", "local", "debug"]
-TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
-OTHER_NAMES = {
-    "time": ("TIMELIMIT",),
-    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
-    "requeue": ("NO_REQUEUE",),
-    "no-requeue": ("REQUEUE",),
-}
-"""Of the variables of sbatch (man sbatch), by option; SBATCH_ and the option's own name is one of each."""
 
 
 class RunExecutor(submitit.SlurmExecutor):
@@ -99,7 +91,7 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     script = render_sbatch(spec)
     write_atomic(run.script, script, mode=0o700)
     try:
-        with _without(misleading(os.environ, script)):
+        with _environment(for_script(os.environ, script)):
             job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch did not take {run.script}: {error}") from error
@@ -107,28 +99,14 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     return job_id
 
 
-def misleading(environ: Iterable[str], script: str) -> set[str]:
-    """Variables that would make another job of the script than it says.
-
-    Those of a job that this process may run in: sbatch hands them on, and the new job's srun takes them for options.
-    And of sbatch's own those for which the script has an option, since they win over it: a user's SBATCH_PARTITION may
-    be a default, not an answer to ``--partition``. Others (SBATCH_ACCOUNT where no account is given) stay, other than
-    in submitit's ``clean_env``, and so does what Slurm is reached by.
-    """
-    stated = re.findall(r"(?<= --)[a-z-]+", "".join(re.findall(r"(?m)^#SBATCH .*$", script)))
-    others = {f"SBATCH_{name}" for option in stated for name in (option, *OTHER_NAMES.get(option, ()))}
-    mine = {name.upper().replace("-", "_") for name in others}
-    inherited = {name for name in environ if name.startswith(("SLURM_", "SRUN_", "SUBMITIT_"))}
-    return (inherited - TO_REACH_SLURM) | (mine & set(environ))
-
-
 @contextmanager
-def _without(names: Iterable[str]) -> Iterator[None]:
-    kept = {name: os.environ.pop(name) for name in names}
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Only this of our own meanwhile: submitit starts sbatch with what we have."""
+    others = {name: os.environ.pop(name) for name in os.environ.keys() - wanted.keys()}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(others)
 
 
 def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:

@@ -19,6 +19,7 @@ from rlpost.cli.submit import PROJECT, job_spec
 from rlpost.config.keys import without_keys
 from rlpost.config.load import files_of, load
 from rlpost.errors import ConfigError
+from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.render_once import render_look
 from slurm.spec import JobSpec
@@ -66,7 +67,8 @@ def _submitted(script: str, folder: Path) -> int:
     command = ["sbatch", "--wait", "--parsable", str(path)]
     try:
         # sbatch sends its environment to Slurm, which keeps it
-        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_keys(os.environ))
+        environ = for_script(without_keys(os.environ), script)
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     except FileNotFoundError:
         raise ConfigError("no sbatch on this host; run rlpost doctor --image inside the image instead") from None
     with waiting:

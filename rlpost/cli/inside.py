@@ -16,6 +16,7 @@ from rlpost.cli.runs import add_run_options, find_run, last, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
+from slurm.environment import outside_any_job
 from slurm.nodelist import expand
 from slurm.run_folder import RunFolder
 from slurm.states import JobState
@@ -122,7 +123,7 @@ def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
 
 
 def _run(run: RunFolder, argv: Sequence[str]) -> int:
-    environ = {**without_keys(os.environ), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
+    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
     # Ray's own commands ask for the attempt's secret; this is its place.
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((run.attempts / "latest").resolve() / "secret")}
     return subprocess.run(argv, env=environ).returncode

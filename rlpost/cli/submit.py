@@ -28,6 +28,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
 from slurm.container import Container
+from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
 from slurm.queue import queue
@@ -174,10 +175,11 @@ def _tested(spec: JobSpec) -> str:
     """What Slurm says about a job that it is not given."""
     if not is_available():
         raise ConfigError("--test-only asks Slurm, and there is none here")
+    text = render_sbatch(spec)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
-        script.write(render_sbatch(spec))
+        script.write(text)
         script.flush()
-        return expected_start(Path(script.name), without_keys(os.environ))
+        return expected_start(Path(script.name), for_script(without_keys(os.environ), text))
 
 
 def _add_options(made: argparse.ArgumentParser) -> None:
