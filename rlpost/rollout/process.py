@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 EXIT_WAIT_S, KILL_WAIT_S = 10.0, 60.0
 LOG_LINES = 30
 # A server makes process groups of its own; these would tell it that it is a rank of somebody else's.
-NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # none knows our nodes
+NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
 ENVIRONMENT = {
     # The router keeps connections to engines open between generations; after SGLang's default of 5 s without a request
     # the engine would close them, and the first requests of the next step would fail on all of them at once.

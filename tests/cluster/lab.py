@@ -101,8 +101,10 @@ class Lab:
         return lab_config.address(name)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a user of the login node has in the environment: nothing of ours but this Python first on PATH."""
+        """What a user of the login node has in the environment: nothing of ours but this Python first on PATH; and a
+        site's proxy, which knows no node of the cluster."""
         kept = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
+        kept |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
         return {**kept, "PATH": search_path(), "SLURM_CONF": str(self.base / "etc/slurm.conf"), **(extra or {})}
 
     # -- life ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Servers: settings are checked by name, the key stays out of sight, nothing outlives its parent."""
 
+import http.server
+import json
 import logging
 import os
 import select
@@ -108,6 +110,36 @@ def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path)
         router.stop()
     assert not router.alive()
     assert KEY not in (tmp_path / "router.log").read_text()
+
+
+class Anything(http.server.BaseHTTPRequestHandler):
+    """Healthy, and a model."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"model_path": "m", "tp_size": 1, "dp_size": 1, "served_model_name": "m"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Quiet."""
+
+
+def test_engines_are_reached_past_the_proxy_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the environment of users, for downloads, and knows no node of the cluster."""
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "log", metrics_port=free_port())
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Anything) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        try:
+            router.start("127.0.0.1", free_port(), deadline_s=60)
+            router.add_engines([f"http://127.0.0.1:{engine.server_port}"], deadline_s=60)
+        finally:
+            router.stop()
+            engine.shutdown()
 
 
 PARENT = """
