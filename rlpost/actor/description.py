@@ -80,11 +80,8 @@ class ModelDescription:
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings) -> None:
-        """Raises ConfigError when the model cannot be cut so, WeightError when config.json lacks a key to build it."""
+        """Raises ConfigError when the model cannot be cut so."""
         fields, hf = self.fields, self.hf_config
-        there = hf.keys() | architecture.rope(hf).keys()
-        if missing := [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]:
-            raise WeightError(f"{self.path}: has no {', '.join(missing)}; add what the model's page says")
         tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         sizes: list[tuple[str, int, str, int | None]] = [
             (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS
@@ -139,6 +136,9 @@ def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None 
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
         _ = description.fields  # reads what its family needs
+        there = description.hf_config.keys() | architecture.rope(description.hf_config).keys()
+        if missing := [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]:
+            raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         problems = architecture.problems(given or {}, description.family, hf)
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None

@@ -12,7 +12,8 @@ from rlpost.config.groups.model import ModelConfig
 from rlpost.errors import ConfigError
 from rlpost.weights.families import family
 
-GLM = {  # GLM-4.5-355B-A32B, https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json
+GLM = {
+    "max_position_embeddings": 131072,  # GLM-4.5-355B-A32B, https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json
     "architectures": ["Glm4MoeForCausalLM"],
     "attention_bias": True,
     "first_k_dense_replace": 3,

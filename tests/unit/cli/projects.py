@@ -15,6 +15,9 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 128,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }

@@ -10,7 +10,7 @@ from rlpost.errors import ConfigError
 from rlpost.weights.families import family
 
 
-def published(architecture, sizes, *, heads, eps, base, tied=False, **more):
+def published(architecture, sizes, *, heads, eps, base, longest, tied=False, **more):
     layers, hidden, ffn, vocab = sizes
     return {
         "architectures": [architecture],
@@ -23,6 +23,7 @@ def published(architecture, sizes, *, heads, eps, base, tied=False, **more):
         "head_dim": 128,
         "rms_norm_eps": eps,
         "rope_theta": base,
+        "max_position_embeddings": longest,
         "tie_word_embeddings": tied,
         **more,
     }
@@ -39,20 +40,26 @@ QWEN3_EXPERTS = {
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 PUBLISHED = {
-    "qwen3_4b": published("Qwen3ForCausalLM", (36, 2560, 9728, 151936), heads=(32, 8), eps=1e-6, base=1e6, tied=True),
-    "qwen2_5_7b": published("Qwen2ForCausalLM", (28, 3584, 18944, 152064), heads=(28, 4), eps=1e-6, base=1e6),
+    "qwen3_4b": published(
+        "Qwen3ForCausalLM", (36, 2560, 9728, 151936), heads=(32, 8), eps=1e-6, base=1e6, longest=40960, tied=True
+    ),
+    "qwen2_5_7b": published(
+        "Qwen2ForCausalLM", (28, 3584, 18944, 152064), heads=(28, 4), eps=1e-6, base=1e6, longest=131072
+    ),
     "glm4_9b": published(
-        "Glm4ForCausalLM", (40, 4096, 13696, 151552), heads=(32, 2), eps=1e-5, base=1e4,
+        "Glm4ForCausalLM", (40, 4096, 13696, 151552), heads=(32, 2), eps=1e-5, base=1e4, longest=32768,
         partial_rotary_factor=0.5, attention_bias=True,
     ),
     "glm45_355b": published(
-        "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, **GLM45_EXPERTS
+        "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, longest=131072,
+        **GLM45_EXPERTS
     ),
     "qwen3_30b_a3b": published(
-        "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, **QWEN3_EXPERTS
+        "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
+        **QWEN3_EXPERTS
     ),
     "llama3_1_8b": published(
-        "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5,
+        "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5, longest=131072,
         rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
     ),
 }  # fmt: skip
