@@ -78,13 +78,23 @@ def _option(name: str, value: str) -> str:
 
 
 def places(spec: JobSpec) -> str:
-    """Lines that set RLPOST_HOME, python and run_folder."""
+    """Lines that set RLPOST_HOME, python and run_folder, and end the job where there is no such thing."""
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
     found = "${RLPOST_PYTHON:-python3}" if spec.container else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
     python = shlex.quote(spec.python) if spec.python else found
     derived = f"${{RLPOST_RUN_FOLDER:-$RLPOST_HOME/runs/{spec.job_name}-$SLURM_JOB_ID}}"
     run_folder = shlex.quote(spec.run_folder) if spec.run_folder else derived
-    return f"RLPOST_HOME={home}\npython={python}\nrun_folder={run_folder}\n"
+    return f"""\
+RLPOST_HOME={home}
+python={python}
+run_folder={run_folder}
+cd "$RLPOST_HOME/bootstrap/.." || {{ log "no rlpost in $RLPOST_HOME; sbatch there or export RLPOST_HOME"; exit 78; }}
+{"" if spec.container else _PYTHON}"""
+
+
+_PYTHON = """\
+command -v "$python" >/dev/null || { log "no $python; make install there, or export RLPOST_PYTHON"; exit 78; }
+"""
 
 
 def _host_python(spec: JobSpec) -> str:
@@ -234,7 +244,6 @@ trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
 
 _ATTEMPT = """\
 SLURM_JOB_END_TIME=$(job_end); export SLURM_JOB_END_TIME RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
-cd "$RLPOST_HOME" || exit 1
 
 # Every start of the job gets a folder that no start has used.
 mkdir -p "$run_folder/attempts" || exit 1

@@ -78,6 +78,5 @@ log() { echo "$(date '+%F %T') batch: $*"; }
 
 _FOLDER = """\
 export RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
-cd "$RLPOST_HOME" || exit 1
 mkdir -p "$run_folder" || exit 1
 """

@@ -113,6 +113,21 @@ def test_what_a_user_likes_squeue_to_show_costs_no_requeue(lab: Lab, submit: Cal
     assert job_info(lab, run.job).num_restarts == 1
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"), [("home", "no rlpost in {}; sbatch there"), ("python", "no {}; make install there")]
+)
+def test_a_script_submitted_from_elsewhere_says_so_and_leaves_nothing(
+    lab: Lab, submit: Callable[..., Run], missing: str, said: str
+) -> None:
+    nowhere = lab.shared / f"no-{missing}"
+    if missing == "home":
+        nowhere.mkdir()
+    run = submit(lab, "done", folder=f"run-without-{missing}", **{missing: str(nowhere)})
+    run.until_over(JobState.FAILED, 78)
+    assert said.format(nowhere) in run.log
+    assert not (run.folder / "attempts").exists() and said.format(nowhere) in run.log.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
 def test_what_would_fail_again_is_not_requeued(lab: Lab, submit: Callable[..., Run], behaviour: str, code: int) -> None:
     """A wrong setting, and without a budget a failure and agents that die without a verdict, end the job with their own

@@ -64,6 +64,10 @@ def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProc
     (commands / "srun").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n')
     for path in commands.iterdir():
         path.chmod(0o755)
+    (tmp_path / "bootstrap").mkdir(exist_ok=True)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.touch(0o755)
     given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02]", "SLURM_SUBMIT_DIR": str(tmp_path)}
     given |= {"PATH": f"{commands}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
     return subprocess.run(["bash"], input=script, env=given | environ, capture_output=True, text=True)

@@ -130,6 +130,7 @@ def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
     ],
 )
 def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing, tmp_path):
+    (tmp_path / "bootstrap").mkdir()
     environ = {
         "PATH": "/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
