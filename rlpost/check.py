@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.server_args import check_server_args
+from rlpost.weights.files import file_problems
 
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
 
@@ -110,8 +112,8 @@ def _model_folder_problems(config: Config) -> list[str]:
     if not folder:
         return [f"{key} is not set: give the Hugging Face folder of the model to train"]
     path = Path(folder)
-    if not path.is_dir():
-        return [f"{key} = {folder}: no such folder"]
+    if not os.path.isdir(path):  # False also where one may not look
+        return [f"{key} = {folder}: no such folder, or you may not look into the one that holds it"]
     problems = []
     try:
         problems += model_problems(config, json.loads((path / "config.json").read_text()))
@@ -120,8 +122,9 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems.append(f"{key} = {folder}: has no config.json; is it a Hugging Face model folder?")
     except json.JSONDecodeError as error:
         problems.append(f"{key} = {folder}: config.json is not valid JSON: {error}")
-    if not any(path.glob("*.safetensors")):
-        problems.append(f"{key} = {folder}: has no *.safetensors; download the weights into it")
+    except OSError as error:
+        problems.append(f"{key} = {folder}: config.json cannot be read: {error.strerror}")
+    problems += [f"{key} = {problem}" for problem in file_problems(path)]
     return problems + _collect(lambda: check_tokenizer_folder(path))
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from rlpost.types import Bucket
 from rlpost.weights import layouts
+from rlpost.weights.files import INDEX, SINGLE
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers
 from rlpost.weights.inventory import Entry, Inventory
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts its files
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
-NOT_COPIED = ("model.safetensors.index.json",)
+NOT_COPIED = (INDEX,)
 
 
 class Exporter:
@@ -160,12 +161,12 @@ def export_folder(
         raise OSError(f"{folder}: {failures[0]}") from failures[0]
     if num_files > 1 and writes:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
     """One file of safetensors, atomically; returns its name."""
-    name = "model.safetensors" if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
+    name = SINGLE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
     on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
     save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
     os.replace(folder / f".{name}", folder / name)

@@ -7,7 +7,6 @@ of the folder is used, or WeightError says which is not; a wrong model is never 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -18,6 +17,7 @@ from safetensors import safe_open
 
 from rlpost.errors import WeightError
 from rlpost.weights import layouts
+from rlpost.weights.files import tensor_files
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 
@@ -31,24 +31,13 @@ class HuggingFaceFolder:
     """The tensors of a folder by name, read when asked for."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read which file holds what; raises WeightError when the folder has no safetensors."""
+        """Read which file holds what; raises WeightError as ``tensor_files``."""
         self.folder = Path(folder)
-        index = self.folder / "model.safetensors.index.json"
-        file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else self._only_file()
+        file_of = tensor_files(self.folder)
         self.file_of: dict[str, str] = {name: file for name, file in file_of.items() if not name.endswith(SUFFIX)}
         self._scales = {name: file for name, file in file_of.items() if name.endswith(SUFFIX)}
         quantised = frozenset(name.removesuffix(SUFFIX) for name in self._scales)
         self.quantisation = read_quantisation(self.folder, quantised)
-
-    def _only_file(self) -> dict[str, str]:
-        single = self.folder / "model.safetensors"
-        if not single.is_file():
-            raise WeightError(
-                f"hf_checkpoint={self.folder} has neither model.safetensors nor model.safetensors.index.json; "
-                "point it at a Hugging Face folder saved in safetensors format"
-            )
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single.name)
 
     def read(self, name: str) -> torch.Tensor:
         """One full tensor on the CPU, in float32 where the folder has it in FP8; raises WeightError when the folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
+"""A file of safetensors without any."""
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "dtype": "bfloat16",
@@ -44,7 +46,7 @@ def make_project(folder: Path) -> Path:
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(MODEL))
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text("{}")
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.unit.cli.projects import NO_TENSORS
 from tests.unit.config.test_models import PUBLISHED
 
 MODELS = {
@@ -28,10 +29,10 @@ def make_assets(folder: Path) -> Path:
         (path / "config.json").write_text(json.dumps(PUBLISHED[model] | more))
         (path / "tokenizer.json").write_text("{}")
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-        (path / "model.safetensors").write_bytes(b"")
+        (path / "model.safetensors").write_bytes(NO_TENSORS)
         converted = folder / f"{name}_torch_dist"
         converted.mkdir()
-        (converted / "model.safetensors").write_bytes(b"")
+        (converted / "model.safetensors").write_bytes(NO_TENSORS)
     line = json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}) + "\n"
     for name in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
         (folder / name).parent.mkdir()

@@ -1,0 +1,78 @@
+"""The files of weights in a Hugging Face folder: which there are, and whether they are whole. Standard library only.
+
+Comes in: a folder. Goes out: which file holds which tensor, and in words what is wrong with the files. Of each only the
+header is read, which says how long the file has to be: 8 bytes with the length of a JSON text, the text, the tensors
+(https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import WeightError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LONGEST_HEADER = 100_000_000  # the format's own limit
+AGAIN = "fetch the model again"
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """The name of each tensor, with the name of the file that holds it.
+
+    Raises WeightError: the folder has no weights in safetensors, or its index or its only file cannot be read.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise WeightError(f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights into it")
+        return dict.fromkeys(_header(folder / SINGLE)[0], SINGLE)
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except OSError as error:
+        raise WeightError(f"{index}: {_unreadable(error)}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(f"{index}: is no index of weights ({error!r}); {AGAIN}") from error
+
+
+def file_problems(folder: Path) -> list[str]:
+    """One line for each file of weights that is missing, cut off or not readable; nothing when all are whole."""
+    try:
+        names = sorted(set(tensor_files(folder).values()))
+    except WeightError as error:
+        return [str(error)]
+    missing = [name for name in names if not (folder / name).exists()]
+    problems = []
+    if missing:
+        count = f"{len(missing)} of {len(names)}"
+        problems.append(f"{folder}: {count} files of weights are missing, {missing[0]} first; {AGAIN}")
+    for name in (name for name in names if name not in missing):
+        try:
+            _, num_bytes = _header(folder / name)
+            if (there := (folder / name).stat().st_size) != num_bytes:
+                problems.append(f"{folder / name}: has {there} bytes, and {num_bytes} by its own header; {AGAIN}")
+        except WeightError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of each tensor, and how many bytes it has to have."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= LONGEST_HEADER else b""
+        tensors = json.loads(text)
+        tensors.pop("__metadata__", None)
+        return tensors, 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except OSError as error:
+        raise WeightError(f"{path}: {_unreadable(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WeightError(f"{path}: is no safetensors file, or cut off in its header; {AGAIN}") from error
+
+
+def _unreadable(error: OSError) -> str:
+    way_out = "; ask its owner for chmod a+r" if isinstance(error, PermissionError) else ""
+    return f"cannot be read: {os.strerror(error.errno or 0)}{way_out}"

@@ -1,0 +1,96 @@
+"""Files of weights, written by safetensors and transformers: what is wrong with one is said before a job starts."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlpost.errors import WeightError
+from rlpost.weights.files import INDEX, SINGLE, file_problems, tensor_files
+
+TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b.c": torch.ones(3, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def single(tmp_path):
+    save_file(TENSORS, tmp_path / SINGLE, {"format": "pt"})
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    for number, name in enumerate(TENSORS):
+        save_file({name: TENSORS[name]}, tmp_path / f"model-{number}.safetensors")
+    weight_map = {name: f"model-{number}.safetensors" for number, name in enumerate(TENSORS)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_tensors_are_found_in_a_single_file_and_by_an_index(single):
+    assert tensor_files(single) == {"a": SINGLE, "b.c": SINGLE} and file_problems(single) == []
+
+
+def test_by_an_index(sharded):
+    assert tensor_files(sharded) == {"a": "model-0.safetensors", "b.c": "model-1.safetensors"}
+    assert file_problems(sharded) == []
+
+
+def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
+    (sharded / "model-0.safetensors").unlink()
+    file = sharded / "model-1.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    missing, short = file_problems(sharded)
+    assert "1 of 2 files of weights are missing, model-0.safetensors first; fetch the model again" in missing
+    assert short == f"{file}: has {len(whole) - 1} bytes, and {len(whole)} by its own header; fetch the model again"
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
+def test_what_is_no_file_of_weights_is_named(single, content):
+    """Empty, cut off in its header, or the pointer that git leaves in place of a large file."""
+    (single / SINGLE).write_bytes(content)
+    (problem,) = file_problems(single)
+    assert problem.startswith(f"{single / SINGLE}: is no safetensors file")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_named(sharded, index):
+    (sharded / INDEX).write_text(index)
+    with pytest.raises(WeightError, match="is no index of weights"):
+        tensor_files(sharded)
+
+
+def test_a_folder_without_weights_is_named(tmp_path):
+    (problem,) = file_problems(tmp_path)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in problem
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_file_that_is_its_owners_alone_is_named_with_what_to_ask_for():
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        save_file(TENSORS, folder / SINGLE)
+        (folder / SINGLE).chmod(0o600)
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.setuid(65534)
+                os.write(theirs, "".join(file_problems(folder)).encode())
+            finally:
+                os._exit(0)
+        os.close(theirs)
+        with open(ours) as said:
+            assert said.read() == f"{folder / SINGLE}: cannot be read: Permission denied; ask its owner for chmod a+r"
+        os.wait()
+
+
+def test_nothing_heavy_is_loaded_to_say_so():
+    program = "import sys, rlpost.weights.files; assert not {'torch', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
