@@ -1,11 +1,12 @@
 """Weight sync: seconds of an update of a real engine, beside a plain copy of the same bytes over the same medium.
 
-    python -m tools.bench.weight_sync [--hidden 512] [--layers 8] [--repeat 5] [--write]
+    python -m tools.bench.weight_sync [--size small large] [--repeat 5] [--write]
 
 One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and brings them over by each
 mover: a broadcast (gloo), memory of this machine, files. The plain copy moves the same bytes once between two processes
-over the same medium and does nothing else: no requests, no names, no loading into a model. Rounds are interleaved; the
-median counts. --write puts the table into docs/benchmarks.md.
+over the same medium and does nothing else: no requests, no names, no loading into a model. Of a small model what an
+update costs whatever its size weighs much, of a large one little. Rounds are interleaved; the median counts. --write
+puts the tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,7 +50,19 @@ GROUP = "bench"
 GOAL = 1.5
 
 
-def make_model(folder: Path, *, hidden: int, layers: int) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Size:
+    """Of a model, and the largest bucket in which its weights travel."""
+
+    hidden: int
+    layers: int
+    bucket_mib: int
+
+
+SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
+
+
+def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
     """A random Qwen3 in a Hugging Face folder with the tokenizer of the tiny one; returns its weights."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -56,9 +70,9 @@ def make_model(folder: Path, *, hidden: int, layers: int) -> dict[str, torch.Ten
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=32_000,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
@@ -288,11 +302,11 @@ async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover
     return seconds
 
 
-async def run(options: argparse.Namespace, folder: Path) -> list[str]:
+async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     """Start the engine, measure, and make the table."""
     model, files = folder / "model", folder / "files"
     files.mkdir()
-    trainer = Trainer(make_model(model, hidden=options.hidden, layers=options.layers), options.bucket_mib * 2**20)
+    trainer = Trainer(make_model(model, size), size.bucket_mib * 2**20)
     settings = {"max_total_tokens": 2048, "max_running_requests": 8}
     engine = Engine(model_path=str(model), api_key=GROUP, server_args=settings, log_path=folder / "engine.log")
     try:
@@ -300,13 +314,13 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
         whole = timed(WeightUpdate([address], api_key=GROUP))
         copy = PlainCopy(trainer, folder / "plain")
         movers = {"broadcast": await broadcast_mover(trainer, whole), **other_movers(trainer, model, files)}
-        seconds = await measure(trainer, whole, movers, copy, options.repeat)
+        seconds = await measure(trainer, whole, movers, copy, repeat)
         copy.close()
     finally:
         engine.stop()
-    size = trainer.num_bytes
+    mib = trainer.num_bytes / 2**20
     lines = [
-        f"{size / 2**20:.0f} MiB in {len(trainer.buckets)} buckets of at most {options.bucket_mib} MiB:",
+        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
         "",
         "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
         "|---|---|---|---|---|---|",
@@ -314,8 +328,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
     for medium, (updates, plains, _) in seconds.items():
         update, plain = statistics.median(updates), statistics.median(plains)
         lines.append(
-            f"| {medium} | {update:.3f} | {size / 2**20 / update:.0f} | {plain:.3f} | {size / 2**20 / plain:.0f} | "
-            f"{update / plain:.2f} |"
+            f"| {medium} | {update:.3f} | {mib / update:.0f} | {plain:.3f} | {mib / plain:.0f} | {update / plain:.2f} |"
         )
     return [*lines, "", *where_it_goes(seconds, await asyncio.to_thread(measure_servers_own, trainer))]
 
@@ -326,10 +339,9 @@ def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[
     plain = statistics.median(seconds["broadcast"][1])
     floor = (plain + making + loading) / plain
     lines = [
-        "Seconds of an update: *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
-        f"resume; *ours*: the rest. SGLang's own work on the same bytes, called directly: {making:.3f} s to make",
-        f"memory for each bucket that it receives over a group, {loading:.3f} s to copy weights into the model. With",
-        f"both on top of the way itself a broadcast cannot come below {floor:.1f} x of a plain copy.",
+        f"SGLang's own work on the same bytes, called directly: {making:.3f} s to make memory for each bucket that it",
+        f"receives over a group, {loading:.3f} s to copy weights into the model. With both on top of the way itself a",
+        f"broadcast cannot come below {floor:.1f} x of a plain copy. Seconds of an update:",
         "",
         "| mover | weights | around | ours |",
         "|---|---|---|---|",
@@ -346,23 +358,24 @@ def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size (default: 512)")
-    parser.add_argument("--layers", type=int, default=8, help="layers (default: 8)")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="largest bucket (default: 64 MiB)")
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        table = asyncio.run(run(options, Path(folder)))
+    tables = []
+    for name in options.size:
+        with tempfile.TemporaryDirectory() as folder:
+            tables += ["", *asyncio.run(run(SIZES[name], Path(folder), repeat=options.repeat))]
     introduction = [
         "`python -m tools.bench.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         "same medium: a gloo broadcast, memory of this machine, a file. CPU, float32. Load of the machine (2 cores) at",
-        f"the start: {load:.1f}.",
+        f"the start: {load:.1f}. *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
+        "resume; *ours*: the rest.",
     ]
-    section = "\n".join([HEADING, "", *introduction, "", *table, ""])
+    section = "\n".join([HEADING, "", *introduction, *tables, ""])
     print(section)
     if options.write:
         put_section(HEADING, section)
