@@ -32,11 +32,11 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_tensors_are_found_in_a_single_file_and_by_an_index(single):
+def test_tensors_are_found_in_a_single_file(single):
     assert tensor_files(single) == {"a": SINGLE, "b.c": SINGLE} and file_problems(single) == []
 
 
-def test_by_an_index(sharded):
+def test_tensors_are_found_by_an_index(sharded):
     assert tensor_files(sharded) == {"a": "model-0.safetensors", "b.c": "model-1.safetensors"}
     assert file_problems(sharded) == []
 
