@@ -18,6 +18,12 @@ SETTINGS = [
     *("--partition", "low", "--max-failures", "0"),
 ]
 RUN_DEADLINE_S = 900.0
+OF_A_USER = {
+    **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
+    **{"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "1"},
+    **{"RAY_ADDRESS": "10.9.9.9:6379", "TMPDIR": "/nonexistent", "LANG": "tr_TR.UTF-8"},
+}
+"""What may stand in an environment and must do no harm: a proxy, another launcher's words, what is there elsewhere."""
 HF_TOKEN, WANDB_KEY = "hf_" + "t0k3n" * 7, "wb" * 20
 
 

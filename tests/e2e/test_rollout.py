@@ -7,6 +7,7 @@ middle of the answers, evaluation sets with settings of their own.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import groupby
@@ -20,16 +21,17 @@ from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.examples.calculator import result
 from rlpost.rollout.recorded import read_groups
-from tests.e2e.runs import RECIPE, ROOT
+from tests.e2e.runs import OF_A_USER, RECIPE, ROOT
 
 NUM_STEPS = 4
 BATCH, SAMPLES = 8, 8
 
 
 def submit(folder: Path, *settings: str) -> str:
-    """A run on this machine; returns what it said."""
+    """A run on this machine, in an environment that is not tidy; returns what it said."""
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder), *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    environment = {**os.environ, **OF_A_USER}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -37,7 +39,7 @@ def submit(folder: Path, *settings: str) -> str:
 @pytest.fixture(scope="module")
 def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run; its prompts end before the "=", so that the calculator finds a sum when it is asked."""
-    folder = tmp_path_factory.mktemp("rollout")
+    folder = tmp_path_factory.mktemp("rollout of 50 %")
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     asked = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
