@@ -109,14 +109,14 @@ def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
 
 
 def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
-    """Wait until the run is further than at any of the ``kills``, or done; bring it back when its job is over."""
+    """Wait until the run is further than at any of the ``kills``, or done; bring it back when it must be."""
     last = kills[-1]
     repaired = 2 if last.keeps_attempt else run.num_steps  # steps in the same attempt
 
     def is_further() -> bool:
         if run.is_done:
             return True
-        bring_back_if_over(run, last)
+        bring_back_if_lost(run, last)
         step = max(kill.step for kill in kills)
         return run.step > step + (0 if run.count("ready") > last.ready else repaired)
 
@@ -125,9 +125,9 @@ def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
         kill.seconds, kill.attempts = time.monotonic() - kill.at, run.count("attempt") - kill.attempts
 
 
-def bring_back_if_over(run: CrashedRun, kill: Kill) -> None:
-    """Submit it again when its job ended without it being done."""
-    if run.is_over and not run.is_done:
+def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
+    """When its job ended without it being done, or does not start again by itself."""
+    if (run.is_over and not run.is_done) or run.is_held:
         run.bring_back()
         kill.by_hand = True
 
@@ -143,7 +143,7 @@ def in_start_up(run: CrashedRun, kill: Kill, rng: random.Random) -> None:
     """Wait for a random instant in the start-up of the attempt that follows on ``kill``."""
 
     def has_begun() -> bool:
-        bring_back_if_over(run, kill)
+        bring_back_if_lost(run, kill)
         return run.count("attempt") > kill.attempts or run.is_done
 
     wait_for(run, f"an attempt after {kill.name}", has_begun)

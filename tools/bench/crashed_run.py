@@ -47,8 +47,12 @@ class CrashedRun:
         return self.lab.run("ctl", command, cwd=REPOSITORY).stdout.split()[1]
 
     def bring_back(self) -> None:
-        """Submit it again, as a person does after a job that ended."""
-        self.job = self._submit("--resume")
+        """What a person does: submit it again after a job that ended; release one that Slurm holds because it lost its
+        node too often."""
+        if self.is_over:
+            self.job = self._submit("--resume")
+        else:
+            self.lab.run("ctl", ["scontrol", "release", self.job])
 
     @property
     def ledger(self) -> list[dict]:
@@ -77,6 +81,10 @@ class CrashedRun:
     @property
     def is_over(self) -> bool:
         return bool(job_info(self.lab, self.job).state.is_over)
+
+    @property
+    def is_held(self) -> bool:
+        return job_info(self.lab, self.job).reason == "JobHoldMaxRequeue"
 
     def attempt(self) -> Path | None:
         """The folder of the newest attempt."""
