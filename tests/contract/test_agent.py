@@ -37,7 +37,8 @@ def where():
 
 print("worked on", *ray.get(where.remote())[:2])
 print("CPUs", ray.cluster_resources()["CPU"])
-pathlib.Path(cluster.attempt_dir, "cluster").write_text(line)
+pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
+os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
 if sys.argv[1] == "leave":
     sys.exit(0)
 while not cluster.stop_file.exists():
