@@ -29,6 +29,9 @@ from bootstrap.verdict import describe_exit
 logger = logging.getLogger(__name__)
 
 _END_GRACE_S = 10.0
+_LAST_WORDS_S = (
+    2.0  # what Ray said last may still be on its way when its end is known; its children may say nothing more
+)
 
 
 class RayError(Exception):
@@ -96,7 +99,7 @@ class LocalRay:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             if self.kept.exited.done():
-                raise RayError(f"{self.describe_end()}\nnot registered: {', '.join(sorted(missing))}")
+                raise RayError(f"{await self.last_words()}\nnot registered: {', '.join(sorted(missing))}")
         for ip, num_gpus in wanted.items():
             if self.registered[ip] != num_gpus:
                 raise RayError(f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there")
@@ -111,6 +114,12 @@ class LocalRay:
         """Why there is no Ray any more, for people."""
         code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
         return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
+
+    async def last_words(self) -> str:
+        """``describe_end`` with all that was said before it."""
+        if self._copying is not None:
+            await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
+        return self.describe_end()
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its own logs first when somebody will want to read them."""

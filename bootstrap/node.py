@@ -215,4 +215,4 @@ class NodeAgent:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             full.cancel()
-        raise full.result() if full.done() else RayError(self._ray.describe_end())
+        raise full.result() if full.done() else RayError(await self._ray.last_words())

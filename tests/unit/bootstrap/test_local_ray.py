@@ -6,12 +6,14 @@ Ray is the stub of tests/fakes, run by the real process under a real keeper.
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bootstrap import local_ray
 from bootstrap.local_ray import LocalRay, RayError
 from bootstrap.ports import PortBlock, claim_block, ephemeral_floor
 from bootstrap.ray_command import RayNode
@@ -104,6 +106,20 @@ def test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path: Path, port
         await head.end(None)
 
     run(scene)
+
+
+def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
+    tmp_path: Path, ports: PortBlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words and its end come by different ways; here the log's storage is slow."""
+    append = local_ray._append
+
+    def slowly(log: Path, data: bytes) -> None:
+        time.sleep(0.3)
+        append(log, data)
+
+    monkeypatch.setattr(local_ray, "_append", slowly)
+    test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path, ports)
 
 
 def test_a_taken_port_is_found_before_the_order_is_given(tmp_path: Path, ports: PortBlock) -> None:
