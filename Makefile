@@ -3,6 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# One more than there are cores, because some tests wait; eight at most, for each imports the libraries anew.
+FAST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -26,8 +28,8 @@ quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core,
 test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: install  ## unit and golden tests, about a minute
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/unit tests/golden
+test-fast: install  ## unit and golden tests, less than a minute
+	$(BIN)/python -m pytest -q $(FAST_ARGS) tests/unit tests/golden
 
 test-gpu: install  ## the checks that need CUDA
 	$(BIN)/python -m pytest tests/gpu -m gpu

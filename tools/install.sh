@@ -3,12 +3,13 @@
 #
 # With a GPU driver present the gpu extra is installed with all that it asks for. Without one the CPU stack goes in by
 # three steps, so that nothing pulls CUDA wheels beside the torch that is there; see tools/no_deps.txt.
-# RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel).
+# RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel), RLPOST_SGLANG the version of SGLang on a
+# machine without a GPU: to try another one, into a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 stamp="$venv/.installed"
-wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh | sha256sum)
+wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh - <<< "${RLPOST_SGLANG:-}" | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
@@ -31,6 +32,7 @@ else
     "${pip[@]}" -e '.[cpu,dev]'
     echo "install 3/3: SGLang, router and Megatron-core, without their CUDA dependencies"
     "${pip[@]}" --no-deps -r tools/no_deps.txt
+    [ -z "${RLPOST_SGLANG:-}" ] || "${pip[@]}" --no-deps "sglang==$RLPOST_SGLANG"
 fi
 echo "$wanted" > "$stamp"
 echo "install: done, $venv"

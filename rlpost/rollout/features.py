@@ -4,8 +4,8 @@ Comes in: what servers say of themselves (``version`` of ``GET /server_info``) a
 out: nothing, or an error that names the server, what it lacks and what that is for; and whether it has what a run can
 do without.
 
-The table is what running the servers 0.5.17, 0.5.21 and 0.5.23 and reading those between showed. A newer one is taken
-for the newest known, with a warning.
+The table is what running and reading the servers from OLDEST to NEWEST showed (CONTRIBUTING.md: how to run another). A
+newer one is taken for the newest known, with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int, int]
 Feature = Literal["weight updates", "version spans", "update sessions", "checksum without CUDA"]
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""Versions that were read and run."""
+"""These and all between were run."""
 
 
 @dataclass(frozen=True, slots=True)
