@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; doubles
 NOT_REACHED = ("call_upstream_request_error", "no_available_workers")
 """What the router calls it when the engine it chose, or every engine, was not there."""
+NOT_BEGUN = (499, 503)
+"""Nothing is lost with it: SGLang 0.5.17 answers 499 for a request that an abort met before the scheduler had it, where
+later ones answer as for any other; 503 is the router's."""
 ABORT_AGAIN_S = 0.5  # a request that was on its way to an engine while the others were aborted
 LEAVE_S = 20.0  # for what runs to be cut off when the run has to leave
 
@@ -129,7 +132,7 @@ class Connection:
                         return await response.json()
                     text = await response.text()
                     failure = f"answered {response.status}: {text[:500]}"
-                    is_lost = response.status != 503 and not any(code in text for code in NOT_REACHED)
+                    is_lost = response.status not in NOT_BEGUN and not any(code in text for code in NOT_REACHED)
             except TimeoutError as error:
                 raise RolloutError(f"router {url}: {what} was not answered in time") from error
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:  # not there, or cut off

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.collect import Choices, Collector
 from rlpost.rollout.connection import Connection
+from rlpost.rollout.features import has
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.weight_update import DiskMover, PauseMode, WeightUpdate
@@ -105,6 +107,9 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
     """The same weights under new versions, so that transformers can tell whether a token was lost or said twice."""
+    installed = metadata.version("sglang")
+    if pause == "retract" and not has(installed, "version spans"):
+        pytest.skip(f"SGLang {installed} does not tell which version wrote a token; a run aborts there instead")
     update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
 
     async def write(version: int) -> list[str]:

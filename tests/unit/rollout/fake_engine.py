@@ -24,7 +24,8 @@ class FakeEngine:
     refuses: str | None = None  # a path that answers 400
     ignores_version: bool = False
     answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of POST /generate
-    unavailable: int = 0  # answer so many generations with 503 first
+    unavailable: int = 0  # answer so many generations with this status first
+    unavailable_status: int = 503
     holds: asyncio.Event | None = None  # generations wait for it
     version: str = "0"
     url: str = ""
@@ -64,7 +65,7 @@ class FakeEngine:
         self.bodies.append(body)
         if self.unavailable > 0:
             self.unavailable -= 1
-            return web.json_response({"error": "no available workers"}, status=503)
+            return web.json_response({"error": "not now"}, status=self.unavailable_status)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

@@ -98,9 +98,10 @@ def test_a_stop_before_the_start_sends_nothing() -> None:
     assert "generate" not in engine.log
 
 
-def test_an_unavailable_router_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [503, 499], ids=["no engine", "aborted before it began"])
+def test_a_request_that_nobody_began_is_made_again(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
-    engine = FakeEngine(unavailable=3)
+    engine = FakeEngine(unavailable=3, unavailable_status=status)
     assert len(asyncio.run(run(engine, prompts(1), n=1))) == 1
     assert engine.log.count("generate") == 4
 
