@@ -49,7 +49,7 @@ class Fleet:
         self.addresses: tuple[EngineAddress, ...] = ()
         self._workers: list[WorkerGroup] = []
         self._released: dict[int, set[str]] = {}
-        self.tells_versions = False
+        self.can_retract = False
         """Whether every engine says which version wrote each token, so that a request may outlast an update."""
         self.dismissed: set[int] = set()
         """Engines that were ended because they were dead or hung, and are not started anew yet."""
@@ -107,14 +107,14 @@ class Fleet:
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
         needed: tuple[Feature, ...] = () if self._config.debug.debug_rollout_only else ("weight updates",)
         check_servers(versions, needed)
-        self.tells_versions = all(has(version, "version spans") for version in versions.values())
+        self.can_retract = all(has(version, "updates amid answers") for version in versions.values())
 
     @property
     def pause_mode(self) -> PauseMode:
         """How to pause for new weights while answers are written: they wait in the engine, which begins its cache anew
-        ("retract"). To end them and ask again ("abort") takes SGLang a second, so that is left for engines that do not
-        say who wrote which token."""
-        return "retract" if self.tells_versions else "abort"
+        ("retract"). To end them and ask again ("abort") takes SGLang a second, so that is left for engines that are too
+        old for it."""
+        return "retract" if self.can_retract else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Engines that do not answer in time, beside those dismissed; ``generating``: they are not paused and can be

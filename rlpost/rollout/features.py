@@ -21,7 +21,7 @@ from rlpost.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
-Feature = Literal["weight updates", "version spans", "update sessions", "checksum without CUDA"]
+Feature = Literal["weight updates", "updates amid answers", "update sessions", "checksum without CUDA"]
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
 """These and all between were run."""
 
@@ -36,7 +36,9 @@ class Known:
 
 FEATURES: Mapping[Feature, Known] = {
     "weight updates": Known(OLDEST, "new weights over a process group, memory or disk, under a version"),
-    "version spans": Known((0, 5, 19), "the version that wrote each token (meta_info.weight_versions)"),
+    # Each token's version is told (meta_info.weight_versions) from 0.5.19 on, but before 0.5.21 no cache is emptied as
+    # long as a request waits.
+    "updates amid answers": Known((0, 5, 21), "answers that wait in the engine while it takes new weights"),
     "update sessions": Known((0, 5, 21), "begin_weight_update and end_weight_update around an update"),
     "checksum without CUDA": Known((0, 5, 23), "checksums of an engine's weights on a CPU"),
 }

@@ -24,21 +24,21 @@ def test_versions_are_read_as_packages_write_them(text, version):
 
 
 def test_a_server_has_what_came_with_its_version_and_before():
-    assert not has("0.5.18", "version spans") and has("0.5.19", "version spans") and has("0.5.23", "version spans")
+    assert not has("0.5.22", "checksum without CUDA") and has("0.5.23", "checksum without CUDA")
     assert not has("0.5.20", "update sessions") and has("0.5.21", "update sessions")
     assert has("0.6.0", "update sessions")
-    assert has("unreadable", "weight updates") and not has("unreadable", "version spans")
+    assert has("unreadable", "weight updates") and not has("unreadable", "updates amid answers")
     assert all(OLDEST <= known.since <= NEWEST for known in FEATURES.values())
 
 
 def test_every_server_that_is_too_old_is_named_with_what_is_missing():
     versions = {"http://a": "0.5.16", "http://b": "0.5.18", "http://c": "0.5.23"}
     with pytest.raises(RolloutError) as error:
-        check_servers(versions, needed=["weight updates", "version spans"])
+        check_servers(versions, needed=["weight updates", "updates amid answers"])
     first, second = str(error.value).splitlines()
     assert first == "engine http://a runs SGLang 0.5.16; 0.5.17 or newer is needed"
-    assert second.startswith("engine http://b runs SGLang 0.5.18, which lacks the version that wrote each token")
-    assert second.endswith("from 0.5.19 on")
+    assert second.startswith("engine http://b runs SGLang 0.5.18, which lacks answers that wait in the engine")
+    assert second.endswith("from 0.5.21 on")
 
 
 def test_what_is_newer_than_all_that_was_tried_serves_with_a_warning(caplog):
