@@ -33,6 +33,8 @@ from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
 
+ALIVE_POLL_S = 1.0
+
 
 class Fleet:
     """Engines and router. ``start`` first, ``close`` last."""
@@ -50,7 +52,7 @@ class Fleet:
         self._workers: list[WorkerGroup] = []
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
-        """Whether every engine says which version wrote each token, so that a request may outlast an update."""
+        """Whether every engine takes new weights while requests wait in it."""
         self.dismissed: set[int] = set()
         """Engines that were ended because they were dead or hung, and are not started anew yet."""
 
@@ -74,7 +76,7 @@ class Fleet:
             metrics_port=self._ports.router_metrics,
         )
         urls = tuple(address.url for address in self.addresses)
-        await self._start_router(urls)
+        await self._start_router(range(len(urls)))
         self.router = RouterAddress(
             url=self._router.url,
             api_key=self.api_key,
@@ -82,10 +84,33 @@ class Fleet:
             concurrency=config.sglang.sglang_server_concurrency * len(urls),
         )
 
-    async def _start_router(self, urls: Sequence[str]) -> None:
-        host, deadline_s = self._cluster.nodes[0].ip, self._deadline_s
-        await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=deadline_s)
-        await asyncio.to_thread(self._router.add_engines, urls, deadline_s=deadline_s)
+    async def _start_router(self, indices: Sequence[int]) -> None:
+        host = self._cluster.nodes[0].ip
+        await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=self._deadline_s)
+        await self._add_to_router(indices)
+
+    async def _add_to_router(self, indices: Sequence[int]) -> None:
+        """Return when the router sends requests to these engines.
+
+        Raises RolloutError when it does not within the deadline, EngineDied as soon as one that is ours has ended.
+        """
+        urls = [self.addresses[index].url for index in indices]
+        adding = asyncio.ensure_future(asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s))
+        ending = asyncio.ensure_future(self._end_of_one(indices))
+        adding.add_done_callback(_look_at_error)  # its thread outlasts this, until the router ends
+        try:
+            await asyncio.wait([adding, ending], return_when=asyncio.FIRST_COMPLETED)
+            await (ending if ending.done() else adding)
+        finally:
+            ending.cancel()
+
+    async def _end_of_one(self, indices: Sequence[int]) -> None:
+        """Raises EngineDied when one of these engines has ended."""
+        while True:
+            await asyncio.gather(
+                *(self._workers[index].call_aside("check_alive") for index in indices if self._workers)
+            )
+            await asyncio.sleep(ALIVE_POLL_S)
 
     async def mend_router(self, sick: Sequence[int]) -> None:
         """Start the router anew, with all engines but the ``sick``, when it is dead or hangs. What it was asked, it is
@@ -98,7 +123,7 @@ class Fleet:
             return
         logger.warning("router %s is dead or hangs; it is started anew", self._router.url)
         await asyncio.to_thread(self._router.stop)
-        await self._start_router([self.addresses[index].url for index in self._present() if index not in sick])
+        await self._start_router([index for index in self._present() if index not in sick])
 
     async def _check_versions(self) -> None:
         """Raise RolloutError naming the engines whose SGLang is too old for this run."""
@@ -156,9 +181,11 @@ class Fleet:
         await self._start_engine(index)
 
     async def admit(self, index: int) -> None:
-        """Let the router send requests to engine ``index`` again."""
-        url = self.addresses[index].url
-        await asyncio.to_thread(self._router.add_engines, (url,), deadline_s=self._deadline_s)
+        """Let the router send requests to engine ``index`` again.
+
+        Raises EngineDied when it has ended meanwhile, RolloutError when the router does not reach it.
+        """
+        await self._add_to_router([index])
         self.dismissed.discard(index)
 
     async def release_memory(self, *tags: str) -> None:
@@ -277,3 +304,8 @@ async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[Engine
         info = await EngineClient(address, api_key).server_info()
         found.append(EngineAddress(address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))))
     return tuple(found)
+
+
+def _look_at_error(task: asyncio.Future[None]) -> None:
+    if not task.cancelled():
+        task.exception()

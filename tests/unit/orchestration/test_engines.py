@@ -1,13 +1,16 @@
 """An engine that has died or hangs is dismissed at whatever it is asked next; the others do what they were asked."""
 
 import asyncio
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from rlpost.config.load import load
-from rlpost.errors import RolloutError
+from rlpost.errors import EngineDied, RolloutError
+from rlpost.orchestration import engines
 from rlpost.orchestration.engines import Fleet
 from rlpost.types import EngineAddress
 
@@ -17,9 +20,15 @@ class FakeRouter:
 
     def __init__(self, urls):
         self.urls = set(urls)
+        self.ended = threading.Event()
 
     def remove_engine(self, url):
         self.urls.remove(url)
+
+    def add_engines(self, urls, *, deadline_s):
+        """Looks at engines that nobody can reach until it ends itself."""
+        assert self.ended.wait(deadline_s)
+        raise RolloutError("router ended")
 
 
 class FakeWorkers:
@@ -27,6 +36,12 @@ class FakeWorkers:
 
     def __init__(self):
         self.calls = []
+        self.has_ended = False
+
+    async def call_aside(self, method):
+        assert method == "check_alive"
+        if self.has_ended:
+            raise EngineDied("engine 1 ended by itself")
 
     async def call(self, method):
         self.calls.append(method)
@@ -123,3 +138,28 @@ def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a
 def test_an_engine_that_died_is_dismissed_when_it_is_to_generate_again(tmp_path):
     fleet, asked = asked_of_two(lambda fleet: fleet.resume(), tmp_path)
     assert fleet.dismissed == {1} and asked[0][-1] == "/continue_generation"
+
+
+def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "ALIVE_POLL_S", 0.01)
+
+    async def run():
+        runners = [await engine([]), await engine([])]
+        fleet = fleet_of(runners, tmp_path)
+        fleet.dismissed = {1}
+        try:
+            admitting = asyncio.create_task(fleet.admit(1))
+            await asyncio.sleep(0.1)
+            assert not admitting.done(), "the router waits for an engine that lives"
+            fleet._workers[1].has_ended, started = True, time.monotonic()
+            with pytest.raises(EngineDied, match="engine 1 ended"):
+                await admitting
+            return fleet.dismissed, time.monotonic() - started
+        finally:
+            fleet._router.ended.set()  # as when the fleet is closed
+            for runner in runners:
+                await runner.cleanup()
+
+    dismissed, seconds = asyncio.run(run())
+    assert dismissed == {1}
+    assert seconds < 60, "not after the deadline of a start"
