@@ -1,10 +1,12 @@
 """Every failure of a control request names engine, path, status and body; secrets stay inside."""
 
 import asyncio
+import time
 
 import pytest
 
 from rlpost.errors import EngineDied, RolloutError
+from rlpost.rollout import client
 from rlpost.rollout.client import EngineClient
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -41,6 +43,33 @@ def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> No
 
     with pytest.raises(EngineDied, match="not answered after 0 s"):
         asyncio.run(late())
+
+
+def test_an_engine_that_shuts_its_door_and_never_answers_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang does when it gets TERM while its scheduler owes it an answer; one that is slow is waited for."""
+    monkeypatch.setattr(client, "DOOR_POLL_S", 0.05)
+
+    async def asked() -> tuple[bool, float]:
+        asked = asyncio.Event()
+
+        async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if await reader.read(9):
+                asked.set()
+
+        server = await asyncio.start_server(hold, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asking = asyncio.create_task(EngineClient(url, KEY, timeout_s=600).flush_cache())
+        await asked.wait()
+        await asyncio.sleep(0.3)
+        is_waited_for = not asking.done()
+        server.close()
+        closed_at = time.monotonic()
+        with pytest.raises(EngineDied, match=r"POST /flush_cache has no answer, and nobody listens any more"):
+            await asking
+        return is_waited_for, time.monotonic() - closed_at
+
+    is_waited_for, seconds = asyncio.run(asked())
+    assert is_waited_for and seconds < 60
 
 
 def test_keys_are_neither_printed_nor_returned() -> None:
