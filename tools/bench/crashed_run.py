@@ -127,10 +127,11 @@ class CrashedRun:
         return [int(line.split()[0]) for line in path.read_text().splitlines()]
 
     def tell(self) -> str:
-        """The ends of all logs of the last attempts."""
-        logs = sorted(self.folder.glob("attempts/*/driver.log")) + sorted(self.folder.glob("attempts/*/agent-*.log"))
-        logs += sorted(self.folder.glob("*.out"))
-        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs[-6:])
+        """The ends of the logs of the last attempt and of the jobs."""
+        attempt = self.attempt()
+        logs = [] if attempt is None else sorted(attempt.glob("*.log"))
+        logs += sorted(self.folder.glob("*.out"), key=os.path.getmtime)[-2:]
+        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs)
 
 
 def wait_for(run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S) -> None:
