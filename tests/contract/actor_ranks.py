@@ -10,8 +10,6 @@ import copy
 import dataclasses
 import multiprocessing
 import os
-import random
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,19 +21,11 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.errors import CheckpointError, SyncError
 from rlpost.types import TrainBatch, TrainSample
+from tests.ports import free_port
 
 DEADLINE_S = 120.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
-
-
-def free_port() -> int:
-    """A port nobody listens on, below those that the system hands to outgoing connections meanwhile."""
-    while True:
-        port = random.randint(20_000, 32_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, settings: ActorSettings, **kwargs: Any) -> list[Any]:

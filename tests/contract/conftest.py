@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.generate import RouterAddress
 from rlpost.types import EngineAddress
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 600.0  # on a machine that is busy with other things as well
@@ -31,17 +31,6 @@ class Sglang:
     router: RouterAddress
     logs: Path
     balancer: Router
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpost.actor.settings import ActorSettings
-from tests.contract.actor_ranks import _context, _receive, free_port
+from tests.contract.actor_ranks import _context, _receive
+from tests.ports import free_ports
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Conversion:
 
 def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -> None:
     """All conversions in one world; models, checkpoints and results lie in the folder by the names of the models."""
-    ports = [free_port() for _ in range(2 * len(conversions))]
+    ports = free_ports(2 * len(conversions))
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = _context.Pipe(duplex=False)

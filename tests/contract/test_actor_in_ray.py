@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from rlpost.types import TrainBatch
-from tests.contract.actor_ranks import Files, free_port, run_ranks, train
+from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 ray = pytest.importorskip("ray")

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import (
     connect_to_nobody,
-    free_port,
     plan_sync,
     run_ranks,
     send_weights,
@@ -31,6 +30,7 @@ from tests.contract.families import make_family
 from tests.contract.layouts import LAYOUTS
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
+from tests.ports import free_port, free_ports
 
 pytestmark = pytest.mark.timeout(300)
 BUCKET_BYTES = 40_000
@@ -98,7 +98,7 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     assert len(plans[0]) > 3
     stages = actor.pipeline_model_parallel_size
     context = multiprocessing.get_context("spawn")
-    results, connections = context.Queue(), [[free_port() for _ in range(stages)] for _ in range(2)]
+    results, connections = context.Queue(), [free_ports(stages) for _ in range(2)]
     peer = context.Process(target=receive, args=(connections, "rlpost-sync", plans[0], results), daemon=True)
     peer.start()
     try:

@@ -16,8 +16,9 @@ from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.weight_update import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
-from tests.contract.conftest import START_DEADLINE_S, free_ports
+from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.test_sglang import Sender, greedy_of_engine, held_out, hf_greedy, in_buckets, load
+from tests.ports import free_ports
 
 KEY = "contract-key-two-nodes"
 

@@ -42,7 +42,8 @@ from rlpost.types import Bucket, Prompt, Sample, SampleGroup
 from rlpost.weights.delta import DATA, WeightCopy
 from rlpost.weights.sent import LastSent
 from rlpost.weights.sync import Broadcast, Sharing, place
-from tests.contract.conftest import Sglang, free_ports
+from tests.contract.conftest import Sglang
+from tests.ports import free_ports
 
 logger = logging.getLogger(__name__)
 MAX_NEW = 6

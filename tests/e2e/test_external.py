@@ -24,8 +24,8 @@ from rlpost.reward.gsm8k import gsm8k
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.recorded import read_groups
-from tests.contract.conftest import free_ports
 from tests.e2e.runs import RECIPE, ROOT
+from tests.ports import free_ports
 
 GSM8K = ROOT / "tests/data/gsm8k/test.jsonl"
 KEY = "somebody-elses-" + "9b1f" * 4  # in two parts: the run keeps a copy of this file

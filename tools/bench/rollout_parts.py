@@ -19,7 +19,7 @@ from typing import Any
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Engine, Router
 from rlpost.types import EngineAddress, Prompt
-from tests.contract.conftest import free_ports
+from tests.ports import free_ports
 
 KEY = "bench"
 DEADLINE_S = 600.0

@@ -20,14 +20,9 @@ from rlpost.errors import ConfigError, EngineDied, RolloutError
 from rlpost.rollout import process, server
 from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.server_args import check_server_args, in_its_words, server_arg_names
+from tests.ports import free_port, free_ports
 
 KEY = "k-5f0e9a"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_what_the_caller_sets_wins_over_what_a_cpu_needs() -> None:
@@ -153,7 +148,7 @@ time.sleep(600)
 
 
 def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), str(free_port()), str(free_port())]
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), *map(str, free_ports(2))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
             assert parent.stdout is not None
