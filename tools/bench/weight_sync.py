@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -43,6 +42,7 @@ from rlpost.rollout.weight_update import (
 )
 from rlpost.types import Bucket
 from rlpost.weights.sync import Broadcast, Sharing, as_bytes, place
+from tests.ports import free_port
 from tools.bench.page import put_section
 
 HEADING = "## Weight sync"
@@ -187,12 +187,6 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
     found = mine.recv()
     process.join()
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
