@@ -19,7 +19,7 @@ import aiohttp
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.types import Bucket
 
-DOOR_POLL_S = 2.0  # how often an engine that takes its time is looked at
+LISTENING_POLL_S = 2.0  # how often an engine that takes its time is looked at
 
 SECRETS = ("api_key", "admin_api_key", "launch_command")
 
@@ -155,26 +155,26 @@ class EngineClient:
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None, *, missing_ok: bool = False) -> Any:
         """One request; parsed JSON, or the text when it is none; None for a 404 with ``missing_ok``.
 
-        It is waited for as long as somebody listens there: a server that shuts down while it is asked something closes
-        its door and keeps what it was asked for good (SGLang 0.5.21, of which TERM ends the scheduler first).
+        It is waited for as long as somebody listens there: a server that shuts down while it owes an answer stops
+        listening and keeps the connection for good (SGLang 0.5.21: TERM ends its scheduler first).
         """
         asking = asyncio.ensure_future(self._ask(method, path, body, missing_ok=missing_ok))
         try:
             while True:
-                await asyncio.wait([asking], timeout=DOOR_POLL_S)
-                if not asking.done() and await self._door_is_shut() and not asking.done():
+                await asyncio.wait([asking], timeout=LISTENING_POLL_S)
+                if not asking.done() and await self._refuses_connections() and not asking.done():
                     raise EngineDied(f"engine {self.url}: {method} {path} has no answer, and nobody listens any more")
                 if asking.done():
                     return asking.result()
         finally:
             asking.cancel()
 
-    async def _door_is_shut(self) -> bool:
-        """Whether a connection is refused, and not merely slow."""
+    async def _refuses_connections(self) -> bool:
+        """Whether nobody listens, and is not merely slow."""
         where = urlsplit(self.url)
         port = where.port or (443 if where.scheme == "https" else 80)
         try:
-            async with asyncio.timeout(DOOR_POLL_S):
+            async with asyncio.timeout(LISTENING_POLL_S):
                 _, writer = await asyncio.open_connection(where.hostname, port)
         except ConnectionRefusedError:
             return True

@@ -45,9 +45,9 @@ def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> No
         asyncio.run(late())
 
 
-def test_an_engine_that_shuts_its_door_and_never_answers_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_no_longer_listens_and_never_answers_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang does when it gets TERM while its scheduler owes it an answer; one that is slow is waited for."""
-    monkeypatch.setattr(client, "DOOR_POLL_S", 0.05)
+    monkeypatch.setattr(client, "LISTENING_POLL_S", 0.05)
 
     async def asked() -> tuple[bool, float]:
         asked = asyncio.Event()
