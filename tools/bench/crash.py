@@ -259,6 +259,8 @@ def main() -> int:
         + ".",
         "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
         f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the untouched run's steps.",
+        "A node is back at once, so Slurm misses the job when it registers; within BatchStartTimeout (10 s) of the",
+        "job's start it is taken for one that has yet to begin, and missed at the next registration, 2 min later.",
         f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",
     ]
     section = "\n".join([HEADING, "", *introduction, "", *table(kills), ""])
