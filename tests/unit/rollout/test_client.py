@@ -55,6 +55,8 @@ def test_an_engine_that_no_longer_listens_and_never_answers_has_died(monkeypatch
         async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if await reader.read(9):
                 asked.set()
+                await asyncio.Event().wait()  # the connection stays
+                writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
