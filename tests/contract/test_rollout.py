@@ -130,8 +130,10 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
     try:
         met = collecting(sglang, Rules(8, 8, 99, max_staleness=1), work)
     finally:
-        for address in sglang.addresses:  # other tests know these engines with their first weights
-            asyncio.run(EngineClient(address.url, sglang.api_key).rename_weights(0))
+        for address in sglang.addresses:  # other tests know these engines awake, and with their first weights
+            engine = EngineClient(address.url, sglang.api_key)
+            asyncio.run(engine.resume())
+            asyncio.run(engine.rename_weights(0))
     for sample in met:
         versions, lengths = zip(*sample.version_spans, strict=True)
         assert sorted(set(versions)) == list(versions)
