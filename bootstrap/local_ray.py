@@ -29,9 +29,7 @@ from bootstrap.verdict import describe_exit
 logger = logging.getLogger(__name__)
 
 _END_GRACE_S = 10.0
-_LAST_WORDS_S = (
-    2.0  # what Ray said last may still be on its way when its end is known; its children may say nothing more
-)
+_LAST_WORDS_S = 2.0  # what Ray said last may still be on its way when its end is known
 
 
 class RayError(Exception):

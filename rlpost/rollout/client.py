@@ -160,12 +160,10 @@ class EngineClient:
         """
         asking = asyncio.ensure_future(self._ask(method, path, body, missing_ok=missing_ok))
         try:
-            while True:
-                await asyncio.wait([asking], timeout=LISTENING_POLL_S)
-                if not asking.done() and await self._refuses_connections() and not asking.done():
+            while not (await asyncio.wait([asking], timeout=LISTENING_POLL_S))[0]:
+                if await self._refuses_connections() and not asking.done():
                     raise EngineDied(f"engine {self.url}: {method} {path} has no answer, and nobody listens any more")
-                if asking.done():
-                    return asking.result()
+            return asking.result()
         finally:
             asking.cancel()
 

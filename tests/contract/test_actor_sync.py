@@ -98,7 +98,8 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     assert len(plans[0]) > 3
     stages = actor.pipeline_model_parallel_size
     context = multiprocessing.get_context("spawn")
-    results, connections = context.Queue(), [free_ports(stages) for _ in range(2)]
+    results, ports = context.Queue(), free_ports(2 * stages)
+    connections = [ports[:stages], ports[stages:]]
     peer = context.Process(target=receive, args=(connections, "rlpost-sync", plans[0], results), daemon=True)
     peer.start()
     try:
