@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -214,6 +215,8 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
         return [await asyncio.to_thread(sharing.share, index)]
 
     async def write(version: int) -> list[str]:
+        shutil.rmtree(folder, ignore_errors=True)  # the version before; no file is written over, which is slower
+        folder.mkdir()
         for file in model.glob("*.json"):
             (folder / file.name).write_bytes(file.read_bytes())
         await asyncio.to_thread(save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"})
@@ -259,6 +262,7 @@ class PlainCopy:
             if medium == "memory":
                 self.memory[: len(flat)].copy_(flat)
             elif medium == "disk":
+                self.path.unlink(missing_ok=True)
                 with self.path.open("wb") as file:
                     file.write(memoryview(flat.numpy()))
             self.orders.send((medium, len(flat)))
@@ -299,7 +303,6 @@ async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover
 async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     """Start the engine, measure, and make the table."""
     model, files = folder / "model", folder / "files"
-    files.mkdir()
     trainer = Trainer(make_model(model, size), size.bucket_mib * 2**20)
     settings = {"max_total_tokens": 2048, "max_running_requests": 8}
     engine = Engine(model_path=str(model), api_key=GROUP, server_args=settings, log_path=folder / "engine.log")
