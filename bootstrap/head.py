@@ -83,7 +83,7 @@ class HeadAgent:
         self._stopped_before_loss = False
         self._gathering = Gathering(facts, options, self._reception)
         self._following: list[asyncio.Task[None]] = []
-        self._disks: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []  # over what is this node's own
         self._ending = False
         self._telling: asyncio.Task[None] | None = None
         self._claim: socket.socket | None = None
@@ -106,9 +106,10 @@ class HeadAgent:
             else:
                 os.close(driver_input)
             verdict = decide(outcome)
-            if self._disks is not None:
-                self._disks.cancel()
-                await asyncio.wait([self._disks])  # what it keeps in reserve is room for the verdict
+            for task in self._watching:
+                task.cancel()
+            if self._watching:
+                await asyncio.wait(self._watching)  # what the disks keep in reserve is room for the verdict
             write_verdict(self._options.attempt_dir, verdict)
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
@@ -279,8 +280,8 @@ class HeadAgent:
         self._ray.start(node, network_environment(self._environ, node, own.ifname, fabric))
         await self._ray.wait_registered({own.ip: own.num_gpus})
         logger.info("Ray is up on this node")
-        self._ray.kept.exited.add_done_callback(self._on_own_ray_end)
-        self._disks = asyncio.create_task(self._watch_disks(Path(node.temp_dir)))
+        watches = (self._watch_ray(self._ray), self._watch_disks(Path(node.temp_dir)))
+        self._watching = [asyncio.create_task(watch) for watch in watches]
 
     async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
         """Ray on the other nodes; returns when it knows every node and every GPU."""
@@ -290,13 +291,13 @@ class HeadAgent:
         await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
         self._ray.watch_no_more()
 
+    async def _watch_ray(self, ray: LocalRay) -> None:
+        await asyncio.wait([ray.kept.exited])
+        self._lose(Loss(f"{self._facts.host}: {await ray.last_words()}"))
+
     async def _watch_disks(self, ray_folder: Path) -> None:
         full = await until_full(places_of(ray_folder, self._options.attempt_dir))
         self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
-
-    def _on_own_ray_end(self, _: asyncio.Future[int]) -> None:
-        if self._ray is not None:
-            self._lose(Loss(f"{self._facts.host}: {self._ray.describe_end()}"))
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:
         self._gathering.joined(report)

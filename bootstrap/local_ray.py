@@ -108,16 +108,12 @@ class LocalRay:
             os.close(self._orders)
             self._orders = None
 
-    def describe_end(self) -> str:
-        """Why there is no Ray any more, for people."""
-        code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
-        return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
-
     async def last_words(self) -> str:
-        """``describe_end`` with all that was said before it."""
+        """Why there is no Ray any more, for people; with all that it said before."""
         if self._copying is not None:
             await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
-        return self.describe_end()
+        code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
+        return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its own logs first when somebody will want to read them."""

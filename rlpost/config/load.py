@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups
+from rlpost.config.groups.base import is_path
 from rlpost.config.megatron_options import option_names
 from rlpost.config.places import expanded, variables_of
 from rlpost.config.tree import Config
@@ -171,12 +170,6 @@ def absolute_paths(config: Config, base: Path) -> Config:
             changed["container_mounts"] = tuple(expanded(mount, variables) for mount in mounts)
         update[name] = node.model_copy(update=changed)
     return config.model_copy(update=update)
-
-
-def is_path(field: FieldInfo) -> bool:
-    """Whether a field, or a part of its union, is annotated as FilePath."""
-    parts = typing.get_args(field.annotation)
-    return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)
 
 
 def dump(config: Config) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from rlpost.config.groups.base import is_path
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.tree import Config
 
@@ -43,13 +44,12 @@ def variable_problems(config: Config) -> list[str]:
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     for group in type(config).model_fields:
-        if group == "cluster":
-            continue
-        for key, value in getattr(config, group):
+        node = getattr(config, group)
+        paths = {key: getattr(node, key) for key, field in type(node).model_fields.items() if is_path(field)}
+        for key, value in {**paths, **(node.model_extra or {})}.items():
             yield from ((f"{group}.{key}", one) for one in _texts(value))
+    yield from (("eval.eval_prompt_data", one) for one in config.eval.eval_prompt_data)
     cluster = config.cluster
-    for key in ("runs_dir", "assets_dir", "image_cache"):  # its other texts are for shells of the nodes
-        yield from ((f"cluster.{key}", one) for one in _texts(getattr(cluster, key)))
     if cluster.container != "none":
         yield from (("cluster.container_image", one) for one in _texts(cluster.container_image))
         yield from (("cluster.container_mounts", one) for one in cluster.container_mounts)

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rlpost.config.flags import fields, flag, groups, kinds
-from rlpost.config.groups.base import Group
-from rlpost.config.load import Loaded, is_path
+from rlpost.config.groups.base import Group, is_path
+from rlpost.config.load import Loaded
 
 _WIDTH = 48
 

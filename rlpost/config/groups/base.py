@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
 FilePath = Annotated[str, "path"]  # made absolute when settings are loaded: a job may run in another folder
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Whether a field, or a part of its union, is annotated as FilePath."""
+    parts = typing.get_args(field.annotation)
+    return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)
 
 
 def _top_k(given: int) -> int:

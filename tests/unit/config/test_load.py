@@ -148,6 +148,21 @@ def test_a_folder_of_the_profile_whose_variable_is_not_set_is_named(key, monkeyp
     assert problem == f"$SCRATCH is not set and cluster.{key} begin with it: export SCRATCH"
 
 
+def test_a_variable_of_any_path_is_named_and_a_word_that_ends_answers_is_none(monkeypatch):
+    monkeypatch.delenv("SCRATCH", raising=False)
+    here = "$SCRATCH/x"
+    groups = {
+        "rollout": {"prompt_data": [f"{here}@[0:8]"], "rollout_stop": ["$END"]},
+        "eval": {"eval_prompt_data": ["held_out", here]},
+        "cluster": {"container_image": here, "container": "pyxis", "container_mounts": [f"{here}:/data"]},
+        "sglang": {"sglang_download_dir": here},
+    }
+    (problem,) = variable_problems(load([], groups).config)
+    for key in ("rollout.prompt_data", "eval.eval_prompt_data", "container_image", "container_mounts", "download_dir"):
+        assert key in problem
+    assert problem.startswith("$SCRATCH is not set") and "stop" not in problem
+
+
 def test_a_variable_that_is_set_has_its_value_in_options_of_sglang_too(monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/hub")
     groups = {"sglang": {"sglang_speculative_draft_model_path": "$RLPOST_ASSETS/draft", "sglang_dtype": "auto"}}
