@@ -17,6 +17,8 @@ from typing import Any
 from rlpost.reward.answers import after_thinking, last_boxed
 
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # before thousands, where the library sees a product
+_PERCENT = re.compile(r"\\?%")
 
 
 def math(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
@@ -32,15 +34,19 @@ def boxed_math(answer: str, label: str | None, metadata: Mapping[str, Any]) -> f
 def _agree(text: str, label: str | None) -> float:
     if not label or not label.strip():
         return 0.0
+    text, label = _THIN_SPACE.sub("", text), _THIN_SPACE.sub("", label)
+    pairs = [(label, text)]  # several boxes are the elements of one answer, or tries of which the last counts
+    if text.count("\\boxed") > 1 and (boxed := last_boxed(text)):
+        pairs.append((label, f"\\boxed{{{boxed}}}"))
+    # The library takes 50% for 50 and for 0.5, but 12.5% for 0.125 alone.
+    pairs += [(_PERCENT.sub("", gold), _PERCENT.sub("", given)) for gold, given in pairs if "%" in gold + given]
+    return float(any(_equal(*pair) for pair in pairs))
+
+
+def _equal(label: str, text: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     gold = parse(label if _MARKED.search(label) else f"\\boxed{{{label}}}", targets, parsing_timeout=None)
-    readings = [text]  # several boxes are the elements of one answer, or tries of which the last counts
-    if text.count("\\boxed") > 1 and (boxed := last_boxed(text)):
-        readings.append(f"\\boxed{{{boxed}}}")
-    for reading in readings if gold else ():
-        given = parse(reading, targets, parsing_timeout=None)
-        if given and verify(gold, given, timeout_seconds=None):
-            return 1.0
-    return 0.0
+    given = parse(text, targets, parsing_timeout=None) if gold else None
+    return bool(given) and verify(gold, given, timeout_seconds=None)
