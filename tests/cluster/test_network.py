@@ -29,6 +29,9 @@ ip addr add fd00:5::2/64 dev end nodad
 ip addr add 10.6.0.2/24 dev bridge0
 for name in end end_far bridged bridged_far bridge0 tun; do ip link set $name up; done
 ip link set end mtu 1400
+for name in end bridged bridge0; do  # the kernel says so a moment later
+    until [ "$(cat /sys/class/net/$name/operstate)" = up ]; do sleep 0.05; done
+done
 ip route add default via 10.5.0.1 dev end metric 7
 "$PYTHON" -m bootstrap.network --save "$OUT/facts.yaml" --json > "$OUT/answer.json"
 ip -json -details address > "$OUT/ip.json"
