@@ -181,6 +181,7 @@ def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
         metadata = {key: value for key, value in raw.items() if key not in (fields.input_key, fields.label_key)}
     else:
         metadata = _from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
+        metadata = {} if metadata is None else metadata  # a column of Parquet may have nothing in a row
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object")
     tools = _tools(raw, where, fields.tool_key)

@@ -123,10 +123,11 @@ def test_a_slice_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
 def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     rows = [{**GOOD, "extra": {"rm_type": "f1"}, "tools": tools, "page": 3}, {**GOOD, "extra": "{}", "tools": None}]
+    rows.append({**GOOD, "extra": None})
     fields = PromptFields("prompt", "label", "extra", "tools")
-    first, second = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=fields).all()
+    first, second, third = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=fields).all()
     assert (first.text, first.metadata) == ("Q[1 tools]", {"rm_type": "f1", "tools": tools})
-    assert (second.text, second.metadata) == ("Q", {})
+    assert (second.text, second.metadata) == ("Q", {}) == (third.text, third.metadata)
     for wrong, wanted in (
         ({**GOOD, "extra": []}, "'extra' is list"),
         ({**GOOD, "extra": {}, "tools": "x"}, "--tool-key"),
