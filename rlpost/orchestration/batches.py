@@ -10,6 +10,8 @@ import math
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from rlpost.algorithm.advantage import Advantage, Penalties, custom_advantages, estimate
@@ -69,9 +71,17 @@ def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: f
 
 def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
     """``make_batches`` of samples that are made already."""
-    size = len(samples) // config.num_steps_per_rollout
-    starts = range(0, len(samples), size)
-    return [_step_batches(samples[start : start + size], config, break_even) for start in starts]
+    num_steps = config.num_steps_per_rollout
+    ends = [len(samples) * number // num_steps for number in range(num_steps + 1)]
+    return [_step_batches(samples[start:end], config, break_even) for start, end in pairwise(ends)]
+
+
+def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSample]:
+    """The samples, and as many as they lack to be a multiple: copies of the shortest that the loss leaves out. They
+    lack some where a function of the user's own makes a varying number of them."""
+    shortest = min(samples, key=lambda sample: len(sample.token_ids))
+    filler = replace(shortest, loss_mask=(0,) * shortest.response_length, advantage=0.0)
+    return [*samples, *[filler] * (-len(samples) % multiple_of)]
 
 
 def model_break_even(hf: Mapping[str, Any]) -> float:
@@ -94,6 +104,8 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
 
 def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: float) -> StepBatches:
     padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
+    num_samples = len(samples)
+    samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)
     lengths = [len(sample.token_ids) + -len(sample.token_ids) % padded_to for sample in samples]
     dealt = schedule(
         lengths,
@@ -107,7 +119,7 @@ def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: fl
     return tuple(
         TrainBatch(
             micro_batches=tuple(tuple(samples[i] for i in indices) for indices in micro_batches),
-            num_samples=len(samples),
+            num_samples=num_samples,
             num_tokens=num_tokens,
             log_prob_groups=tuple(map(tuple, groups)),
         )

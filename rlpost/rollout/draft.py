@@ -7,6 +7,7 @@ the sampling parameters; ``write_answer`` is the one that is used without it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -80,14 +81,14 @@ class Draft:
         end = len(self.response_ids) + (self.room if max_new_tokens is None else min(self.room, max_new_tokens))
         what, empty = f"prompt {self.prompt.prompt_id}, sample {self.index}", 0
         self.finish_reason, self.stopped_at = "length", None
+        stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
         while len(self.response_ids) < end:
-            params = replace(
-                self.sampling, stop=(*self.sampling.stop, *stop), max_new_tokens=end - len(self.response_ids)
-            )
+            params = replace(self.sampling, stop=stops, max_new_tokens=end - len(self.response_ids))
             answer = await self._connection.generate(
                 what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang()
             )
-            if self._add(answer) != "abort":
+            ended_by = self._add(answer)
+            if self._stops_across_a_cut(stops) or ended_by != "abort":
                 break
             empty = 0 if answer.get("output_ids") else empty + 1
             if empty == MOST_EMPTY_ANSWERS:
@@ -144,6 +145,29 @@ class Draft:
         self.text = self._before + self._turn(self.stopped_at)
         self.finish_reason = "length" if reason["type"] == "abort" else reason["type"]
         return reason["type"]
+
+    def _stops_across_a_cut(self, stops: Sequence[str]) -> bool:
+        """Whether the turn has a stop string that begins before a cut and ends behind it. An engine looks for it only
+        in what it writes itself and went on; the turn ends there all the same, and what follows is dropped."""
+        codec, ids = self._codec, self.response_ids[self._turn_at :]
+        if len(self._pieces) == 1 or codec is None or not any(stop in codec.decode(ids) for stop in stops):
+            return False
+
+        def found(count: int) -> str | None:
+            text = codec.decode(ids[:count])
+            return next((stop for stop in stops if stop in text), None)
+
+        count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
+        keep = self._turn_at + count
+        for of_tokens in (self.response_ids, self._logprobs, self._mask):
+            del of_tokens[keep:]
+        spans, self._spans = self._spans, []
+        for version, length in spans:
+            self._extend_spans(version, min(length, keep))
+            keep -= min(length, keep)
+        self.finish_reason, self.stopped_at = "stop", found(count)
+        self.text = self._before + self._turn(self.stopped_at)
+        return True
 
     def _extend_spans(self, version: int, count: int) -> None:
         if self._spans and self._spans[-1][0] == version:

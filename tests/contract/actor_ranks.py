@@ -20,6 +20,7 @@ from typing import Any
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.errors import CheckpointError, SyncError
+from rlpost.orchestration.batches import filled_up
 from rlpost.types import TrainBatch, TrainSample
 from tests.ports import free_port
 
@@ -80,16 +81,18 @@ def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None)
     """This rank's part of a global batch."""
     from rlpost.actor import parallel
 
+    num_samples, num_ranks = len(samples), parallel.data_parallel_group().size()
+    samples = filled_up(samples, num_ranks * actor.settings.micro_batch_multiple)
     plan = schedule(
         [len(sample.token_ids) for sample in samples],
-        data_parallel_size=parallel.data_parallel_group().size(),
+        data_parallel_size=num_ranks,
         max_tokens=max_tokens,
         micro_batch_size=1,
         multiple_of=actor.settings.micro_batch_multiple,
     )
     return TrainBatch(
         micro_batches=tuple(tuple(samples[i] for i in micro) for micro in plan[actor.data_parallel_rank]),
-        num_samples=len(samples),
+        num_samples=num_samples,
         num_tokens=sum(sum(sample.loss_mask) for sample in samples),
     )
 

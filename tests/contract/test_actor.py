@@ -222,6 +222,17 @@ def test_micro_batching_does_not_change_the_loss_or_the_step(models, per_token):
     assert packed["metrics"][1]["train/ppo_kl"] != 0.0, "the second pass has a ratio other than 1"
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_samples_that_do_not_divide_among_the_ranks_train_as_on_one(models, per_token):
+    odd = [step[: len(step) - 1] for step in STEPS]
+    assert all(len(step) % 2 for step in odd)
+    changes = {"calculate_per_token_loss": per_token}
+    (alone,) = run_ranks(train, 1, settings(models, "untied", "tp1", **changes), steps=odd)
+    for on_a_rank in run_ranks(train, 2, settings(models, "untied", "dp2", **changes), steps=odd):
+        for ours, theirs in zip(on_a_rank["metrics"], alone["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize(("model", "layout"), [("untied", "tp1"), ("untied", "tp2_dp2_sp"), ("tied", "tp2_sp")])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(worlds, models, model, layout):
     whole, folder = worlds(model, layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.collect import Choices, Collector
 from rlpost.rollout.connection import Connection
+from rlpost.rollout.draft import Draft
 from rlpost.rollout.features import has
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
@@ -102,6 +104,34 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
         room = LONG.max_new_tokens - len(sample.response_ids)  # none is left now and then by an answer that ends there
         assert room == 0 if sample.finish_reason == "length" else (sample.finish_reason == "stop" and room >= 0)
     assert_logprobs_are_those_of_transformers(sglang.model, continued)
+
+
+def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang: Sglang) -> None:
+    codec, prompt = PromptTokenizer(sglang.model), Prompt(0, "", (5, 6, 7))
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
+
+    async def written(so_far: Sample | None = None, *, stop: tuple[str, ...] = ()) -> Sample:
+        async with Connection(sglang.router) as connection:
+            draft = Draft(connection, prompt, greedy, codec=codec, so_far=so_far)
+            await draft.write(stop=stop)
+            return draft.sample()
+
+    whole = asyncio.run(written())
+    ids = whole.response_ids
+    cut, stop = next(
+        (at, pair)
+        for at in range(3, len(ids))
+        if len(pair := codec.decode(ids[at - 1 : at + 1])) > 1
+        and codec.decode(ids).find(pair) == len(codec.decode(ids[: at - 1]))
+    )
+    uncut = asyncio.run(written(stop=(stop,)))
+    partial = replace(
+        whole, response_ids=ids[:cut], rollout_logprobs=whole.rollout_logprobs[:cut], text=codec.decode(ids[:cut])
+    )
+    gone_on_with = asyncio.run(written(replace(partial, finish_reason="abort"), stop=(stop,)))
+    assert (uncut.response_ids, uncut.finish_reason) == (ids[: cut + 1], "stop")
+    assert replace(gone_on_with, rollout_logprobs=()) == replace(uncut, rollout_logprobs=())
+    assert gone_on_with.rollout_logprobs == pytest.approx(uncut.rollout_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])

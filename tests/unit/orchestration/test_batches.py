@@ -42,6 +42,25 @@ def test_every_sample_is_trained_once_with_the_denominators_of_its_step():
         )
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
+    """A function of the user's own makes as many of a prompt as it likes."""
+    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": num_steps}
+    groups = [group(0, [1.0, 0.0, 0.5]), group(1, [1.0, 0.0]), group(2, [0.0] * 5 + [1.0]), group(3, [1.0, 0.0])]
+    steps = make_batches(groups, config(rollout=rollout))
+    assert len(steps) == num_steps and sum(ranks[0].num_samples for ranks in steps) == 13
+    trained = []
+    for ranks in steps:
+        first, second = (batch.micro_batches for batch in ranks)
+        assert len(first) == len(second) and all((*first, *second))
+        counting = [sample for one in (*first, *second) for sample in one if any(sample.loss_mask)]
+        assert len(counting) == ranks[0].num_samples
+        assert {batch.num_tokens for batch in ranks} == {sum(sum(sample.loss_mask) for sample in counting)}
+        trained += counting
+    lengths = sorted(len(scored.sample.response_ids) for one in groups for scored in one.samples)
+    assert sorted(sample.response_length for sample in trained) == lengths
+
+
 def test_advantages_are_relative_to_the_own_group_only():
     steps = make_batches([group(0, [5.0, 5.0]), group(1, [0.0, 1.0])], config())
     samples = [s for batch in steps[0] for m in batch.micro_batches for s in m]

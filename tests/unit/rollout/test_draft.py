@@ -132,6 +132,48 @@ def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
     assert (sample.text, sample.version_spans, sample.policy_version) == ("ö", ((2, 1), (3, 2)), 3)
 
 
+@pytest.mark.parametrize(
+    ("rest", "reason"), [("op>cd", "length"), ("op>cd</st", "abort"), ("op>cd</stop>", "stop"), ("op>", "length")]
+)
+def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ended(rest: str, reason: str) -> None:
+    """No engine sees such a one: each looks at what it wrote itself."""
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            return generated(list(b"ab</st"), version="2", text="ab</st", reason="abort")
+        made = generated(list(rest.encode()), version="3", text=rest.removesuffix("</stop>"), reason=reason)
+        made["meta_info"]["finish_reason"]["matched"] = "</stop>" if reason == "stop" else None
+        return made
+
+    async def work(draft: Draft) -> Sample:
+        assert await draft.write(stop=("</stop>",)) == "ab"
+        assert draft.stopped_at == "</stop>"
+        return draft.sample()
+
+    engine = FakeEngine(answer=answer)
+    sample = drafting(engine, work)
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"ab</stop>", "ab", "stop")
+    assert (len(sample.rollout_logprobs), len(sample.mask)) == (9, 9)
+    assert sample.version_spans == ((2, 6), (3, 3)) and len(engine.bodies) == 2
+
+
+def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            return generated(list(b"ab"), version="2", text="ab", reason="abort")
+        made = generated(list(b"c</stop>"), version="2", text="c", reason="stop")
+        made["meta_info"]["finish_reason"]["matched"] = "</stop>"
+        return made
+
+    async def work(draft: Draft) -> Sample:
+        await draft.write(stop=("</stop>",))
+        return draft.sample()
+
+    engine = FakeEngine(answer=answer)
+    sample = drafting(engine, work)
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"abc</stop>", "abc", "stop")
+
+
 def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() -> None:
     so_far = Sample(3, 0, PROMPT.token_ids, (1,) * 20, (-0.5,) * 20, "x", "abort", 2)
 
