@@ -39,7 +39,7 @@ def _agree(text: str, label: str | None) -> float:
     if text.count("\\boxed") > 1 and (boxed := last_boxed(text)):
         pairs.append((label, f"\\boxed{{{boxed}}}"))
     # The library takes 50% for 50 and for 0.5, but 12.5% for 0.125 alone.
-    pairs += [(_PERCENT.sub("", gold), _PERCENT.sub("", given)) for gold, given in pairs if "%" in gold + given]
+    pairs += [(_PERCENT.sub(" ", gold), _PERCENT.sub(" ", given)) for gold, given in pairs if "%" in gold + given]
     return float(any(_equal(*pair) for pair in pairs))
 
 

@@ -150,21 +150,23 @@ class Draft:
         """Whether the turn has a stop string that begins before a cut and ends behind it. An engine looks for it only
         in what it writes itself and went on; the turn ends there all the same, and what follows is dropped."""
         codec, ids = self._codec, self.response_ids[self._turn_at :]
-        if len(self._pieces) == 1 or codec is None or not any(stop in codec.decode(ids) for stop in stops):
+        if len(self._pieces) == 1 or codec is None or not stops:
             return False
 
         def found(count: int) -> str | None:
             text = codec.decode(ids[:count])
             return next((stop for stop in stops if stop in text), None)
 
+        if found(len(ids)) is None:
+            return False
         count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
-        keep = self._turn_at + count
+        left = end = self._turn_at + count
         for of_tokens in (self.response_ids, self._logprobs, self._mask):
-            del of_tokens[keep:]
+            del of_tokens[end:]
         spans, self._spans = self._spans, []
         for version, length in spans:
-            self._extend_spans(version, min(length, keep))
-            keep -= min(length, keep)
+            self._extend_spans(version, min(length, left))
+            left -= min(length, left)
         self.finish_reason, self.stopped_at = "stop", found(count)
         self.text = self._before + self._turn(self.stopped_at)
         return True

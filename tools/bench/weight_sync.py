@@ -334,11 +334,11 @@ def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[
     """Seconds of the requests that move weights, of those around them, and between requests."""
     making, loading = own
     plain = statistics.median(seconds["broadcast"][1])
-    floor = (plain + making + loading) / plain
+    with_both = (plain + making + loading) / plain
     lines = [
-        f"SGLang's own work on the same bytes, called directly: {making:.3f} s to make memory for each bucket that it",
-        f"receives over a group, {loading:.3f} s to copy weights into the model. With both on top of the way itself a",
-        f"broadcast cannot come below {floor:.1f} x of a plain copy. Seconds of an update:",
+        f"SGLang's own work on the same bytes, called directly in another process: {making:.3f} s to make memory for",
+        f"each bucket that it receives over a group, {loading:.3f} s to copy weights into the model. With both on top",
+        f"of the way itself a broadcast is expected at {with_both:.1f} x of a plain copy. Seconds of an update:",
         "",
         "| mover | weights | around | ours |",
         "|---|---|---|---|",
@@ -370,7 +370,8 @@ def main() -> int:
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         "same medium: a gloo broadcast, memory of this machine, a file. CPU, float32. Load of the machine (2 cores) at",
         f"the start: {load:.1f}. *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
-        "resume; *ours*: the rest.",
+        "resume; *ours*: the rest. Between updates a plain copy of files is slow: made alone, again and again, that of",
+        "the 797 MiB takes 0.36 s. The ratio of disk flatters by as much.",
     ]
     section = "\n".join([HEADING, "", *introduction, *tables, ""])
     print(section)

@@ -211,6 +211,7 @@ def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{12.5}", r"12.5\%", 1),
         (r"\boxed{0.125}", r"12.5\%", 1),
         (r"\boxed{1250}", r"12.5\%", 0),
+        ("It is 17%5", "175", 0),
         (r"\boxed{1\,250\,000}", "1250000", 1),
         (r"\boxed{1250}", r"1\ 250", 1),
         (r"\boxed{(1,\,250)}", "(1,250)", 1),
