@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, s
     found: dict[str, str] = {}
     for file in files:
         path = folder / file.path
-        size = path.stat().st_size if path.is_file() else None
+        size = _size(path)
         if size is None:
             found[file.path] = "missing"
         elif size != file.size:
@@ -96,8 +97,8 @@ class Stage:
         for file in files:
             if self._is_whole(file, checked):
                 held += file.size
-            elif (part := self.part(file)).is_file():
-                held += min(part.stat().st_size, file.size)
+            else:
+                held += min(_size(self.part(file)) or 0, file.size)
         return held
 
     def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
@@ -126,18 +127,30 @@ class Stage:
         (target / self._checked.name).unlink()
 
     def _is_whole(self, file: HubFile, checked: set[tuple[str, str]]) -> bool:
-        path = self.folder / file.path
-        return (file.path, file.digest) in checked and path.is_file() and path.stat().st_size == file.size
+        return (file.path, file.digest) in checked and _size(self.folder / file.path) == file.size
 
     def _lines(self) -> set[tuple[str, str]]:
         found = set()
-        for line in self._checked.read_text().splitlines() if self._checked.exists() else ():
+        try:
+            lines = self._checked.read_text().splitlines()
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
             try:
                 path, digest = json.loads(line)
                 found.add((path, digest))
             except ValueError:
                 continue  # the last one of a process that was killed
         return found
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file, None without one. One look, for another fetcher may move it at any moment."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def write_manifest(folder: Path, asset: Asset, listing: Listing) -> None:

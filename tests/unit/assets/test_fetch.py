@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,8 +18,8 @@ import pytest
 from rlpost.assets.fetch import Manner, Standing, fetch, standing
 from rlpost.assets.hub import Hub
 from rlpost.assets.lock import held
-from rlpost.assets.store import MANIFEST
-from rlpost.assets.wanted import Asset
+from rlpost.assets.store import MANIFEST, Stage
+from rlpost.assets.wanted import Asset, HubFile
 from rlpost.cli.fetch import main
 from rlpost.errors import AssetError, ConfigError
 from tests.unit.assets.hub_server import COMMIT, FakeHub
@@ -116,12 +117,33 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(hub, tmp_path):
 
 
 def until_part(root: Path, size: int) -> None:
-    """Wait for a part of that size."""
+    """Wait for a part of that size: the weights', for no other file is as large."""
+    name = hashlib.sha256(b"model-1.safetensors").hexdigest()[:12]
     for _ in range(600):
-        if any(path.stat().st_size >= size for path in (root / ".fetch/Model/.parts").glob("*")):
+        if any(path.stat().st_size >= size for path in (root / ".fetch/Model/.parts").glob(f"*-{name}")):
             return
         threading.Event().wait(0.05)
     raise AssertionError("no part came")
+
+
+def test_a_file_may_be_put_in_its_place_while_somebody_looks(tmp_path, monkeypatch):
+    """Another call of the tool looks before it waits for the lock; here the file is gone right after each look."""
+    stage, file = Stage(tmp_path, MODEL), HubFile("a.bin", 3, "git:0")
+    stage.parts.mkdir(parents=True)
+    stage.part(file).write_bytes(b"abc")
+    look = os.stat
+
+    def and_then_it_is_taken(path, **given):
+        found = look(path, **given)
+        if path == stage.part(file):
+            stage.take(file)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", and_then_it_is_taken)
+        assert stage.held_bytes([file]) == 3
+    assert not stage.part(file).exists()
+    assert stage.held_bytes([file]) == 3 and stage.missing([file]) == []
 
 
 def test_a_damaged_download_is_fetched_anew_and_twice_is_an_error(hub, tmp_path):
