@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups
-from rlpost.config.groups.base import is_path
+from rlpost.config.groups.base import path_keys
 from rlpost.config.megatron_options import option_names
 from rlpost.config.places import expanded, variables_of
 from rlpost.config.tree import Config
@@ -154,8 +154,8 @@ def absolute_paths(config: Config, base: Path) -> Config:
         node = getattr(config, name)
         changed = {
             key: absolute(value) if isinstance(value, str) else tuple(absolute(one) for one in value)
-            for key, field in group.model_fields.items()
-            if is_path(field) and (value := getattr(node, key))
+            for key in path_keys(group)
+            if (value := getattr(node, key))
         }
         passed_on = (node.model_extra or {}).items()  # a folder for SGLang may begin with a variable too
         changed |= {key: expanded(value, variables) for key, value in passed_on if isinstance(value, str)}

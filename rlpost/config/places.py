@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from rlpost.config.groups.base import is_path
+from rlpost.config.groups.base import path_keys
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.tree import Config
 
@@ -45,7 +45,7 @@ def variable_problems(config: Config) -> list[str]:
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     for group in type(config).model_fields:
         node = getattr(config, group)
-        paths = {key: getattr(node, key) for key, field in type(node).model_fields.items() if is_path(field)}
+        paths = {key: getattr(node, key) for key in path_keys(type(node))}
         for key, value in {**paths, **(node.model_extra or {})}.items():
             yield from ((f"{group}.{key}", one) for one in _texts(value))
     yield from (("eval.eval_prompt_data", one) for one in config.eval.eval_prompt_data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,12 @@ def is_path(field: FieldInfo) -> bool:
     """Whether a field, or a part of its union, is annotated as FilePath."""
     parts = typing.get_args(field.annotation)
     return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)
+
+
+@cache
+def path_keys(group: type[BaseModel]) -> tuple[str, ...]:
+    """The settings of a group that are paths."""
+    return tuple(key for key, field in group.model_fields.items() if is_path(field))
 
 
 def _top_k(given: int) -> int:
