@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from rlpost.config.groups.base import path_keys
+from rlpost.config.groups.base import Group, path_keys
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.tree import Config
 
@@ -44,7 +44,7 @@ def variable_problems(config: Config) -> list[str]:
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     for group in type(config).model_fields:
-        node = getattr(config, group)
+        node: Group = getattr(config, group)
         paths = {key: getattr(node, key) for key in path_keys(type(node))}
         for key, value in {**paths, **(node.model_extra or {})}.items():
             yield from ((f"{group}.{key}", one) for one in _texts(value))

@@ -1,15 +1,19 @@
-"""Source distribution and wheel: what an installation without the checkout holds, and that it submits."""
+"""Source distribution and wheel: what an installation without the checkout holds, that it submits, and is extended."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.installed import Built, build_wheel, clean_environment
-from tests.unit.cli.projects import make_project
+from tests.examples import install, write_examples
+from tests.installed import ROOT, Built, build_wheel, clean_environment
+from tests.unit.cli.projects import MODEL, make_project
 from tests.unit.test_architecture import HEAVY
 
 SETTINGS = {"pydantic", "yaml", "rich", "submitit"}  # what only some verbs need
@@ -70,3 +74,20 @@ def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp
     count = int(run(programs / "python", "-c", code, cwd=tmp_path))
     assert count == len(built.files)
     assert "usage" in run(programs / "python", "-m", "bootstrap.agent", "--help", cwd=tmp_path / "code")
+
+
+def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):
+    """That of docs/extending.md: to a process that has the package and no other hint, and to none that has it not."""
+    packages = install(write_examples(tmp_path / "user") / "mistral", tmp_path / "packages")
+    project = make_project(tmp_path / "project")
+    (project / "model/config.json").write_text(json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]}))
+
+    def check(*path: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]
+        environ = {**os.environ, "PYTHONPATH": ":".join(map(str, (*path, ROOT)))}
+        return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
+
+    assert "MistralForCausalLM, 22." in check(packages).stdout
+    without = check()
+    assert without.returncode == 2
+    assert "'MistralForCausalLM' is not known" in without.stderr

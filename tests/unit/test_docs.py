@@ -53,7 +53,8 @@ def commands(page: Path) -> list[str]:
     return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in ours)]
 
 
-CASES = [pytest.param(command, id=f"{page.name}: {command}") for page in PAGES for command in commands(page)]
+WHERE = {command: page.name for page in reversed(PAGES) for command in commands(page)}  # and the first page of each
+CASES = [pytest.param(command, id=f"{page}: {command}") for command, page in WHERE.items()]
 
 
 def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,20 +149,21 @@ def runs_anywhere(words: list[str]) -> bool:
     return verb in ("status", "list", "logs", "report") and rest in ([], ["--json"])
 
 
-RUNNABLE = [case for case in CASES if runs_anywhere(shlex.split(case.values[0], comments=True))]
+WORDS = {command: shlex.split(command, comments=True) for command in WHERE}
+RUNNABLE = {" ".join(words): words for words in WORDS.values() if runs_anywhere(words)}
 
 
 def test_commands_of_each_kind_are_run():
-    text = "\n".join(case.values[0] for case in RUNNABLE)
+    text = "\n".join(RUNNABLE)
     for word in ("check RECIPE", "--dry-run", "--print-config", "status --json", "logs", "report", "bootstrap.network"):
         assert word in text
 
 
-@pytest.mark.parametrize("command", RUNNABLE)
-def test_a_command_of_the_docs_that_needs_no_cluster_runs(command, site, monkeypatch):
+@pytest.mark.parametrize("words", RUNNABLE.values(), ids=RUNNABLE)
+def test_a_command_of_the_docs_that_needs_no_cluster_runs(words, site, monkeypatch):
     """As it stands there; it leaves with 0."""
     monkeypatch.chdir(site)
-    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command, comments=True)]
+    words = [PLACEHOLDERS.get(word, word) for word in words]
     module, rest = ("rlpost", words[1:]) if words[0] == "rlpost" else (words[2], words[3:])
     if module.startswith("bootstrap"):
         assert_python_runs(module, rest)

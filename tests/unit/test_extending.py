@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +17,8 @@ from rlpost.errors import WeightError
 from rlpost.reward.grader import make_grader
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 from rlpost.weights.families import FAMILIES, family
-from tests.examples import install, write_examples
-from tests.unit.cli.projects import MODEL, make_project
+from tests.examples import write_examples
+from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = ("one\ntwo\n42", "42", "so 43")
@@ -93,20 +89,6 @@ def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch,
         "ulimit -Sn 65535",
     ):
         assert text in script
-
-
-def test_a_family_of_an_installed_package_is_known_on_the_login_node(folder, tmp_path, monkeypatch, capsys):
-    """In a fresh process, which has the package and no other hint; and not in this one, which has it not."""
-    packages = install(folder / "mistral", tmp_path / "packages")
-    project = make_project(tmp_path / "project")
-    (project / "model/config.json").write_text(json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]}))
-    environ = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}"}
-    command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]
-    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
-    assert "MistralForCausalLM, 22." in done.stdout
-    monkeypatch.chdir(project)
-    assert rlpost(["check", "recipe.toml"]) == 2
-    assert "'MistralForCausalLM' is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

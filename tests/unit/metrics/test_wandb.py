@@ -1,16 +1,13 @@
-"""Weights & Biases: what is written stands in the run's offline files, under one id over all attempts."""
+"""Weights & Biases: the id of a run, and that without the package everything else goes on."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from rlpost.config.groups.wandb import WandbConfig
-from rlpost.errors import ConfigError, Preempted
+from rlpost.errors import ConfigError
 from rlpost.metrics.wandb import mirrored, run_id
-from rlpost.metrics.writer import MetricsWriter, read_metrics
 
-BLOCK, HEADER = 32768, 7  # W&B's files are LevelDB logs: blocks, and in them pieces of records
 OFFLINE = WandbConfig(use_wandb=True, wandb_mode="offline", wandb_project="p", wandb_group="g")
 
 
@@ -21,89 +18,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
     monkeypatch.setenv("WANDB_SILENT", "true")
     return tmp_path / "tiny run"
-
-
-def records(path: Path):
-    """Records of a .wandb file, by the layout of LevelDB's log (doc/log_format.md)."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), HEADER, b""
-    while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:
-            at += BLOCK - at % BLOCK
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole = (whole if kind in (3, 4) else b"") + data[at + HEADER : at + HEADER + size]
-        at += HEADER + size
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-
-
-def history(found):
-    """The lines that were logged, without what W&B adds."""
-    rows = [
-        {"/".join(item.nested_key) or item.key: float(item.value_json) for item in record.history.item}
-        for record in found
-        if record.WhichOneof("record_type") == "history"
-    ]
-    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-
-
-def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder):
-    """The second resumes: it writes step 2 again, as after a preemption; both have one id and the lines of the file."""
-    pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")
-    for steps, ends_with in (((1, 2), Preempted("stop")), ((2, 3), None)):
-        writer = MetricsWriter(folder / "metrics.jsonl")
-        writer.rewind(steps[0] - 1)
-        try:
-            with mirrored(OFFLINE, folder, {"rollout": {"num_rollout": 3}}) as also:
-                writer = MetricsWriter(folder / "metrics.jsonl", also=also)
-                for step in steps:
-                    writer.write(step, {"reward/mean": step / 8, "train/loss": -0.5})
-                if ends_with is not None:
-                    raise ends_with
-        except Preempted:
-            pass
-    attempts = [list(records(path)) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
-    assert len(attempts) == 2
-    runs = [next(record.run for record in found if record.HasField("run")) for found in attempts]
-    assert {run.run_id for run in runs} == {run_id(folder)}
-    assert [(run.project, run.run_group, run.display_name) for run in runs] == [("p", "g", "tiny run")] * 2
-    lines = [history(found) for found in attempts]
-    assert lines[1] == read_metrics(folder / "metrics.jsonl")[1:]
-    assert [line["step"] for line in (*lines[0], *lines[1])] == [1, 2, 2, 3]
-    holders = [path for path in folder.rglob("*") if path.is_file() and b"f" * 40 in path.read_bytes()]
-    assert holders == []
-
-
-def test_where_wandb_cannot_be_reached_the_attempt_stays_on_disk(folder, monkeypatch, caplog):
-    wandb = pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")
-    init = wandb.init
-
-    def unreachable(*, mode, **given):
-        if mode == "online":
-            raise wandb.errors.CommError("no route")
-        return init(mode=mode, **given)
-
-    monkeypatch.setattr(wandb, "init", unreachable)
-    with mirrored(WandbConfig(use_wandb=True), folder, {}) as also:
-        also(1, {"reward/mean": 0.5})
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    assert history(records(path)) == [{"step": 1, "reward/mean": 0.5}]
-    assert "no route" in caplog.text
-
-
-def test_a_key_that_wandb_refuses_is_an_error_of_the_settings(folder, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")
-
-    def refuse(**_):
-        raise wandb.errors.AuthenticationError("invalid key")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"invalid key.*--wandb-key"), mirrored(OFFLINE, folder, {}):
-        pass
 
 
 def test_a_run_made_anew_under_the_same_name_is_another_run(folder):

@@ -14,7 +14,7 @@ from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.reward.grader import make_grader
 from rlpost.types import Prompt, Sample
 
-FILE = Path(__file__).parents[2] / "data/gsm8k/test.jsonl"
+FILE = Path(__file__).parents[1] / "data/gsm8k/test.jsonl"
 SOLUTIONS = [json.loads(line)["answer"] for line in FILE.read_text().splitlines()]
 
 
