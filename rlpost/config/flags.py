@@ -66,7 +66,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     words, values = pass_through.split(words, known)
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], known))
+        raise ConfigError(_unknown_word(unknown[0], made, known))
     namespace.recipe = recipe
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
@@ -76,10 +76,13 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     return namespace, values
 
 
-def _unknown_word(word: str, known: Sequence[str]) -> str:
+def _unknown_word(word: str, made: argparse.ArgumentParser, known: Sequence[str]) -> str:
     if not word.startswith("-"):
         return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
     name = word.partition("=")[0]
+    meant = made._option_string_actions.get(name.replace("--no-", "--", 1))
+    if meant is not None and meant.metavar == "BOOL":
+        return f"{name}: unknown setting; to turn it off write '{meant.option_strings[0]} false'"
     megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
     return f"{name}: unknown setting{suggestion(name, [*known, *megatron])}; --help lists every setting"
 

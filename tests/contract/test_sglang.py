@@ -10,13 +10,15 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 import torch
 
+from rlpost.config.groups.sglang import SglangConfig
 from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompts import PromptFields, PromptSet
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
@@ -25,6 +27,7 @@ from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection
+from rlpost.rollout.engine import Router
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
@@ -444,6 +447,22 @@ def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> Non
     groups = asyncio.run(away_and_back())
     assert len(groups) == len(prompts)
     assert greedy_of_engine(client.url, sglang.api_key, prompts) == before
+
+
+@pytest.mark.parametrize("policy", get_args(SglangConfig.model_fields["router_policy"].annotation))
+def test_a_router_of_every_policy_starts_before_the_engines_and_has_prompts_answered(
+    sglang: Sglang, tmp_path: Path, policy: str
+) -> None:
+    port, metrics_port = free_ports(2)
+    router = Router(policy=policy, api_key=sglang.api_key, log_path=tmp_path / "router.log", metrics_port=metrics_port)
+    try:
+        address = replace(sglang.router, url=router.start("127.0.0.1", port, deadline_s=60))
+        router.add_engines(sglang.router.engine_urls, deadline_s=60)
+        prompts = held_out(sglang.model, 8)
+        groups = groups_of(replace(sglang, router=address), prompts, GREEDY, 2)
+        assert [group.prompt_id for group in groups] == [prompt.prompt_id for prompt in prompts]
+    finally:
+        router.stop()
 
 
 def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_anew(sglang: Sglang) -> None:

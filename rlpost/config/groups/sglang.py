@@ -16,7 +16,7 @@ class SglangConfig(Group):
 
     sglang_server_concurrency: Positive = 512
     """Requests under way at one engine."""
-    router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = "cache_aware"
+    router_policy: Literal["cache_aware", "round_robin", "random"] = "cache_aware"
     """How the router chooses an engine."""
     rollout_external_engine_addrs: tuple[str, ...] = ()
     """HOST:PORT of engines that somebody else runs, in place of our own; their key is in SGLANG_API_KEY."""

@@ -70,6 +70,14 @@ def test_a_misspelt_flag_gets_a_suggestion():
         given("--n-sample-per-prompt", "8")
 
 
+def test_who_writes_no_before_a_switch_is_told_how_it_is_turned_off():
+    with pytest.raises(ConfigError, match="--no-colocate: unknown setting; to turn it off write '--colocate false'"):
+        given("--no-colocate")
+    with pytest.raises(ConfigError, match="--no-lr: unknown setting; did you mean"):
+        given("--no-lr")
+    assert given("--colocate", "false")[1] == {"cluster": {"colocate": "false"}}
+
+
 def test_a_recipe_behind_the_flags_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="a recipe is the first word"):
         given("--nodes", "2", "recipe.toml")
