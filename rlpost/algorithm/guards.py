@@ -63,8 +63,8 @@ def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str | None:
     ratio = metrics.get("train/rollout_ratio", math.nan)
     return (
         f"{name} = {value:.3g} is above {bound:g} (--guard-rollout-logprob-diff), mean ratio {ratio:.3g}: engines and "
-        "trainer disagree about the same tokens. Check precision, temperature and the weight sync; --use-tis corrects "
-        "a difference that has to stay"
+        "trainer disagree about the same tokens. Check precision, temperature and the weight sync, and, where prompts "
+        "are asked ahead of the training, how far a step moves the weights; --use-tis corrects what has to stay"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlpost.config import pass_through
-from rlpost.config.flags import Values, fields, flag, groups
+from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys
 from rlpost.config.megatron_options import option_names
 from rlpost.config.places import expanded, variables_of
@@ -25,6 +26,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
 FLAG = "the command line"
+NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
 PROFILES = {"model": "models", "cluster": "clusters"}
 """Tables that may stand in a file of their own, and the folders of ``jobs/`` that hold such files."""
@@ -41,7 +43,8 @@ class Loaded:
 def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None) -> Loaded:
     """Merge TOML ``files`` (later ones win) and flags (they win over files) over the defaults.
 
-    Relative paths are taken from ``base``, the working directory unless given. Raises ConfigError.
+    The word "none" takes back what an earlier one said, for a setting that may be without a value. Relative paths are
+    taken from ``base``, the working directory unless given. Raises ConfigError.
     """
     merged: Values = {}
     origins: dict[str, str] = {}
@@ -50,7 +53,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
         problems += unknown_keys(values, origin)
         for group, entries in values.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
-                merged.setdefault(group, {})[key] = value
+                merged.setdefault(group, {})[key] = _meant(group, key, value)
                 origins[f"{group}.{key}"] = origin
     if problems:
         raise ConfigError("\n".join(problems))
@@ -59,6 +62,15 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(fault, origins) for fault in error.errors())) from None
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
+
+
+def _meant(group: str, key: str, value: Any) -> Any:
+    """What is given, or None for the word of that name where a setting may be without a value and has no such value."""
+    table = groups().get(group)
+    field = None if table is None else table.model_fields.get(key)
+    if value not in (NONE, [NONE]) or field is None or field.default is not None:
+        return value
+    return value if any(NONE in typing.get_args(kind) for kind in kinds(field.annotation)) else None
 
 
 def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]:

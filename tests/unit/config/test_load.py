@@ -1,6 +1,7 @@
 """Settings from files and flags: what wins, what is refused, and how the refusal reads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rlpost.config import flags
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.places import variable_problems
+from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
@@ -37,6 +39,27 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
     assert loaded.origins["cluster.nodes"] == "the command line"
     assert loaded.origins["cluster.partition"] == str(cluster)
     assert "cluster.account" not in loaded.origins
+
+
+def test_none_takes_back_what_an_earlier_file_said(tmp_path):
+    recipe = write(tmp_path, "[cluster]\npartition = 'a'\n[eval]\neval_interval = 20\n[checkpoint]\nsave = 'x'\n")
+    cluster = write(tmp_path, "[cluster]\npartition = 'none'\n", "cluster.toml")
+    loaded = load([recipe, cluster], given("--eval-interval", "none", "--save", "none")[1])
+    config = loaded.config
+    assert (config.cluster.partition, config.eval.eval_interval, config.checkpoint.save) == (None, None, None)
+    assert loaded.origins["cluster.partition"] == str(cluster)
+    assert re.search("# eval_interval is not set +# the command line", resolved(loaded))
+
+
+def test_every_setting_that_is_empty_by_default_takes_none_and_those_with_a_value_of_that_name_keep_it():
+    empty = {key: group for key, group in flags.fields().items() if getattr(getattr(Config(), group), key) is None}
+    assert {"eval_interval", "partition", "offload_train", "bf16", "save_hf"} < empty.keys()
+    own = "moe_router_load_balancing_type"
+    config = load([], given(*(word for key in empty for word in (flags.flag(key), "none")))[1]).config
+    assert getattr(config.model, own) == "none"
+    assert config.model_copy(update={"model": config.model.model_copy(update={own: None})}) == load([], {}).config
+    assert load([], given("--container", "none")[1]).config.cluster.container == "none"
+    assert "--lr) = 'none' from the command line: input should be a valid number" in refusal("--lr", "none")
 
 
 def test_every_leaf_of_the_tree_is_a_flag_of_its_own_name_with_help():
