@@ -71,7 +71,8 @@ class WandbWriter:
         # W&B counts its own steps, which only ever rise; after a resume ours begin before the last that was sent.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        logger.info("wandb: run %s, %s", identity, self._run.url or f"offline in {run_folder / 'wandb'}")
+        where = f"offline in {run_folder / 'wandb'}" if self._run.offline else self._run.url
+        logger.info("wandb: run %s, %s", identity, where)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the line of ``step``; returns at once."""

@@ -24,7 +24,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "tiny run").mkdir()
     (tmp_path / "tiny run/run.json").write_text("{}")
     monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
-    monkeypatch.setenv("WANDB_SILENT", "true")
     return tmp_path / "tiny run"
 
 
@@ -56,7 +55,7 @@ def history(found):
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
 
-def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder):
+def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder, capfd):
     """The second resumes: it writes step 2 again, as after a preemption; both have one id and the lines of the file."""
     for steps, ends_with in (((1, 2), Preempted("stop")), ((2, 3), None)):
         writer = MetricsWriter(folder / "metrics.jsonl")
@@ -80,6 +79,7 @@ def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder):
     assert [line["step"] for line in (*lines[0], *lines[1])] == [1, 2, 2, 3]
     holders = [path for path in folder.rglob("*") if path.is_file() and b"f" * 40 in path.read_bytes()]
     assert holders == []
+    assert "WARNING" not in "".join(capfd.readouterr())
 
 
 def test_where_wandb_cannot_be_reached_the_attempt_stays_on_disk(folder, monkeypatch, caplog):
