@@ -102,11 +102,11 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         num_attempts=sum(event.get("event") == "started" for event in events),
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
         warnings=warnings_in(_tail(latest / "driver.log")),
-        **_progress(run),
+        **_progress(run, is_over=entry.state.is_over),
     )
 
 
-def _progress(run: RunFolder) -> dict[str, Any]:
+def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
     lines = read_metrics(run.metrics)
     total = settings_of(run).get("rollout", {}).get("num_rollout")
     if not lines:
@@ -124,7 +124,7 @@ def _progress(run: RunFolder) -> dict[str, Any]:
         "step_s": pace,
         "phases_s": mean_phases(lines[-PACE_STEPS:]),
         "mfu": lines[-1].get("perf/mfu_frac"),
-        "eta_s": None if pace is None or total is None else pace * (total - step),
+        "eta_s": None if is_over or pace is None or total is None else pace * (total - step),
     }
 
 
