@@ -85,6 +85,7 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
     text = capsys.readouterr().out
     assert all(word in text for word in (str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14"))
     run.ledger.append("submitted", job_id="local-999999999", nodes=1)
+    (run.attempts / "latest/verdict").write_text("failed\n")
     assert main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["eta_s"]) == ("FAILED", 3, None)
