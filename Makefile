@@ -28,8 +28,8 @@ quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core,
 test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: install  ## unit and golden tests, about a minute
-	$(BIN)/python -m pytest -q $(FAST_ARGS) tests/unit tests/golden
+test-fast: install  ## unit and golden tests without the slow ones, less than a minute
+	$(BIN)/python -m pytest -q $(FAST_ARGS) -m "not slow" tests/unit tests/golden
 
 test-gpu: install  ## the checks that need CUDA
 	$(BIN)/python -m pytest tests/gpu -m gpu

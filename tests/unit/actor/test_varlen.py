@@ -70,6 +70,7 @@ def test_the_chunks_of_all_context_parallel_ranks_make_the_whole(multiples, size
         assert bounds.max_queries == bounds.queries.diff().max() and bounds.max_keys == bounds.keys.diff().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [(varlen._flash, torch.bfloat16), (varlen._memory_efficient, torch.float32)]
 )

@@ -155,6 +155,7 @@ def test_a_rank_of_a_few_giants_still_gets_as_many_micro_batches_as_the_others()
     assert [len(rank) for rank in dealt] == [5, 5]
 
 
+@pytest.mark.slow
 def test_a_schedule_of_a_hundred_thousand_samples_takes_seconds_at_most():
     """On an idle machine less than one, see docs/benchmarks.md; the square of the number would take minutes."""
     lengths = long_tail(100_000)

@@ -94,6 +94,7 @@ def test_a_connection_that_is_cut_in_mid_file_goes_on_where_it_was(hub, tmp_path
     assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == [f"bytes={CHUNK}-"] * 2  # hub, cdn
 
 
+@pytest.mark.slow
 def test_a_fetch_that_was_killed_goes_on_where_it_was(hub, tmp_path):
     """Another process takes its lock, asks for the rest of the file, and only then there is a folder of that name."""
     hub.accidents["model-1.safetensors"] = ["stall"]

@@ -6,11 +6,14 @@ One real head without Ray (the stub of tests/fakes) and simulated nodes that spe
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tools.bench.bringup_agents import simulate
 
 _NODES = (8, 128)
 
 
+@pytest.mark.slow
 def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: Path) -> None:
     """Five messages a node (hello, welcome, joined, start_ray, end), one connection, a report of one size."""
     small, large = _NODES

@@ -126,6 +126,7 @@ def test_a_crash_while_a_step_is_saved_again_never_loses_that_step(tmp_path, mon
     assert crash_everywhere(tmp_path, before=before, step=20, monkeypatch=monkeypatch) > 20
 
 
+@pytest.mark.slow
 def test_a_second_crash_during_the_recovery_of_the_first_is_survived_too(tmp_path, monkeypatch):
     for first in range(0, 40, 3):
         once = tmp_path / f"{first}"

@@ -40,6 +40,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looks", "does not look"])
 def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed(tmp_path, kind):
     """Whatever instant it is at. What the newer attempt found when it claimed the folder is what it keeps finding, also

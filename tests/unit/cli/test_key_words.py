@@ -29,6 +29,7 @@ def test_a_flag_without_its_key_is_refused(given):
         take_keys(given, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [["rlpost.submit"], ["rlpost", "check"], ["rlpost.train"]])
 def test_the_key_is_shown_as_stars_and_in_no_process_list(tmp_path, module):
     """The process reads its own command line from /proc at its end, as anybody else could."""

@@ -233,6 +233,7 @@ def without_the_stack(tmp_path, *words):
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "option"), [(["rlpost", "check"], []), (["rlpost.submit"], ["--dry-run"])])
 def test_a_recipe_is_checked_without_torch(tmp_path, command, option):
     """Options of Megatron-core and SGLang included, whose names are looked up in their source."""
@@ -240,6 +241,7 @@ def test_a_recipe_is_checked_without_torch(tmp_path, command, option):
     assert without_the_stack(tmp_path, *command, "recipe.toml", *option, *given).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["rlpost", "check"], ["rlpost.submit"], ["rlpost.train"]])
 def test_settings_are_shown_without_torch(tmp_path, command):
     done = without_the_stack(tmp_path, *command, "recipe.toml", "--nodes", "2", "--print-config")

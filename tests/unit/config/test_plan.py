@@ -141,6 +141,7 @@ def test_every_recipe_fits_gpus_of_80_gb(name):
     )
 
 
+@pytest.mark.slow
 def test_the_large_recipe_does_not_fit_with_its_optimizer_on_the_gpu_and_the_nearest_layout_moves_it():
     made = planned("glm45_355b", optimizer={"optimizer_cpu_offload": False})
     assert [line.split(":")[0] for line in made.problems] == ["train"]

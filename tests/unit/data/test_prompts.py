@@ -216,6 +216,7 @@ print(len(prompts), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss -
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("jsonl", 100), ("parquet", 80)])
 def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> None:
     """Memory grows by the places of the rows and a buffer, not by the file. ``size`` is in MB."""

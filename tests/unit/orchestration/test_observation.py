@@ -91,6 +91,7 @@ def test_pace_is_tokens_a_gpu_and_what_part_of_a_step_is_waited():
     assert pace({}, config()) == {}
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts_in_a_forward_pass_three_times(tmp_path):
     """Compared with torch's own counter over transformers' model of the same shape, its attention computed in full."""
     import torch

@@ -48,6 +48,7 @@ def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) ->
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
     """A tower of powers runs into the limit; meanwhile the event loop turns and the others are graded."""
     given = [
@@ -74,6 +75,7 @@ def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
     assert longest < 1  # the tower alone would have taken minutes
 
 
+@pytest.mark.slow
 def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE_S", 0.2)
     texts = ("fine", "crash", "raise", "nan", "nothing", "spin", "hang", "fine")
@@ -140,6 +142,7 @@ def test_a_users_function_that_is_not_there_is_named() -> None:
         using(settings(custom_rm_path=f"{USER}:missing"), lambda made: made.grade(prompt(), samples("a")))
 
 
+@pytest.mark.slow
 def test_a_prompt_may_name_its_own_reward() -> None:
     async def work(made: Grader) -> list[list[float]]:
         given = [prompt("42"), prompt("42", rm_type="gsm8k"), prompt("42", rm_type="boxed_math")]

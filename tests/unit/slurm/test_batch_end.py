@@ -91,6 +91,7 @@ def test_a_stop_request_has_a_deadline_also_when_slurm_does_not_tell_it(
     assert called[-1] == "scontrol requeue 7", log
 
 
+@pytest.mark.slow
 def test_a_container_is_removed_in_the_time_that_is_left(tmp_path: Path) -> None:
     image = tmp_path / "image.sqsh"
     for left, seconds in (("", 60), (3600, 60), (25, 20), (3, 1)):

@@ -77,12 +77,14 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
     assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), "until the time limit"
 
 
+@pytest.mark.slow
 def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, home: Path) -> None:
     run, job = start(tmp_path, home, "crash")
     assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
     assert str(run.attempts / "0") in str(job.exception())
 
 
+@pytest.mark.slow
 def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
     spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=("done",), python=sys.executable)
