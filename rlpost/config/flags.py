@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -62,11 +62,11 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
-    known = [option for action in made._actions for option in action.option_strings]
+    known = list(made._option_string_actions)
     words, values = pass_through.split(words, known)
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], made, known))
+        raise ConfigError(_unknown_word(unknown[0], made._option_string_actions))
     namespace.recipe = recipe
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
@@ -76,13 +76,13 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     return namespace, values
 
 
-def _unknown_word(word: str, made: argparse.ArgumentParser, known: Sequence[str]) -> str:
+def _unknown_word(word: str, known: Mapping[str, argparse.Action]) -> str:
     if not word.startswith("-"):
         return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
     name = word.partition("=")[0]
-    meant = made._option_string_actions.get(name.replace("--no-", "--", 1))
-    if meant is not None and meant.metavar == "BOOL":
-        return f"{name}: unknown setting; to turn it off write '{meant.option_strings[0]} false'"
+    switch = name.replace("--no-", "--", 1)
+    if switch in known and known[switch].metavar == "BOOL":
+        return f"{name}: unknown setting; to turn it off write '{switch} false'"
     megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
     return f"{name}: unknown setting{suggestion(name, [*known, *megatron])}; --help lists every setting"
 

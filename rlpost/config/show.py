@@ -66,7 +66,8 @@ def reference() -> str:
         f"{count} settings in {len(groups())} tables. A TOML key, its flag and the attribute are one word: the key",
         "`rollout_batch_size` below `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags win over the",
         "cluster profile (`--cluster`), the profile over the recipe, the recipe over the model's file (`--model`), and",
-        "that over the defaults. The word `none` takes back what one of them said, where the default is empty.",
+        "that over the defaults. The word `none` takes back what one of them said about a setting that has no value by",
+        "default; one of any number of words is emptied by its flag without words (`[]` in a file).",
         "`python -m rlpost check RECIPE --print-config` shows what each came to and from where.",
     ]
     for name, group in groups().items():
