@@ -12,12 +12,11 @@ OFFLINE = WandbConfig(use_wandb=True, wandb_mode="offline", wandb_project="p", w
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "tiny run").mkdir()
-    (tmp_path / "tiny run/run.json").write_text("{}")
-    monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    return tmp_path / "tiny run"
+def folder(tmp_path):
+    made = tmp_path / "tiny run"
+    made.mkdir()
+    (made / "run.json").write_text("{}")
+    return made
 
 
 def test_a_run_made_anew_under_the_same_name_is_another_run(folder):
