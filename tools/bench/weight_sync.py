@@ -370,8 +370,8 @@ def main() -> int:
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         "same medium: a gloo broadcast, memory of this machine, a file. CPU, float32. Load of the machine (2 cores) at",
         f"the start: {load:.1f}. *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
-        "resume; *ours*: the rest. Between updates a plain copy of files is slow: made alone, again and again, that of",
-        "the 797 MiB takes 0.36 s. The ratio of disk flatters by as much.",
+        "resume; *ours*: the rest. Between updates a plain copy of large files is slower than one made alone, so the",
+        "ratio of disk flatters.",
     ]
     section = "\n".join([HEADING, "", *introduction, *tables, ""])
     print(section)
