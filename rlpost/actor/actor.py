@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state, step
 from rlpost.actor.boundaries import Boundaries
 from rlpost.actor.description import read_description
-from rlpost.actor.host_copies import Background
+from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.packing import Cut, PackedMicroBatch, as_trained, log_prob_micro_batches, pack, unpack
@@ -56,7 +56,7 @@ class Actor:
         self.boundaries = Boundaries()
         self._reference: ReferenceWeights | None = None
         self.num_optimizer_steps = 0  # made so far, on which the learning rate depends
-        self._background: Background | None = None
+        self._saver: Saver | None = None
         self._writing: megatron_checkpoint.Writing | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
@@ -187,6 +187,7 @@ class Actor:
         metrics = global_metrics(stats)
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
+        self._wait_copied()
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
@@ -196,27 +197,45 @@ class Actor:
         """As ``compute_logprobs``, under the reference weights, which are swapped in for the pass."""
         assert self._reference is not None, "no reference is kept without use_kl_loss or kl_coef"
         self._finish_param_sync()
+        self._wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.compute_logprobs(batch)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``, which is made if missing:
-        one part of a commit. In the background it returns when all is copied, and ``finish_save`` waits for the rest.
+        one part of a commit. In the background it returns at once: the state passes through a host buffer of
+        ``save_buffer_gb`` while training goes on, the next change of it waits until it is copied, and ``finish_save``
+        waits for the files.
 
         Raises CheckpointError when any rank cannot write.
         """
         if problem := parallel.first_problem(self._prepare(Path(folder))):
             raise CheckpointError(f"checkpoint of step {step}: {folder} cannot be made: {problem}")
         self._finish_param_sync()
-        if in_background and self._background is None:
-            self._background = Background(self.optimizer)
-        self._writing = megatron_checkpoint.save(
-            folder,
-            chunks=self.chunks,
-            optimizer=None if self.settings.no_save_optim else self.optimizer,
-            progress=megatron_checkpoint.Progress(step, self.num_optimizer_steps),
-            background=self._background if in_background else None,
+        saver = self._saver = self._saver or self._made_saver()
+        writing = self._writing = saver.start(folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
+        if in_background:
+            if saver.must_stay:
+                self._wait_copied()
+            return
+        try:
+            writing.wait()
+        finally:
+            self._writing = None
+
+    def _made_saver(self) -> Saver:
+        return Saver(
+            self.chunks,
+            None if self.settings.no_save_optim else self.optimizer,
+            buffer_bytes=self.settings.save_buffer_bytes,
+            residence=Residence(self.memory.resident, self.memory.lock),
         )
+
+    def _wait_copied(self, *, weights_only: bool = False) -> None:
+        """Before the state (or the weights) change: a save in the background may still be reading them."""
+        if (writing := self._writing) is not None:
+            with span("wait for the checkpoint"):
+                writing.wait_copied(weights_only=weights_only, timeout_s=self.settings.save_deadline_s)
 
     def _prepare(self, folder: Path) -> str | None:
         """Make the folder, on the first rank; returns what is wrong. What an earlier save left running ends first."""
@@ -256,7 +275,10 @@ class Actor:
     def load(self, folder: str | Path) -> int:
         """Restore what ``save`` wrote, at any layout, and return its step. Learning rate, weight decay, betas and
         epsilon are those of the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
-        progress = megatron_checkpoint.load(folder, chunks=self.chunks, optimizer=self.optimizer)
+        self._wait_copied()
+        progress = megatron_checkpoint.load(
+            folder, chunks=self.chunks, optimizer=self.optimizer, buffer_bytes=self.settings.save_buffer_bytes
+        )
         self.num_optimizer_steps = progress.num_optimizer_steps
         return progress.step
 

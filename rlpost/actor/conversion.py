@@ -34,6 +34,7 @@ class Converter:
         """
         description = self.description = read_description(settings.hf_checkpoint, settings.model_args)
         description.check_layout(settings)
+        self.buffer_bytes = settings.save_buffer_bytes
         device.prepare(num_threads=settings.num_threads)
         parallel.initialise(rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings))
         self.chunks = build_model(description, settings)
@@ -49,7 +50,7 @@ class Converter:
 
     def to_torch_dist(self, folder: str | Path) -> None:
         """Write a checkpoint of weights alone; raises CheckpointError when a rank cannot write."""
-        megatron_checkpoint.save_weights(folder, chunks=self.chunks)
+        megatron_checkpoint.save_weights(folder, chunks=self.chunks, buffer_bytes=self.buffer_bytes)
 
     def to_hugging_face(self, folder: str | Path) -> None:
         """Write safetensors with the configuration and the tokenizer of the settings' Hugging Face folder."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,20 @@ def synchronise() -> None:
     """Wait for all work under way on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def side_stream() -> AbstractContextManager[object]:
+    """What a second thread asks of the device within goes beside what the first one does."""
+    if not torch.cuda.is_available():
+        return nullcontext()
+    torch.cuda.set_device(current())  # a choice of the thread
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
+def synchronise_stream() -> None:
+    """Wait for what this thread has asked of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def memory_in_use() -> int:

@@ -1,8 +1,12 @@
 """Model and optimizer in Megatron's distributed checkpoint format (torch_dist).
 
-In: this rank's model and optimizer, and a folder on the shared file system. Out: a checkpoint that any other layout can
-read ("fully_reshardable"). This is one part of a commit: ``rlpost.checkpoint`` makes the whole of it durable.
+Input: this rank's model and optimizer, and a folder on the shared file system. Output: a checkpoint that any other
+layout can read ("fully_reshardable"). This is one part of a commit: ``rlpost.checkpoint`` makes all of it durable.
 Collective: all ranks call ``save`` and ``load`` together.
+
+Every rank writes the elements that it holds, data-parallel replicas of a weight share it, and nothing is gathered.
+What a save holds beside the live tensors is a host buffer of bounded size, which they pass through on their way to the
+files. So a save in the background reads tensors that training would change: ``Writing.wait_copied`` comes first.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +28,46 @@ import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from rlpost.actor import host_copies, parallel, random_state, torch_adam_checkpoint
-from rlpost.actor.host_copies import Background, HostMemory, OptimizerCopy
+from rlpost.actor import parallel, random_state
+from rlpost.actor.torch_dist import optimizer_state
+from rlpost.actor.torch_dist.host_stream import HostBuffer, HostStream
+from rlpost.actor.torch_dist.optimizer_state import KEYS, ParameterState
+from rlpost.actor.torch_dist.reader import Stored
+from rlpost.actor.torch_dist.shards import Chunk, Shard, chunks_of
+from rlpost.actor.torch_dist.writer import Contents, write
+from rlpost.actor.torch_dist.written import (
+    OPTIMIZER_PREFIX,
+    Regions,
+    regions_of_model,
+    state_shards,
+    written_state_shards,
+    written_states,
+    written_weights,
+)
 from rlpost.actor.torch_dist_folder import RELEASE, TRACKER, find_checkpoint
 from rlpost.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 METADATA = {
-    "distrib_optim_sharding_type": host_copies.FORMAT,
-    # Optimizer state is gathered with gloo to the first data-parallel rank: host memory, and the same path on any
-    # device.
+    "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
 """Given to Megatron as copies: it keeps the process groups of the moment in them."""
-NUM_WRITER_THREADS = 2
+UNREADABLE = (
+    CheckpointingException,
+    torch_checkpoint.CheckpointException,
+    pickle.UnpicklingError,
+    OSError,
+    RuntimeError,  # torch's, for a file that is no archive of it
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +78,24 @@ class Progress:
     num_optimizer_steps: int
 
 
-class Writing:
-    """A save that goes on in a thread of this process, from a copy in host memory."""
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where tensors are while their device memory is given up: ``of(tensor)`` has the values, under ``lock``."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+
+class Writing:
+    """A save that a thread of this process completes."""
+
+    def __init__(self, stream: HostStream, run: Callable[[], None], *, what: str) -> None:
+        """``what`` stands before the reason in an error."""
+        self._stream = stream
+        self._what = what
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
+        stream.start()
+        self._thread = threading.Thread(target=self._run, args=(run,), name="checkpoint")
         self._thread.start()
 
     @property
@@ -75,90 +103,125 @@ class Writing:
         """Whether ``wait`` would have to wait."""
         return self._thread.is_alive()
 
+    def wait_copied(self, *, weights_only: bool = False, timeout_s: float) -> None:
+        """Return when the tensors (or the weights alone) may be changed; see ``HostStream.wait_copied``."""
+        self._stream.wait_copied(weights_only=weights_only, timeout_s=timeout_s)
+
     def wait(self) -> None:
         """Return when every file is on disk. Raises CheckpointError when a rank could not write, on every rank."""
         self._thread.join()
         if self._error is not None:
-            raise CheckpointError(
-                f"a checkpoint could not be written in the background: {_told(self._error)}"
-            ) from self._error
+            raise CheckpointError(f"{self._what}: {_told(self._error)}") from self._error
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
         try:
-            write()
+            run()
         except BaseException as error:
             self._error = error
 
 
-def save(
-    folder: str | Path,
-    *,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    progress: Progress,
-    background: Background | None = None,
-    with_random_state: bool = True,
-) -> Writing | None:
-    """Write model, optimizer (unless None), progress and the random generators of all ranks into an existing folder;
-    every file of tensors is flushed to disk, and the small ones when the folder is committed.
+class Saver:
+    """Saves of one model and optimizer; keeps the host buffer and the process group that they use. A collective to
+    make."""
 
-    With ``background`` this returns as soon as everything is copied to host memory, and what is returned must be waited
-    for, also before the next save. Raises CheckpointError when a rank cannot write, on every rank.
-    """
-    state: dict[str, Any] = _model_state(chunks) | dataclasses.asdict(progress)
-    copies: dict[int, OptimizerCopy] = {}
-    if optimizer is not None:
-        state["optimizer"], copies = _taken(optimizer, state, background)
-        state["adam_step"] = torch_adam_checkpoint.step_of(optimizer)
-    if with_random_state:
-        state |= {"layout": random_state.layout(), random_state.KEY: random_state.sharded()}
-    sharded, common = save_preprocess(state | {"content_metadata": dict(METADATA)}, validate_access_integrity=False)
-    failed = f"checkpoint of step {progress.step} could not be written to {folder}"
-    if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
-        raise CheckpointError(f"{failed}: {problem}")
-    if background is not None:
-        host_copies.copy_parts(_main_replicas(sharded), background.memory)
-        host_copies.wait_for_copies()
-        return Writing(lambda: _write_sharded(sharded, copies, folder, background.group))
-    host_copies.wait_for_copies()
-    try:
-        _write_sharded(sharded, copies, folder, None)
-    except (OSError, CheckpointingException, torch_checkpoint.CheckpointException) as error:
-        raise CheckpointError(f"{failed}: {_told(error)}") from error
-    return None
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        *,
+        buffer_bytes: int,
+        residence: Residence | None = None,
+    ) -> None:
+        """Args: ``optimizer`` is None where only weights are saved; ``buffer_bytes`` bounds the host memory that a
+        save takes beside the tensors."""
+        self._model = chunks
+        self._optimizer = optimizer
+        self._residence = residence or Residence()
+        self._buffer = HostBuffer(buffer_bytes)
+        self._group = dist.new_group(backend="gloo")  # the thread's own: training uses the others meanwhile
+        self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
+        """Whether the optimizer's memory may not be given up while a save copies it."""
+        self._written = written_states(optimizer, regions_of_model(_model_state(chunks)))
+
+    def start(self, folder: str | Path, progress: Progress, *, with_random_state: bool = True) -> Writing:
+        """Begin to write model, optimizer, progress and the random generators of all ranks into an existing folder;
+        every file of tensors is flushed to disk, and the small ones when the folder is committed.
+
+        What is returned must be waited for, also before the next save. Raises CheckpointError when the small files
+        cannot be written, on every rank.
+        """
+        state = _model_state(self._model)
+        regions = regions_of_model(state)
+        _, common = save_preprocess(state | self._common(progress, with_random_state), validate_access_integrity=False)
+        failed = f"checkpoint of step {progress.step} could not be written to {folder}"
+        if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
+            raise CheckpointError(f"{failed}: {problem}")
+        weights = self._chunked(written_weights(regions))
+        everything = weights + self._chunked(self._states(regions))
+        contents = Contents(everything, _objects(state, with_random_state))
+        stream = HostStream(
+            everything,
+            num_weights=len(weights),
+            buffer=self._buffer,
+            residence=self._residence.of,
+            lock=self._residence.lock,
+        )
+        return Writing(stream, lambda: write(folder, contents, stream, group=self._group), what=failed)
+
+    def _common(self, progress: Progress, with_random_state: bool) -> dict[str, Any]:
+        """Plain values only: they are read with ``weights_only``."""
+        found: dict[str, Any] = dataclasses.asdict(progress) | {"content_metadata": dict(METADATA)}
+        if with_random_state:
+            found["layout"] = random_state.layout()
+        if self._optimizer is not None:
+            found["adam_step"] = optimizer_state.num_steps(self._optimizer)
+            found["optimizer"] = {"param_groups": optimizer_state.plain_groups(self._optimizer)}
+        return found
+
+    def _states(self, regions: Regions) -> list[Shard]:
+        """What this rank writes of the optimizer; nothing before its first step, when it follows from the weights."""
+        if self._optimizer is None or optimizer_state.num_steps(self._optimizer) == 0:
+            return []
+        return written_state_shards(self._optimizer, regions, self._written)
+
+    def _chunked(self, shards: Sequence[Shard]) -> list[Chunk]:
+        return [chunk for shard in shards for chunk in chunks_of(shard, max_bytes=self._buffer.slot_bytes)]
 
 
-def load(folder: str | Path, *, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Progress:
+def load(
+    folder: str | Path, *, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, buffer_bytes: int
+) -> Progress:
     """Restore model and optimizer from ``folder``, written at any layout.
 
-    A checkpoint without the optimizer's state is loaded all the same, with a warning: Adam then starts anew. Raises
-    CheckpointError when the folder does not hold such a checkpoint of this model.
+    A checkpoint without the optimizer's state is loaded all the same, with a warning: Adam then starts from scratch.
+    Raises CheckpointError when the folder does not hold such a checkpoint of this model.
     """
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
-    with_optimizer = "adam_step" in common
     is_same_layout = common.get("layout") == random_state.layout()
-    loaded = _load(folder, chunks, optimizer if with_optimizer else None, with_random_state=is_same_layout)
+    state = _model_state(chunks)
+    regions = regions_of_model(state)
+    loaded = _load(folder, chunks, state | ({random_state.KEY: random_state.sharded()} if is_same_layout else {}))
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
     else:
-        logger.info("%s was written at another layout: random generators begin anew from the seed", folder)
-    if not with_optimizer:
-        logger.warning("%s has no state of the optimizer (it was saved with no_save_optim): Adam starts anew", folder)
-        optimizer.reload_model_params()
-    elif torch_adam_checkpoint.uses_torch_adam(optimizer):
-        torch_adam_checkpoint.load(optimizer, loaded["optimizer"], step=common["adam_step"])
-    else:
-        optimizer.load_state_dict(loaded["optimizer"])
+        logger.info("%s was written at another layout: random generators start again from the seed", folder)
+    optimizer_state.prime(optimizer)
+    optimizer.reload_model_params()
+    if common.get("adam_step"):
+        _read(lambda: _load_optimizer(Stored(folder), optimizer, regions, buffer_bytes), folder)
+        optimizer_state.set_num_steps(optimizer, common["adam_step"])
+    elif "adam_step" not in common:
+        logger.warning("%s has no optimizer state (it was saved with --no-save-optim): Adam starts again", folder)
     return Progress(common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0))))
 
 
-def save_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> None:
+def save_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffer_bytes: int) -> None:
     """Write the weights alone, laid out as Megatron-LM lays out a released model: other tools find them too."""
     release = Path(folder) / RELEASE
     if dist.get_rank() == 0:
         release.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    save(release, chunks=chunks, optimizer=None, progress=Progress(0, 0), with_random_state=False)
+    Saver(chunks, None, buffer_bytes=buffer_bytes).start(release, Progress(0, 0), with_random_state=False).wait()
     if dist.get_rank() == 0:
         (Path(folder) / TRACKER).write_text(RELEASE)
     dist.barrier()
@@ -172,30 +235,67 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
     found = find_checkpoint(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    _load(found, chunks, None)
+    _load(found, chunks, _model_state(chunks))
 
 
-def _load(
-    folder: str | Path,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    *,
-    with_random_state: bool = False,
-) -> dict[str, Any]:
+def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
     """Fill the model, and return all that was read."""
-    state = _to_load(chunks, optimizer)
-    if with_random_state:
-        state[random_state.KEY] = random_state.sharded()
     loaded = _read(lambda: dist_checkpointing.load(state, str(folder)), folder)
     for key, chunk in _keyed(chunks):
         chunk.load_state_dict(loaded[key])
     return loaded
 
 
-def _read(read: Callable[[], dict[str, Any]], folder: str | Path) -> dict[str, Any]:
+def _load_optimizer(stored: Stored, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int) -> None:
+    """Main weights and moments, in place; those that have no live tensor in groups that the bound admits."""
+    live: list[ParameterState] = []
+    copied: list[ParameterState] = []
+    for state in optimizer_state.parameter_states(optimizer):
+        (live if state.store is None else copied).append(state)
+    _fill(stored, live, regions, buffer_bytes)
+    while copied:
+        group: list[ParameterState] = []
+        held = 0
+        while copied and (not group or held < buffer_bytes):
+            group.append(copied.pop())
+            held += len(KEYS) * 4 * (group[-1].end - group[-1].start)
+        _fill(stored, group, regions, buffer_bytes)
+
+
+def _fill(stored: Stored, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int) -> None:
+    wanted: list[Chunk] = []
+    targets: dict[int, torch.Tensor] = {}
+    kept = [state.tensors() for state in states]
+    for state, tensors in zip(states, kept, strict=True):
+        shards = state_shards(state, regions[state.parameter], (state.start, state.end))
+        for shard, name in zip(shards, KEYS, strict=True):
+            for chunk in chunks_of(shard, max_bytes=buffer_bytes):
+                if (renamed := _as_stored(chunk, stored)) is not None:
+                    wanted.append(renamed)
+            targets[id(shard)] = tensors[name]
+    stored.read_into(wanted, lambda chunk: chunk.within(targets[id(chunk.shard)]))
+    for state, tensors in zip(states, kept, strict=True):
+        if state.store is not None:
+            state.store(tensors)
+
+
+def _as_stored(chunk: Chunk, stored: Stored) -> Chunk | None:
+    """The chunk under the key that it has in the checkpoint; None for a main weight that is not stored.
+
+    Megatron's own save of an optimizer that is not distributed names main weights ``fp32_param``, and stores none in
+    float32: the model's count.
+    """
+    main = f"{OPTIMIZER_PREFIX}param."
+    if chunk.key in stored or not chunk.key.startswith(main):
+        return chunk
+    key = f"{OPTIMIZER_PREFIX}fp32_param.{chunk.key.removeprefix(main)}"
+    return dataclasses.replace(chunk, key=key) if key in stored else None
+
+
+def _read(read: Callable[[], Any], folder: str | Path) -> Any:
     try:
         return read()
-    except (CheckpointingException, OSError, torch_checkpoint.CheckpointException) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
 
 
@@ -220,64 +320,18 @@ def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
     return None
 
 
-def _write_sharded(
-    sharded: dict[str, Any], copies: dict[int, OptimizerCopy], folder: str | Path, group: dist.ProcessGroup | None
-) -> None:
-    """Megatron's torch_dist format, written by threads of this process with torch's own writer; a failure on one rank
-    is raised on all. ``group``: all ranks, for whoever runs beside training.
-
-    Megatron's writer forks, and spawns a manager that runs ``__main__`` again: neither may happen in a process with
-    threads whose ``__main__`` is not ours, such as a worker of a cluster runtime. The files are the same.
-    """
-    moments = {number: copied.gathered() for number, copied in copies.items()}
-    gathered, _ = save_preprocess({"optimizer": moments}, validate_access_integrity=False)
-    state = {"now": sharded, "gathered": gathered}
-    _check_whole(state, group)
-    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(state, keep_only_main_replica=True)
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(renamed, False),
-        storage_writer=CountedWriter(folder, thread_count=NUM_WRITER_THREADS, sync_files=True),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        process_group=group,
-    )
+def _objects(state: dict[str, Any], with_random_state: bool) -> dict[str, bytes]:
+    """What is no tensor, by Megatron's key: each rank's own, as it is now."""
+    parts = [part for part in nested_values(state) if isinstance(part, ShardedObject)]
+    if with_random_state:
+        parts.append(random_state.sharded())
+    return {part.unique_key: _pickled(part.data) for part in parts if is_main_replica(part.replica_id)}
 
 
-def _check_whole(state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Megatron's check that the ranks have every part of every tensor, once. Raises CheckpointingException on every
-    rank."""
-    mine = [part.without_data() for part in nested_values(state)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=group)
-    problem = None
-    try:
-        validate_sharding_integrity(everyone)  # looks on the first rank alone
-    except CheckpointingException as error:
-        problem = str(error)
-    if problem := parallel.first_problem(problem, group):
-        raise CheckpointingException(problem)
-
-
-def _main_replicas(sharded: dict[str, Any]) -> list[Any]:
-    """The parts that this rank writes; the others hold nothing that is needed."""
-    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    return [part for parts in renamed.values() for part in parts]
-
-
-class CountedWriter(torch_checkpoint.FileSystemWriter):
-    """torch's writer, which loses what its second thread raises (torch 2.13): a full disk would be a success with parts
-    missing. So what was written is counted."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises OSError when a part is missing, or with what lies beneath the complaints of torch's file format."""
-        try:
-            future = super().write_data(plan, planner)
-        except RuntimeError as error:
-            beneath = error.__context__
-            raise OSError(str(beneath if isinstance(beneath, OSError) else error)) from error
-        num_written = len(future.wait())
-        if num_written != len(plan.items):
-            raise OSError(f"only {num_written} of {len(plan.items)} parts were written; is the disk full?")
-        return future
+def _pickled(value: Any) -> bytes:
+    held = io.BytesIO()
+    torch.save([value], held)
+    return held.getvalue()
 
 
 def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
@@ -288,35 +342,3 @@ def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 
 def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _keyed(chunks)}
-
-
-def _to_load(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-    state = _model_state(chunks)
-    if optimizer is None:
-        return state
-    if torch_adam_checkpoint.uses_torch_adam(optimizer):
-        torch_adam_checkpoint.prime(optimizer)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(METADATA))
-    return state
-
-
-def _taken(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], background: Background | None
-) -> tuple[dict[Any, Any], dict[int, OptimizerCopy]]:
-    """The optimizer in Megatron's format, as its ``sharded_state_dict`` gives it, but for what must be gathered, and
-    copies of that."""
-    if torch_adam_checkpoint.uses_torch_adam(optimizer):
-        torch_adam_checkpoint.prime(optimizer)
-    parts = host_copies.each(optimizer)
-    if len(parts) > 1:
-        optimizer._synchronize_steps()
-    memory = HostMemory() if background is None else background.memory
-    state, copies = {}, {}
-    for number, one in enumerate(parts):
-        if not host_copies.is_distributed(one):
-            state[number] = one.sharded_state_dict(model_state, False, metadata=dict(METADATA))
-            continue
-        state[number] = one.state_dict() | {"param_state_sharding_type": host_copies.FORMAT}
-        group = one.data_parallel_group_gloo if background is None else background.gathers(one)
-        copies[number] = OptimizerCopy(one, model_state, memory=memory, group=group, name=number)
-    return (state[0] if len(parts) == 1 else state), copies

@@ -9,6 +9,7 @@ does with its own buffers, ``param_and_grad_buffer.py``).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class DeviceMemory:
             GRADS: lambda: _grads(model),
             OPTIMIZER: lambda: _optimizer_tensors(optimizer),
         }
+        self.lock = threading.RLock()
+        """Held while memory moves; whoever reads tensors from another thread holds it too."""
         self._away: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor | None, int]]] = {}
 
     def offload(self, *parts: str) -> dict[str, int]:
@@ -38,7 +41,8 @@ class DeviceMemory:
         Returns the bytes of each part that left now.
         """
         device.synchronise()
-        freed = {part: self._offload(part) for part in parts if part not in self._away}
+        with self.lock:
+            freed = {part: self._offload(part) for part in parts if part not in self._away}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _report("offloaded", freed)
@@ -46,10 +50,22 @@ class DeviceMemory:
 
     def restore(self, *parts: str) -> dict[str, int]:
         """Bring parts back; one that is here stays. Returns the bytes of each part that came."""
-        taken = {part: self._restore(part) for part in parts if part in self._away}
-        device.synchronise()
+        with self.lock:
+            taken = {part: self._restore(part) for part in parts if part in self._away}
+            device.synchronise()
         _report("restored", taken)
         return taken
+
+    def resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a flat tensor wherever they are now: itself, or its copy in host memory. Needs ``lock``."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() or not tensor.numel():
+            return tensor
+        hosts = {_id_of(away): host for part in self._away.values() for away, host, _ in part}
+        host = hosts.get(_id_of(storage))
+        assert host is not None, "the memory of this tensor is gone, and not by offload"
+        begin = tensor.storage_offset() * tensor.itemsize
+        return host[begin : begin + tensor.nbytes].view(tensor.dtype)
 
     def _offload(self, part: str) -> int:
         away = []
@@ -114,6 +130,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
         if tensor.device.type == here.type and storage.nbytes() and tensor.dim():
             found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
+
+
+def _id_of(storage: torch.UntypedStorage) -> int:
+    """What stays the same when its memory is resized; torch makes a new Python object for it at every look."""
+    return storage._cdata
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -16,6 +16,8 @@ class ActorSettings(LossSettings):
     hf_checkpoint: str
     ref_load: str | None = None
     no_save_optim: bool = False
+    save_buffer_gb: float = 4.0
+    save_deadline_s: float = 1800.0
     model_args: Mapping[str, Any] = field(default_factory=dict)
     """What the table [model] gives, by name; the rest comes from config.json."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +71,11 @@ class ActorSettings(LossSettings):
     distributed_timeout_minutes: int = 10
     update_weight_buffer_size: int = 512 * 1024**2
     num_threads: int = 1
+
+    @property
+    def save_buffer_bytes(self) -> int:
+        """Host memory that a save takes beside the tensors."""
+        return int(self.save_buffer_gb * 10**9)
 
     @property
     def sequence_multiple(self) -> int:

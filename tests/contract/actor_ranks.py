@@ -29,15 +29,25 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, settings: ActorSettings, **kwargs: Any) -> list[Any]:
-    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank."""
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    settings: ActorSettings,
+    *,
+    before: Callable[[], None] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank. ``before`` is called in
+    each process before there is an actor."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = _context.Pipe(duplex=False)
         place = (rank, world_size, "127.0.0.1", port)
-        process = _context.Process(target=_rank_main, args=(theirs, function, place, settings, kwargs), daemon=True)
+        process = _context.Process(
+            target=_rank_main, args=(theirs, before, function, place, settings, kwargs), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -61,6 +71,7 @@ def _receive(pipe: Connection, rank: int) -> Any:
 
 def _rank_main(
     pipe: Connection,
+    before: Callable[[], None] | None,
     function: Callable[..., Any],
     place: tuple[int, int, str, int],
     settings: ActorSettings,
@@ -69,6 +80,8 @@ def _rank_main(
     from rlpost.actor.actor import Actor
 
     try:
+        if before is not None:
+            before()
         actor = Actor(settings)
         actor.setup(*place)
         pipe.send((True, function(actor, **kwargs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,57 @@ def _again_without_generators(actor: Any, samples: Sequence[TrainSample], folder
     actor.load(folder)
     _train(actor, samples)
     return actor.weights_hash()
+
+
+def share_everything() -> None:
+    """In this process, which ends soon, data-parallel replicas share every tensor, however small."""
+    from rlpost.actor.torch_dist import written
+
+    written.SHARED_FROM = 2
+
+
+def save_through_a_narrow_buffer(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
+) -> dict[str, Any]:
+    """Train a step, save waiting and in the background, give all memory up and take it back while the second save is
+    still copying, train another step. Writers of the second save release a slot only when they are let."""
+    from rlpost.actor.torch_dist.host_stream import Filled, HostStream
+
+    actor.import_weights()
+    _train(actor, steps[0])
+    before = actor.weights_hash()
+    actor.save(folders[0], 1)
+    release, resident = HostStream.release, actor.memory.resident
+    may_release, was_read = threading.Semaphore(0), threading.Semaphore(0)
+
+    def gated(self: HostStream, filled: Filled) -> None:
+        assert may_release.acquire(timeout=60)
+        release(self, filled)
+
+    def noted(tensor: Any) -> Any:
+        found = resident(tensor)
+        if found is not tensor:
+            was_read.release()
+        return found
+
+    HostStream.release, actor.memory.resident = gated, noted  # type: ignore[method-assign]
+    actor._saver = None  # the next one asks the memory as it is now
+    actor.save(folders[1], 1, in_background=True)
+    actor.memory.offload("weights", "grads", "optimizer")
+    may_release.release(2)
+    was_read_while_away = was_read.acquire(timeout=60)
+    actor.memory.restore("weights", "grads", "optimizer")
+    threading.Timer(0.2, lambda: may_release.release(10**6)).start()  # the step waits until then
+    metrics = _train(actor, steps[1])
+    actor.finish_save()
+    return {"before": before, "away": was_read_while_away, "metrics": metrics, "hash": actor.weights_hash()}
+
+
+def load_and_sum(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:
+    """Load; a hash of the weights, sums of what Adam keeps over all ranks' parts, and the next step."""
+    actor.load(folder)
+    found = {"before": actor.weights_hash()}
+    return found | {"metrics": _train(actor, steps[1]), "hash": actor.weights_hash()}
 
 
 def go_on(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:

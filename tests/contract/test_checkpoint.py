@@ -5,12 +5,19 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
-from tests.contract.checkpoint_ranks import go_on, live_through
+from tests.contract.checkpoint_ranks import (
+    go_on,
+    live_through,
+    load_and_sum,
+    save_through_a_narrow_buffer,
+    share_everything,
+)
 from tests.contract.families import make_family
 from tests.contract.samples import STEPS
 
@@ -55,3 +62,46 @@ def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_chang
         for said in rank["said"]:
             assert "could not be written" in said and ("No space left" in said or "is the disk full" in said), said
             assert "Traceback" not in said
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
+    "DP 2": ("qwen3", 2, {}),
+    "TP 2, DP 2": ("qwen3", 4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP 2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
+    "EP 2, ETP 1, DP 2": (
+        "glm4.5-moe",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "not distributed": ("qwen3", 2, {"use_distributed_optimizer": False}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next_step_waits(tmp_path, layout):
+    """The buffer holds a fraction of a rank's state, every tensor is shared by all ranks that have it, device memory
+    is given up and taken back while it is read. The save has the bits of one that was waited for; resumed at the same
+    layout and in one process the next step is the step it would have been."""
+    model, num_ranks, given = LAYOUTS[layout]
+    make_family(tmp_path / "model", model)
+    settings = ActorSettings(
+        str(tmp_path / "model"), bf16=True, lr=1e-3, distributed_timeout_minutes=2, save_buffer_gb=2e-5, **given
+    )
+    folders = [str(tmp_path / name) for name in ("waited", "beside")]
+    saved = run_ranks(
+        save_through_a_narrow_buffer, num_ranks, settings, before=share_everything, steps=STEPS, folders=folders
+    )
+    assert all(rank["away"] for rank in saved), "nothing was left to copy while the memory was away: no test"
+    expected = {key: saved[0][key] for key in ("before", "metrics", "hash")}
+    for folder in folders:
+        resumed = run_ranks(load_and_sum, num_ranks, settings, steps=STEPS, folder=folder)
+        assert [rank == expected for rank in resumed] == [True] * num_ranks
+    alone = ActorSettings(settings.hf_checkpoint, bf16=True, lr=1e-3, distributed_timeout_minutes=2)
+    (elsewhere,) = run_ranks(load_and_sum, 1, alone, steps=STEPS, folder=folders[1])
+    assert elsewhere["before"] == expected["before"]
+    assert elsewhere["metrics"]["train/grad_norm"] == pytest.approx(expected["metrics"]["train/grad_norm"], rel=0.05)

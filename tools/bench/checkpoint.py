@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from rlpost.actor.actor import Actor
-from rlpost.actor.megatron_checkpoint import NUM_WRITER_THREADS
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist.writer import NUM_THREADS
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.orchestration.checkpoints import Checkpoints
@@ -83,14 +83,14 @@ def plain_write(folder: Path, num_bytes: int) -> float:
 
     def write(number: int) -> None:
         with open(folder / f"plain-{number}", "wb", buffering=0) as file:
-            left = num_bytes // NUM_WRITER_THREADS
+            left = num_bytes // NUM_THREADS
             while left > 0:
                 left -= file.write(data[: min(left, CHUNK)])
             os.fsync(file.fileno())
 
     begun = time.monotonic()
-    with ThreadPoolExecutor(NUM_WRITER_THREADS) as pool:
-        list(pool.map(write, range(NUM_WRITER_THREADS)))
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(write, range(NUM_THREADS)))
     seconds = time.monotonic() - begun
     for path in folder.glob("plain-*"):
         path.unlink()

@@ -22,8 +22,12 @@ class CheckpointConfig(Group):
     save_interval: Positive | None = None
     """Steps between checkpoints; without it only at the end and at a preemption."""
     async_save: bool = False
-    """Copy a checkpoint to host memory and write it while training goes on; it is committed as soon as it is written.
-    The last one of a run, or before it stops, is waited for."""
+    """Write a checkpoint while training goes on; it is committed as soon as it is written. The last one of a run, or
+    before it stops, is waited for."""
+    save_buffer_gb: PositiveNumber = 4.0
+    """Host memory of a rank that a checkpoint passes through on its way to the files. With --async-save an optimizer
+    step waits until the state before it has been copied: a buffer as large as the rank's part of a checkpoint avoids
+    the wait, a smaller one saves memory."""
     no_save_optim: bool = False
     """Leave the state of the optimizer out of checkpoints: smaller, but Adam starts anew after a resume."""
     keep_last: Positive = 2
@@ -34,5 +38,6 @@ class CheckpointConfig(Group):
     """Hugging Face folder to export the weights to whenever a checkpoint is saved, with {step} (or {rollout_id}) where
     the number of the step goes; it appears when it is whole. Not at a preemption, when time is short."""
     save_deadline_s: PositiveNumber = 1800.0
-    """Seconds after which a checkpoint that is waited for counts as failed. One in the background has no deadline: a
-    later one is put off until it is written."""
+    """Seconds after which a checkpoint that is waited for counts as failed, and after which an optimizer step no longer
+    waits for one in the background, which fails then. Otherwise one in the background has no deadline: a later one is
+    put off until it is written."""

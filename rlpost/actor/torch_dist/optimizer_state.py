@@ -1,0 +1,197 @@
+"""What Megatron's optimizers keep of each parameter, whichever class does the arithmetic.
+
+Input: the optimizer of this rank (a chain of one for dense parameters and one for experts). Output: main weight and
+moments of every parameter part that this rank holds, as flat tensors; the number of Adam's steps; plain settings.
+
+| class | when | main weight and moments |
+|---|---|---|
+| torch's AdamW | no TransformerEngine | float32 tensors in ``state`` |
+| TransformerEngine's FusedAdam | with it | the same; with other types behind ``get_unscaled_state`` |
+| HybridDeviceOptimizer | ``optimizer_cpu_offload`` | in the optimizers inside it, on the host |
+
+megatron-core 0.16 looks for torch Adam's ``step`` in formats that do not carry it, and gives all parameters one shared
+``step`` tensor, which AdamW then increments once a parameter. So the number of steps, the same for all parameters, is
+saved once, and each state gets its own tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""Of the main weight and of both moments, as the format names them."""
+PLAIN = (bool, int, float, str, type(None))
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """The state of elements ``start`` to ``end`` of a parameter of the model."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    is_sharded: bool
+    """Whether data-parallel ranks hold other elements; else each of them has all."""
+    tensors: Callable[[], Tensors]
+    """Main weight and moments, [end - start] each. Copies where ``store`` is given."""
+    store: Callable[[Tensors], None] | None
+    """Takes changed tensors; None where ``tensors`` returns the live ones."""
+
+
+def inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain that have parameters on this rank."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [one for one in chained if one.optimizer is not None and not getattr(one, "is_stub_optimizer", False)]
+
+
+def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """The state of every parameter part that this rank holds; call ``prime`` before the first step."""
+    for one in inner(optimizer):
+        if isinstance(one, DistributedOptimizer):
+            yield from _sharded(one)
+        else:
+            yield from _replicated(one)
+
+
+def _sharded(one: DistributedOptimizer) -> Iterator[ParameterState]:
+    for ranges in one.gbuf_ranges:
+        for buckets in ranges.values():
+            for bucket in buckets:
+                for parameter, found in bucket["param_map"].items():
+                    yield _sharded_state(one, parameter, found["param"].start, found["param"].end)
+
+
+def _sharded_state(one: DistributedOptimizer, parameter: torch.nn.Parameter, start: int, end: int) -> ParameterState:
+    is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
+    is_scaled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not is_hybrid
+
+    def tensors() -> Tensors:
+        return _flat(one._get_main_param_and_optimizer_states(parameter))
+
+    def store(changed: Tensors) -> None:
+        one._set_main_param_and_optimizer_states(parameter, changed)
+
+    return ParameterState(parameter, start, end, True, tensors, store if is_scaled else None)
+
+
+def _replicated(one: MegatronOptimizer) -> Iterator[ParameterState]:
+    """Of an optimizer that is not distributed: main weights beside the model's, or the model's own in float32."""
+    for parameter, main in _main_weights(one):
+        state = one.optimizer.state
+        yield ParameterState(
+            parameter,
+            0,
+            parameter.numel(),
+            False,
+            lambda main=main, state=state: _flat({"param": main, **state[main]}),  # type: ignore[misc]
+            None,
+        )
+
+
+def _main_weights(one: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    if not isinstance(one, Float16OptimizerWithFloat16Params):
+        for group in one.optimizer.param_groups:
+            yield from ((parameter, parameter) for parameter in group["params"])
+        return
+    for models, mains in zip(one.float16_groups, one.fp32_from_float16_groups, strict=True):
+        yield from zip(models, mains, strict=True)
+    for group in one.fp32_from_fp32_groups:
+        yield from ((parameter, parameter) for parameter in group)
+
+
+def _flat(tensors: Tensors) -> Tensors:
+    return {key: tensors[key].detach().view(-1) for key in KEYS}
+
+
+def is_live(optimizer: MegatronOptimizer) -> bool:
+    """Whether all states are tensors that can be read wherever their memory is; else they are computed from others."""
+    return all(state.store is None for state in parameter_states(optimizer))
+
+
+def prime(optimizer: MegatronOptimizer) -> None:
+    """Make the state that a first step would make, so that there is something to load into.
+
+    Moments of TransformerEngine's Adam hold whatever is in their memory until they are loaded, as when Megatron loads.
+    """
+    for one in inner(optimizer):
+        within = one.optimizer
+        if isinstance(within, HybridDeviceOptimizer):
+            for part in within.sub_optimizers:
+                _prime(part)
+            within._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(within, torch.optim.Adam):  # AdamW is a subclass
+            _prime(within)
+        elif not within.state:
+            one.load_state_dict(one.state_dict())
+
+
+def _prime(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if "exp_avg" in state:
+                continue
+            state["exp_avg"] = torch.zeros_like(parameter.data)
+            state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+            if isinstance(adam, torch.optim.Adam):
+                state["step"] = torch.tensor(0.0)
+
+
+def num_steps(optimizer: MegatronOptimizer) -> float:
+    """Steps that Adam has made; 0 before the first."""
+    found = [0.0]
+    for adam in _each_adam(optimizer):
+        if isinstance(adam, torch.optim.Adam):
+            found += [float(state["step"]) for state in adam.state.values() if "step" in state]
+        else:  # TransformerEngine's counts in its groups
+            found += [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
+    return max(found)
+
+
+def set_num_steps(optimizer: MegatronOptimizer, steps: float) -> None:
+    """Adam goes on as after so many steps."""
+    for adam in _each_adam(optimizer):
+        if isinstance(adam, torch.optim.Adam):
+            for state in adam.state.values():
+                state["step"] = torch.tensor(steps)
+        else:
+            for group in adam.param_groups:
+                group["step"] = round(steps)
+
+
+def plain_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """The settings of all parameter groups, without tensors and classes: for people and for other tools.
+
+    HybridDeviceOptimizer keeps classes in them, which ``torch.load`` refuses to read (weights_only).
+    """
+    groups = [group for one in inner(optimizer) for group in one.optimizer.param_groups]
+    return [{key: value for key, value in group.items() if _is_plain(value)} for group in groups]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, PLAIN) for each in value)
+    return isinstance(value, PLAIN)
+
+
+def _each_adam(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    for one in inner(optimizer):
+        is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
+        yield from one.optimizer.sub_optimizers if is_hybrid else [one.optimizer]
+
+
+def sharded_optimizers(optimizer: MegatronOptimizer) -> list[tuple[DistributedOptimizer, dist.ProcessGroup]]:
+    """The optimizers that shard their state, and over which ranks (a gloo group)."""
+    distributed = [one for one in inner(optimizer) if isinstance(one, DistributedOptimizer)]
+    return [(one, one.data_parallel_group_gloo) for one in distributed]

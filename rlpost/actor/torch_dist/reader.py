@@ -1,0 +1,99 @@
+"""Reads chunks of a torch_dist checkpoint straight into tensors, whatever layout wrote it.
+
+Input: a folder and the chunks that this rank holds now. Output: their live tensors, filled. Each stored box is read
+once and its parts are copied to wherever they are needed, so a few stored boxes are all that is held beside the
+tensors themselves. Not a collective: each rank reads for itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from rlpost.actor.torch_dist.shards import Chunk
+from rlpost.errors import CheckpointError
+
+NUM_THREADS = 2
+Needed = list[tuple[ReadItem, Chunk]]
+
+
+class Stored:
+    """The tensors of a checkpoint."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Reads the metadata. Raises OSError."""
+        self._folder = Path(folder)
+        metadata = FileSystemReader(self._folder).read_metadata()
+        self._tensors = {
+            key: found
+            for key, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        self._places: dict[object, _StorageInfo] = metadata.storage_data
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def read_into(self, chunks: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> None:
+        """Fill ``target(chunk)``, [numel] each, with the stored values.
+
+        Elements beyond the stored shape of a tensor that may differ (a padded vocabulary) become 0. Raises
+        CheckpointError when a tensor is missing, has another shape, or does not hold an element; OSError.
+        """
+        by_file: dict[str, dict[int, Needed]] = defaultdict(lambda: defaultdict(list))
+        by_key: dict[str, list[Chunk]] = defaultdict(list)
+        for chunk in chunks:
+            by_key[chunk.key].append(chunk)
+        for key, wanted in by_key.items():
+            for item, chunk in self._needed(key, wanted, target):
+                place = self._places[item.storage_index]
+                by_file[place.relative_path][place.offset].append((item, chunk))
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
+            list(pool.map(lambda one: self._read_file(one[0], one[1], target), by_file.items()))
+
+    def _needed(self, key: str, wanted: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> Needed:
+        stored = self._tensors.get(key)
+        if stored is None:
+            raise CheckpointError(f"{self._folder} has no tensor {key}: it was saved by another model")
+        chunk = wanted[0]
+        if tuple(stored.size) != chunk.global_shape and not chunk.may_differ:
+            raise CheckpointError(
+                f"{self._folder}: {key} has the shape {tuple(stored.size)}, this model's is {chunk.global_shape}"
+            )
+        boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in wanted]
+        items = create_read_items_for_chunk_list(key, stored, boxes)
+        found = [(item, wanted[item.dest_index.index or 0]) for item in items]
+        numel = sum(item.lengths.numel() for item in items)
+        if numel == sum(each.numel for each in wanted):
+            return found
+        if not chunk.may_differ:
+            raise CheckpointError(f"{self._folder}: {key} is stored in part only")
+        for each in wanted:
+            target(each).zero_()
+        return found
+
+    def _read_file(self, name: str, needed: dict[int, Needed], target: Callable[[Chunk], torch.Tensor]) -> None:
+        with open(self._folder / name, "rb") as file:
+            for offset, wanted in sorted(needed.items()):
+                length = self._places[wanted[0][0].storage_index].length
+                one = _create_file_view(file, offset, length)
+                stored = torch.load(one, map_location="cpu", weights_only=True)
+                for item, chunk in wanted:
+                    box = target(chunk).view(chunk.sizes)
+                    _part(box, item.dest_offsets, item.lengths).copy_(_part(stored, item.storage_offsets, item.lengths))
+
+
+def _part(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(axis, offset, length)
+    return tensor

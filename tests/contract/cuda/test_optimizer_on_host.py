@@ -1,0 +1,54 @@
+"""Checkpoints of an optimizer that lies in host memory (``--optimizer-cpu-offload``), which exists only beside CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import Files, run_ranks
+from tests.contract.cuda.hybrid_ranks import pretend, train_hybrid
+from tests.contract.families import make_family
+from tests.contract.samples import STEPS
+
+pytestmark = pytest.mark.timeout(300)
+
+OFFLOADED = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}  # as with CUDA
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {  # model, ranks, settings, Megatron's own
+    "sharded": ("qwen3", 2, {}, {"optimizer_offload_fraction": 1.0}),
+    "half on the GPU": ("qwen3", 1, {}, {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}),
+    "experts": ("glm4.5-moe", 2, {"expert_model_parallel_size": 2}, {"optimizer_offload_fraction": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(tmp_path: Path, case: str) -> None:
+    """Main weights, moments, the number of steps and the next step's metrics are those of the run that was not
+    stopped; the small file beside the tensors is read without running code from it."""
+    model, num_ranks, layout, own = CASES[case]
+    make_family(tmp_path / "model", model)
+    settings = ActorSettings(
+        str(tmp_path / "model"),
+        bf16=True,
+        lr=1e-5,
+        adam_eps=1e-4,
+        distributed_timeout_minutes=2,
+        megatron=OFFLOADED | own,
+        **layout,
+    )
+    saved = str(tmp_path / "saved")
+    run = dict(steps=STEPS, before=pretend)
+    whole = run_ranks(train_hybrid, num_ranks, settings, files=Files(save=saved), **run)
+    resumed = run_ranks(train_hybrid, num_ranks, settings, files=Files(load=saved), **run)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert theirs["steps"] == {float(len(STEPS))}
+        assert ours["metrics"] == theirs["metrics"][2:]
+        assert {key: ours[key] for key in ("adam", "steps", "hash")} == {
+            key: theirs[key] for key in ("adam", "steps", "hash")
+        }
+    common = torch.load(f"{saved}/common.pt", weights_only=True)
+    assert common["adam_step"] == 2.0
+    assert all("params" not in group for group in common["optimizer"]["param_groups"])
