@@ -187,7 +187,7 @@ class Actor:
         metrics = global_metrics(stats)
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
-        self._wait_copied()
+        self.wait_copied()
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
@@ -197,7 +197,7 @@ class Actor:
         """As ``compute_logprobs``, under the reference weights, which are swapped in for the pass."""
         assert self._reference is not None, "no reference is kept without use_kl_loss or kl_coef"
         self._finish_param_sync()
-        self._wait_copied(weights_only=True)
+        self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.compute_logprobs(batch)
 
@@ -212,27 +212,31 @@ class Actor:
         if problem := parallel.first_problem(self._prepare(Path(folder))):
             raise CheckpointError(f"checkpoint of step {step}: {folder} cannot be made: {problem}")
         self._finish_param_sync()
-        saver = self._saver = self._saver or self._made_saver()
+        if self._saver is None:
+            self.set_save_buffer(self.settings.save_buffer_bytes)
+        saver = self._saver
+        assert saver is not None
         writing = self._writing = saver.start(folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
         if in_background:
             if saver.must_stay:
-                self._wait_copied()
+                self.wait_copied()
             return
         try:
             writing.wait()
         finally:
             self._writing = None
 
-    def _made_saver(self) -> Saver:
-        return Saver(
+    def set_save_buffer(self, num_bytes: int) -> None:
+        """Saves take ``num_bytes`` of host memory from now on, instead of ``save_buffer_gb``. A collective."""
+        self._saver = Saver(
             self.chunks,
             None if self.settings.no_save_optim else self.optimizer,
-            buffer_bytes=self.settings.save_buffer_bytes,
+            buffer_bytes=num_bytes,
             residence=Residence(self.memory.resident, self.memory.lock),
         )
 
-    def _wait_copied(self, *, weights_only: bool = False) -> None:
-        """Before the state (or the weights) change: a save in the background may still be reading them."""
+    def wait_copied(self, *, weights_only: bool = False) -> None:
+        """Return when the state (or the weights) may change: a save in the background may still be copying it."""
         if (writing := self._writing) is not None:
             with span("wait for the checkpoint"):
                 writing.wait_copied(weights_only=weights_only, timeout_s=self.settings.save_deadline_s)
@@ -275,7 +279,7 @@ class Actor:
     def load(self, folder: str | Path) -> int:
         """Restore what ``save`` wrote, at any layout, and return its step. Learning rate, weight decay, betas and
         epsilon are those of the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
-        self._wait_copied()
+        self.wait_copied()
         progress = megatron_checkpoint.load(
             folder, chunks=self.chunks, optimizer=self.optimizer, buffer_bytes=self.settings.save_buffer_bytes
         )

@@ -20,6 +20,7 @@ from rlpost.actor import device
 logger = logging.getLogger(__name__)
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"
+PIECE_BYTES = 256 * 1024**2
 
 
 class DeviceMemory:
@@ -33,7 +34,7 @@ class DeviceMemory:
         }
         self.lock = threading.RLock()
         """Held while memory moves; whoever reads tensors from another thread holds it too."""
-        self._away: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor | None, int]]] = {}
+        self._away: dict[str, list[tuple[torch.UntypedStorage, HostCopy | None, int]]] = {}
 
     def offload(self, *parts: str) -> dict[str, int]:
         """Bring parts to host memory (gradients are dropped) and free their memory; a part that is away stays so.
@@ -65,7 +66,7 @@ class DeviceMemory:
         host = hosts.get(_id_of(storage))
         assert host is not None, "the memory of this tensor is gone, and not by offload"
         begin = tensor.storage_offset() * tensor.itemsize
-        return host[begin : begin + tensor.nbytes].view(tensor.dtype)
+        return host.part(begin, begin + tensor.nbytes).view(tensor.dtype)
 
     def _offload(self, part: str) -> int:
         away = []
@@ -74,7 +75,7 @@ class DeviceMemory:
             if storage.data_ptr() in keep:
                 continue
             size = storage.nbytes()
-            host = None if part == GRADS else _to_host(storage)
+            host = None if part == GRADS else HostCopy(_bytes_of(storage))
             storage.resize_(0)
             away.append((storage, host, size))
         self._away[part] = away
@@ -92,9 +93,38 @@ class DeviceMemory:
             if host is None:
                 _bytes_of(storage).zero_()
             else:
-                _bytes_of(storage).copy_(host, non_blocking=True)
+                host.fill(_bytes_of(storage))
             taken += size
         return taken
+
+
+class HostCopy:
+    """Bytes of a storage in host memory, pinned where there is CUDA, in pieces.
+
+    torch rounds each pinned allocation up to a power of two (CachingHostAllocator): a whole copy of 10.5 GB would take
+    16 GiB of every rank. Only the last piece is rounded here.
+    """
+
+    def __init__(self, values: torch.Tensor, *, piece_bytes: int = PIECE_BYTES) -> None:
+        """Copies ``values``: [num_bytes], uint8."""
+        pinned = torch.cuda.is_available()
+        self._piece_bytes = piece_bytes
+        self._pieces = [
+            torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned).copy_(part)
+            for part in values.split(piece_bytes)
+        ]
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Put the bytes into ``values``; on a GPU it returns before that is done."""
+        for piece, part in zip(self._pieces, values.split(self._piece_bytes), strict=True):
+            part.copy_(piece, non_blocking=True)
+
+    def part(self, begin: int, end: int) -> torch.Tensor:
+        """Bytes ``begin`` to ``end``: a view where they lie in one piece, else a copy."""
+        first, last = begin // self._piece_bytes, (end - 1) // self._piece_bytes
+        held = self._pieces[first] if first == last else torch.cat(self._pieces[first : last + 1])
+        offset = first * self._piece_bytes
+        return held[begin - offset : end - offset]
 
 
 def _weights(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -139,11 +169,6 @@ def _id_of(storage: torch.UntypedStorage) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    return host.copy_(_bytes_of(storage))
 
 
 def _report(what: str, sizes: Mapping[str, int]) -> None:

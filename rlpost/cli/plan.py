@@ -157,11 +157,22 @@ def table(made: Estimate, write_gbps: float) -> Table:
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, beside what Ray and Python take"),
         ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {write_gbps:g} GB/s a node"),
+        ("its buffer", save_words(made, seconds)),
         ("weight sync", f"{_gb(made.sync_bytes)} to each of {config.num_engines} engines a step"),
     ]
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def save_words(made: Estimate, seconds: float) -> str:
+    """Host memory of a save, and when an optimizer step waits for it."""
+    checkpoint, ranks = made.config.checkpoint, made.config.cluster.actor_num_gpus_per_node
+    size, written = made.save_buffer_bytes, made.checkpoint_bytes_per_rank
+    words = f"{_gb(size)} of host memory a rank, {_gb(size * ranks)} a node, for {_gb(written)} that a rank writes"
+    if not checkpoint.async_save or size >= written:
+        return words
+    return f"{words};\na step within {seconds * (1 - size / written):.0f} s of a save waits (--save-buffer-gb)"
 
 
 def bars(made: Estimate) -> Text:

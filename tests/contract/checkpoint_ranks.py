@@ -71,7 +71,7 @@ def save_through_a_narrow_buffer(
         return found
 
     HostStream.release, actor.memory.resident = gated, noted  # type: ignore[method-assign]
-    actor._saver = None  # the next one asks the memory as it is now
+    actor.set_save_buffer(actor.settings.save_buffer_bytes)
     actor.save(folders[1], 1, in_background=True)
     actor.memory.offload("weights", "grads", "optimizer")
     may_release.release(2)

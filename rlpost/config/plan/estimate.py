@@ -100,6 +100,10 @@ class Estimate:
     phases: tuple[Phase, ...]
     host_bytes_per_node: int
     checkpoint_bytes: int
+    checkpoint_bytes_per_rank: int
+    """What the rank that writes most writes of a checkpoint."""
+    save_buffer_bytes: int
+    """Host memory of a rank that a checkpoint passes through."""
     sync_bytes: int
 
     @property
@@ -199,8 +203,10 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         ranks=ranks,
         engine=engine,
         phases=_phases(config, fullest, engine),
-        host_bytes_per_node=_host(config, ranks),
+        host_bytes_per_node=_host(config, layout, ranks),
         checkpoint_bytes=total * (stored.weights + state),
+        checkpoint_bytes_per_rank=max(_saved(config, layout, rank.parameters) for rank in ranks),
+        save_buffer_bytes=max(_save_buffer(config, layout, rank.parameters) for rank in ranks),
         sync_bytes=total * engine_width,
     )
 
@@ -265,15 +271,28 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     return Phase("generate", (*own, *more))
 
 
-def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
+def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
+    """Bytes that a rank writes: its share of what data-parallel ranks hold too."""
+    dense = layout.world // (layout.tensor * layout.pipeline)
+    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
+    count = -(-parameters.dense // dense) + (-(-parameters.expert // expert) if parameters.expert else 0)
+    each = parameter_bytes(config)
+    return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
+
+
+def _save_buffer(config: Config, layout: Layout, parameters: Parameters) -> int:
+    """Slots of host memory are made as they are needed, so a small state takes less than --save-buffer-gb."""
+    return min(int(config.checkpoint.save_buffer_gb * 1e9), _saved(config, layout, parameters))
+
+
+def _host(config: Config, layout: Layout, ranks: tuple[Rank, ...]) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the reference's weights with
-    the policy's own beside them while it computes, and what an asynchronous checkpoint copies."""
+    the policy's own beside them while it computes, and the buffer of a checkpoint."""
     uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
     each = 0
     for rank in ranks:
         own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
         own += rank.held.weights + rank.held.optimizer if config.offload_train else 0
-        if config.checkpoint.async_save:
-            own += rank.held.weights + (0 if config.checkpoint.no_save_optim else rank.held.optimizer)
+        own += _save_buffer(config, layout, rank.parameters)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlpost.actor.memory import WEIGHTS, DeviceMemory
+from rlpost.actor.memory import WEIGHTS, DeviceMemory, HostCopy
 
 
 def test_values_are_read_from_the_host_while_their_memory_is_given_up():
@@ -17,3 +17,14 @@ def test_values_are_read_from_the_host_while_their_memory_is_given_up():
             assert memory.resident(tensor).equal(value.view(-1))
     memory.restore(WEIGHTS)
     assert memory.resident(flat[0]) is flat[0] and flat[0].equal(before[0].view(-1))
+
+
+def test_a_copy_in_pieces_is_read_and_put_back_across_their_edges():
+    """No piece is larger than asked for: what is pinned is rounded up to a power of two, piece by piece."""
+    values = torch.arange(100, dtype=torch.uint8)
+    copy = HostCopy(values.clone(), piece_bytes=16)
+    for begin, end in [(0, 16), (3, 9), (15, 17), (30, 100), (0, 100), (99, 100)]:
+        assert copy.part(begin, end).equal(values[begin:end])
+    back = torch.zeros(100, dtype=torch.uint8)
+    copy.fill(back)
+    assert back.equal(values)
