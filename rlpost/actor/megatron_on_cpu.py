@@ -111,12 +111,15 @@ class _Proxy(types.ModuleType):
 def _torch_proxy() -> types.ModuleType:
     import torch
 
-    cpu = torch.device("cpu")
+    def current() -> torch.device:
+        from rlpost.actor import device
 
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        return device.current()  # the CPU, or the meta device in a rehearsal
+
+    def without_cuda(factory: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device")).startswith("cuda"):
-                kwargs["device"] = cpu
+                kwargs["device"] = current()
             kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
@@ -130,7 +133,7 @@ def _torch_proxy() -> types.ModuleType:
     cuda = _Proxy(
         torch.cuda,
         {
-            "current_device": lambda: cpu,
+            "current_device": current,
             "synchronize": nothing,
             "empty_cache": nothing,
             "manual_seed": lambda seed: torch.manual_seed(seed),
@@ -142,7 +145,7 @@ def _torch_proxy() -> types.ModuleType:
             "stream": lambda *args: contextlib.nullcontext(),
         },
     )
-    return _Proxy(torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    return _Proxy(torch, {"cuda": cuda, **{name: without_cuda(getattr(torch, name)) for name in FACTORIES}})
 
 
 def _adapt_jit(module: types.ModuleType) -> None:
