@@ -32,6 +32,8 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand
 TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
 }  # as Tensor.type() spells them
+DEVICE = "cpu"
+"""Where Megatron's tensors of CUDA go. Tests of placement say "meta": what is on the CPU then was left there."""
 
 
 def install() -> None:
@@ -111,15 +113,10 @@ class _Proxy(types.ModuleType):
 def _torch_proxy() -> types.ModuleType:
     import torch
 
-    def current() -> torch.device:
-        from rlpost.actor import device
-
-        return device.current()  # the CPU, or the meta device in a rehearsal
-
-    def without_cuda(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device")).startswith("cuda"):
-                kwargs["device"] = current()
+                kwargs["device"] = torch.device(DEVICE)
             kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
@@ -133,7 +130,7 @@ def _torch_proxy() -> types.ModuleType:
     cuda = _Proxy(
         torch.cuda,
         {
-            "current_device": current,
+            "current_device": lambda: torch.device(DEVICE),
             "synchronize": nothing,
             "empty_cache": nothing,
             "manual_seed": lambda seed: torch.manual_seed(seed),
@@ -145,7 +142,7 @@ def _torch_proxy() -> types.ModuleType:
             "stream": lambda *args: contextlib.nullcontext(),
         },
     )
-    return _Proxy(torch, {"cuda": cuda, **{name: without_cuda(getattr(torch, name)) for name in FACTORIES}})
+    return _Proxy(torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}})
 
 
 def _adapt_jit(module: types.ModuleType) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes
-from rlpost.config.plan.shape import Layout, Parameters, layout_of, rank_parameters
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    largest_bucket,
+    layout_of,
+    rank_parameters,
+    stored_bytes,
+)
 from rlpost.config.plan.shape import Shape as ModelShape
 from rlpost.config.tree import Config
 from rlpost.rehearsal import coverage
@@ -57,6 +64,7 @@ def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected
         *parameter_problems(ranks, expected),
         *memory_problems(ranks, expected),
         *plan_problems(ranks, plans, expected),
+        *traffic_problems(plans[0], expected, width=parameter_bytes(expected.config).weights),
         *sender_problems(ranks, layout),
     ]
 
@@ -175,10 +183,33 @@ def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], exp
             yield f"weight update: bucket {number} has {size} bytes, --update-weight-buffer-size is {limit}"
 
 
+def traffic_problems(plan: Plan, expected: Expected, *, width: int) -> Iterator[str]:
+    """The plan's bytes are those of the planner, and so is its largest bucket. Args: ``width``: bytes of an element of
+    the matrices of the layers."""
+    limit = expected.config.sync.update_weight_buffer_size
+    planned = largest_bucket(
+        expected.shape, expected.layout, limit=limit, width=parameter_bytes(expected.config).weights
+    )
+    largest = max(map(bucket_bytes, plan))
+    is_one_weight = planned > limit  # then it is exact; else buckets are filled as far as weights fit
+    if largest > planned or (is_one_weight and largest != planned):
+        yield f"weight update: its largest bucket has {largest} bytes, the planner says {planned}"
+    buffers = expected.published.buffers
+    sent = sum(size for bucket in plan for name, size in tensor_bytes(bucket) if name not in buffers)
+    wanted = stored_bytes(expected.shape, width)
+    if sent != wanted:
+        yield f"weight update: it has {sent} bytes of trained weights, the planner says {wanted}"
+
+
 def bucket_bytes(bucket: Bucket) -> int:
     """Bytes of all tensors of a bucket."""
-    shaped = zip(bucket.shapes, bucket.dtypes, strict=True)
-    return sum(num_elements(shape) * getattr(torch, dtype).itemsize for shape, dtype in shaped)
+    return sum(size for _, size in tensor_bytes(bucket))
+
+
+def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each tensor of a bucket."""
+    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+        yield name, num_elements(shape) * getattr(torch, dtype).itemsize
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:

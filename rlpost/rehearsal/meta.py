@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlpost.actor import device, parallel
+from rlpost.actor import device, megatron_on_cpu, parallel
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, PlacementError
 
@@ -37,13 +37,24 @@ def as_rank(rank: int, world: int, settings: ActorSettings, *, num_virtual_stage
     if not 0 <= rank < world:
         raise PlacementError(f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}")
     parallel.check_layout(settings, world)
-    with _fake_groups_only(), device.rehearsing_on(META), META, _MetaAsHost():
+    with _fake_groups_only(), _meta_in_place_of_cuda(), META, _MetaAsHost():
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             parallel.form_groups(settings, num_virtual_stages=num_virtual_stages)
             yield
         finally:
             parallel.destroy()
+
+
+@contextmanager
+def _meta_in_place_of_cuda() -> Iterator[None]:
+    """What this trainer and Megatron put on the current device is on the meta device."""
+    before, megatron_on_cpu.DEVICE = megatron_on_cpu.DEVICE, META.type
+    try:
+        with device.rehearsing_on(META):
+            yield
+    finally:
+        megatron_on_cpu.DEVICE = before
 
 
 @contextmanager

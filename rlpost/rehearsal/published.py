@@ -23,6 +23,8 @@ class Published:
     """By the names of the safetensors that ``save_pretrained`` writes; tied ones once."""
     num_parameters: int
     """Trained elements, tied ones once."""
+    buffers: frozenset[str]
+    """Those of the tensors that are not trained."""
 
 
 def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None) -> Published:
@@ -41,7 +43,8 @@ def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None
     # transformers fuses the experts of a layer into one tensor; checkpoints have them apart
     tensors = revert_weight_conversion(model, model.state_dict())
     tied = set(model.all_tied_weights_keys)
-    return Published({key: tuple(one.shape) for key, one in tensors.items() if key not in tied}, num_parameters)
+    shapes = {key: tuple(one.shape) for key, one in tensors.items() if key not in tied}
+    return Published(shapes, num_parameters, frozenset(key for key, _ in model.named_buffers() if key in shapes))
 
 
 def _to_fp8(model: Any, block: tuple[int, int]) -> None:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.plan.shape import stored_bytes
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.actor_settings import actor_settings
-from rlpost.rehearsal.check import Expected, plan_problems, problems
+from rlpost.rehearsal.check import Expected, plan_problems, problems, tensor_bytes
 from rlpost.rehearsal.facts import RankFacts, Weight
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
@@ -131,6 +132,8 @@ def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path
     fp8 = BlockFp8(frozenset(quantised), (128, 128))
     plans = update_plans(ranks, bucket_bytes=config.sync.update_weight_buffer_size, quantisation=fp8)
     assert list(plan_problems(ranks, plans, expected)) == []
+    sent = sum(size for bucket in plans[0] for _, size in tensor_bytes(bucket))
+    assert sent == stored_bytes(expected.shape, 1)
 
 
 SMALL = {
