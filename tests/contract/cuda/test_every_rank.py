@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.actor_settings import actor_settings
 from rlpost.rehearsal.check import Expected, plan_problems, problems, tensor_bytes
-from rlpost.rehearsal.facts import RankFacts, Weight
+from rlpost.rehearsal.facts import Weight
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.update_plan import Plan, update_plans
+from rlpost.rehearsal.rehearse import Rehearsal, rehearse
+from rlpost.rehearsal.update_plan import update_plans
 from rlpost.types import Bucket
 from rlpost.weights.families import family
 from rlpost.weights.inventory import Inventory
@@ -50,28 +51,6 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """All ranks of a configuration, and what they are compared with."""
-
-    ranks: dict[int, RankFacts]
-    plans: dict[int, Plan]
-    expected: Expected
-
-    @property
-    def problems(self) -> list[str]:
-        return problems(self.ranks, self.plans, self.expected)
-
-
-def rehearse(config: Config, hf: Mapping[str, Any]) -> Rehearsal:
-    settings = actor_settings(config)
-    description = description_of(settings)
-    world = config.actor_world_size
-    ranks = {rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)}
-    plans = update_plans(ranks, bucket_bytes=config.sync.update_weight_buffer_size)
-    return Rehearsal(ranks, plans, Expected(config, hf_shape(hf), published(hf)))
 
 
 def recipe_config(recipe: str, folder: Path, **changed: dict[str, Any]) -> tuple[Config, Mapping[str, Any]]:
@@ -96,7 +75,7 @@ def words_of(hf: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     config, hf = recipe_config(recipe, tmp_path)
-    made = rehearse(config, hf)
+    made = rehearse(config, actor_settings(config), hf=hf)
     assert len(made.ranks) == config.actor_world_size
     assert made.problems[:20] == []
 
@@ -116,7 +95,8 @@ def test_other_layouts_make_up_the_model_too(case, tmp_path):
     perf, world = MANY_WAYS[case]
     plain = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
     cluster = {"actor_num_gpus_per_node": world, "num_gpus_per_node": world, "rollout_num_gpus_per_engine": 1}
-    made = rehearse(*recipe_config("qwen3_4b", tmp_path, perf=plain | perf, cluster=cluster))
+    config, hf = recipe_config("qwen3_4b", tmp_path, perf=plain | perf, cluster=cluster)
+    made = rehearse(config, actor_settings(config), hf=hf)
     assert len(made.ranks) == world
     assert made.problems[:20] == []
 
@@ -159,7 +139,7 @@ SIXTEEN = {
 
 def small(folder: Path) -> Rehearsal:
     config, _ = recipe_config("glm45_355b", folder, model=SMALL, **SIXTEEN)
-    return rehearse(config, SMALL_HF)
+    return rehearse(config, actor_settings(config), hf=SMALL_HF)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +153,7 @@ def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
 
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
     """The rehearsal with other facts about one rank; the plan is made again."""
-    ranks = made.ranks | {rank: replace(made.ranks[rank], **facts)}
+    ranks = {**made.ranks, rank: replace(made.ranks[rank], **facts)}
     plans = update_plans(ranks, bucket_bytes=made.expected.config.sync.update_weight_buffer_size)
     return Rehearsal(ranks, plans, made.expected)
 
