@@ -6,6 +6,7 @@ visible one would be used by Megatron, so the tests skip then.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.shape import stored_bytes
+from rlpost.config.plan.shape import shape_of, stored_bytes
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
@@ -78,6 +79,7 @@ def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     made = rehearse(config, actor_settings(config), hf=hf)
     assert len(made.ranks) == config.actor_world_size
     assert made.problems[:20] == []
+    assert shape_of(config.model.model_dump()) == made.expected.shape, "what `rlpost plan` counts without the folder"
 
 
 MANY_WAYS = {  # layouts that no recipe has: settings of [perf], ranks
@@ -149,6 +151,24 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
 
 def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
     assert sixteen.problems == []
+
+
+def test_a_folder_with_config_json_says_what_the_model_is(tmp_path, sixteen):
+    """And is what the ranks are compared with, where nothing else is given."""
+    settings = replace(actor_settings(sixteen.expected.config), hf_checkpoint=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_HF))
+    made = rehearse(sixteen.expected.config, settings)
+    assert made.problems == []
+    assert made.ranks == sixteen.ranks
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_HF | {"n_routed_experts": 16}))
+    with pytest.raises(ConfigError, match=r"--num-experts.*= 8, but the checkpoint's config.json says 16"):
+        rehearse(sixteen.expected.config, settings)
+
+
+def test_a_model_that_nothing_describes_is_named(sixteen):
+    settings = replace(actor_settings(sixteen.expected.config), model_args={})
+    with pytest.raises(ConfigError, match=r"model.num_layers, .*: not known"):
+        rehearse(sixteen.expected.config, settings)
 
 
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
