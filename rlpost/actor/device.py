@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,24 @@ PEAK_TFLOPS = {
 """Dense bfloat16, by a part of the device's name; the first that fits counts. From NVIDIA's data sheets."""
 
 
+_rehearsed: torch.device | None = None
+
+
+@contextmanager
+def rehearsing_on(device: torch.device) -> Iterator[None]:
+    """Let ``current`` answer ``device`` within the context: a rehearsal builds ranks on the meta device."""
+    global _rehearsed
+    before, _rehearsed = _rehearsed, device
+    try:
+        yield
+    finally:
+        _rehearsed = before
+
+
 def current() -> torch.device:
     """The device of this rank's tensors."""
+    if _rehearsed is not None:
+        return _rehearsed
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

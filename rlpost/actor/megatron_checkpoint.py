@@ -45,7 +45,7 @@ from rlpost.actor.torch_dist.written import (
     Regions,
     regions_of_model,
     state_shards,
-    written_state_shards,
+    states_of,
     written_states,
     written_weights,
 )
@@ -141,7 +141,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo")  # the thread's own: training uses the others meanwhile
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer's memory may not be given up while a save copies it."""
-        self._written = written_states(optimizer, regions_of_model(_model_state(chunks)))
+        self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
 
     def start(self, folder: str | Path, progress: Progress, *, with_random_state: bool = True) -> Writing:
         """Begin to write model, optimizer, progress and the random generators of all ranks into an existing folder;
@@ -150,7 +150,7 @@ class Saver:
         What is returned must be waited for, also before the next save. Raises CheckpointError when the small files
         cannot be written, on every rank.
         """
-        state = _model_state(self._model)
+        state = model_state(self._model)
         regions = regions_of_model(state)
         _, common = save_preprocess(state | self._common(progress, with_random_state), validate_access_integrity=False)
         failed = f"checkpoint of step {progress.step} could not be written to {folder}"
@@ -182,7 +182,7 @@ class Saver:
         """What this rank writes of the optimizer; nothing before its first step, when it follows from the weights."""
         if self._optimizer is None or optimizer_state.num_steps(self._optimizer) == 0:
             return []
-        return written_state_shards(self._optimizer, regions, self._written)
+        return states_of(self._optimizer, regions, self._written)
 
     def _chunked(self, shards: Sequence[Shard]) -> list[Chunk]:
         return [chunk for shard in shards for chunk in chunks_of(shard, max_bytes=self._buffer.slot_bytes)]
@@ -198,7 +198,7 @@ def load(
     """
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
     is_same_layout = common.get("layout") == random_state.layout()
-    state = _model_state(chunks)
+    state = model_state(chunks)
     regions = regions_of_model(state)
     loaded = _load(folder, chunks, state | ({random_state.KEY: random_state.sharded()} if is_same_layout else {}))
     if is_same_layout:
@@ -235,7 +235,7 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
     found = find_checkpoint(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    _load(found, chunks, _model_state(chunks))
+    _load(found, chunks, model_state(chunks))
 
 
 def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
@@ -340,5 +340,6 @@ def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
     return [("model" if single else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
 
 
-def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The model in Megatron's sharded form, with the live tensors."""
     return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _keyed(chunks)}

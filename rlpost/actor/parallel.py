@@ -36,7 +36,7 @@ def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_s
 
     Raises PlacementError when the layout does not fit the number of ranks.
     """
-    _check(settings, rendezvous.world_size)
+    check_layout(settings, rendezvous.world_size)
     dist.init_process_group(
         device.backend(),
         init_method=f"tcp://{_host(rendezvous.master_addr)}:{rendezvous.master_port}",
@@ -44,6 +44,11 @@ def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_s
         world_size=rendezvous.world_size,
         timeout=timedelta(minutes=settings.distributed_timeout_minutes),
     )
+    form_groups(settings, num_virtual_stages=num_virtual_stages)
+
+
+def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
+    """Form Megatron's groups among ranks that have joined, and seed the random generators. A collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
@@ -57,7 +62,8 @@ def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_s
     model_parallel_cuda_manual_seed(settings.seed)
 
 
-def _check(settings: ActorSettings, world_size: int) -> None:
+def check_layout(settings: ActorSettings, world_size: int) -> None:
+    """Raises PlacementError when the parallel sizes do not divide the number of ranks."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     left = world_size
     for name in names:

@@ -42,17 +42,8 @@ class Exporter:
         self.inventory = inventory
 
     def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        """All weights, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A
-        bucket's weights are all of one pipeline stage."""
-        buckets: list[list[Entry]] = []
-        room = 0
-        for entry in sorted(self.inventory.entries, key=lambda entry: entry.owner):
-            if not buckets or entry.num_bytes > room or entry.owner != buckets[-1][0].owner:
-                buckets.append([])
-                room = max_bytes
-            buckets[-1].append(entry)
-            room -= entry.num_bytes
-        return tuple(tuple(bucket) for bucket in buckets)
+        """All weights in buckets, as ``in_buckets``."""
+        return in_buckets(self.inventory.entries, max_bytes)
 
     @torch.no_grad()
     def gather(self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
@@ -83,6 +74,20 @@ class Exporter:
         for full in fulls:
             dist.broadcast(full, group=groups.pipeline, group_src=entry.owner)
         return fulls
+
+
+def in_buckets(entries: Sequence[Entry], max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
+    """All entries, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A bucket's
+    weights are all of one pipeline stage."""
+    buckets: list[list[Entry]] = []
+    remaining = 0
+    for entry in sorted(entries, key=lambda entry: entry.owner):
+        if not buckets or entry.num_bytes > remaining or entry.owner != buckets[-1][0].owner:
+            buckets.append([])
+            remaining = max_bytes
+        buckets[-1].append(entry)
+        remaining -= entry.num_bytes
+    return tuple(tuple(bucket) for bucket in buckets)
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ not cut: layers and experts are counted over all ranks. Buffers that a family ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,14 +61,34 @@ class Held:
     dim: int | None  # along which it is cut; None when it is whole
 
 
+Gather = Callable[[list[Entry], dist.ProcessGroup], list[list[Entry]]]
+"""The entries of every rank of a group, in order, from those of this rank. A collective of the group."""
+
+
+def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
+    """Exchange entries over the process group."""
+    if group.size() == 1:
+        return [mine]
+    everyone: list[list[Entry]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 class Inventory:
     """What there is and what is here. Constructing it is a collective of the pipeline group."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], *, family: Family, dims: Dimensions, groups: Groups, tied: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        family: Family,
+        dims: Dimensions,
+        groups: Groups,
+        tied: bool,
+        gather: Gather = gather_entries,
     ) -> None:
-        """Args: ``tied``: whether the output layer is the embedding. Raises WeightError for a parameter that the
-        family has no name for."""
+        """Args: ``tied``: whether the output layer is the embedding; ``gather``: how the pipeline stages exchange their
+        entries. Raises WeightError for a parameter that the family has no name for."""
         self.dims = dims
         self.groups = groups
         self.tied = tied
@@ -81,7 +101,7 @@ class Inventory:
             self.held[held.rule.megatron] = held
             if not is_copy:
                 mine.append(self._entry(name, held, family))
-        self.entries = tuple(self._of_all_stages(mine))
+        self.entries = in_order(gather(mine, groups.pipeline))
 
     @property
     def hugging_face(self) -> set[str]:
@@ -122,22 +142,19 @@ class Inventory:
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
 
-    def _of_all_stages(self, mine: list[Entry]) -> list[Entry]:
-        """All entries: the embedding, the layers in order, then what follows them."""
-        stages = [mine]
-        if self.groups.pipeline.size() > 1:
-            stages = [[] for _ in range(self.groups.pipeline.size())]
-            dist.all_gather_object(stages, mine, group=self.groups.pipeline)
-        entries = [entry for stage in stages for entry in stage]
 
-        def place(entry: Entry) -> float:
-            name = entry.rules[0].megatron
-            number = names.layer_number(name)
-            if number is not None:
-                return number
-            return -1 if name == EMBEDDING else float("inf")
+def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
+    """The entries of all pipeline stages: the embedding, the layers in order, then what follows them."""
+    entries = [entry for stage in stages for entry in stage]
 
-        return sorted(entries, key=place)
+    def place(entry: Entry) -> float:
+        name = entry.rules[0].megatron
+        number = names.layer_number(name)
+        if number is not None:
+            return number
+        return -1 if name == EMBEDDING else float("inf")
+
+    return tuple(sorted(entries, key=place))
 
 
 def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,6 @@
 """What Megatron-core's modules and PyTorch really hold, for the planner to be compared with; one JSON object a line.
 
-A script of its own: it stands in for a process group of any size with torch's fake one, and for the GPU with the meta
-device, which hold no memory.
+A separate script: parameters are counted by a rehearsal of the rank, memory is measured on this process alone.
 """
 
 from __future__ import annotations
@@ -11,48 +10,36 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlpost.actor import model as actor_model
 from rlpost.actor import optimizer as actor_optimizer
+from rlpost.actor import parallel
 from rlpost.actor.description import ModelDescription
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.settings import ActorSettings
+from rlpost.rehearsal.check import parameters_of
+from rlpost.rehearsal.rank import rehearse_rank
 
-from megatron.core import parallel_state  # isort: skip  (after the stand-in for CUDA)
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip  (after the stand-in for CUDA)
 
 NUM_TOKENS = 512
 
 
 @contextmanager
-def ranks(settings: ActorSettings, description: ModelDescription, *, world: int, rank: int) -> Iterator[None]:
-    """This process as one rank of many."""
-    alone = world == 1
-    dist.init_process_group(
-        "gloo" if alone else "fake", store=dist.HashStore() if alone else FakeStore(), rank=rank, world_size=world
-    )
-    parallel_state.initialize_model_parallel(
-        settings.tensor_model_parallel_size,
-        settings.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=description.num_virtual_stages(settings),
-        context_parallel_size=settings.context_parallel_size,
-        expert_model_parallel_size=settings.expert_model_parallel_size,
-        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
-        create_gloo_process_groups=alone,
-    )
-    model_parallel_cuda_manual_seed(1)
+def alone(settings: ActorSettings, description: ModelDescription) -> Iterator[None]:
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel.form_groups(settings, num_virtual_stages=description.num_virtual_stages(settings))
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        parallel.destroy()
 
 
 def described(hf: dict[str, Any]) -> ModelDescription:
@@ -62,37 +49,15 @@ def described(hf: dict[str, Any]) -> ModelDescription:
 def count(case: dict[str, Any]) -> dict[str, int]:
     """Parameters of one rank's modules, on the meta device."""
     settings = ActorSettings(hf_checkpoint="model", **case["settings"])
-    description = described(case["hf"])
-    with ranks(settings, description, world=case["world"], rank=case["rank"]), torch.device("meta"), on_meta():
-        chunks = actor_model.build_model(description, settings)
-    every = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    expert = sum(parameter.numel() for parameter in every if not getattr(parameter, "allreduce", True))
-    return {"expert": expert, "dense": sum(parameter.numel() for parameter in every) - expert}
-
-
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Megatron asks for the current device of CUDA; where that is the CPU's stand-in, it is the meta device."""
-    proxies = {
-        id(found): found
-        for module in list(sys.modules.values())
-        if module.__name__.startswith("megatron") and "_real" in vars(found := getattr(module, "torch", None) or module)
-    }
-    before = {key: vars(found.cuda)["current_device"] for key, found in proxies.items()}
-    for found in proxies.values():
-        vars(found.cuda)["current_device"] = lambda: torch.device("meta")
-    try:
-        yield
-    finally:
-        for key, found in proxies.items():
-            vars(found.cuda)["current_device"] = before[key]
+    facts = rehearse_rank(settings, described(case["hf"]), rank=case["rank"], world=case["world"])
+    return asdict(parameters_of(facts))
 
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """Bytes that autograd keeps for a small model's layers, and that weights, gradients and Adam's state take."""
     settings = ActorSettings(hf_checkpoint="model", transformer_impl="local", **case["settings"])
     description = described(case["hf"])
-    with ranks(settings, description, world=1, rank=0):
+    with alone(settings, description):
         chunks = actor_model.build_model(description, settings)
         for parameter in chunks[0].parameters():
             parameter.data.normal_(std=0.02)

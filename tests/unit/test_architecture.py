@@ -34,6 +34,8 @@ FORBIDDEN = {
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.checkpoint": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
+    "rlpost.rehearsal": (HEAVY - {"torch", "transformers", "megatron"})
+    | {"slurm", "bootstrap", "submitit", "rlpost.rollout", "rlpost.orchestration", "rlpost.cli"},
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},

@@ -88,7 +88,7 @@ def state_shards(state: ParameterState, regions: tuple[Region, ...], part: tuple
     ]
 
 
-def written_state_shards(optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]) -> list[Shard]:
+def states_of(optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]) -> list[Shard]:
     """What this rank writes of the optimizer; ``written`` is that of ``written_states``."""
     shards: list[Shard] = []
     for state in optimizer_state.parameter_states(optimizer):

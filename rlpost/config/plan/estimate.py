@@ -13,7 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
-from rlpost.config.plan.shape import Layout, Parameters, Shape, layout_of, rank_parameters
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    Shape,
+    largest_bucket,
+    layout_of,
+    rank_parameters,
+    stored_bytes,
+)
 from rlpost.config.tree import Config
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -202,12 +210,12 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=_phases(config, fullest, engine),
+        phases=_phases(config, shape, fullest, engine),
         host_bytes_per_node=_host(config, layout, ranks),
         checkpoint_bytes=total * (stored.weights + state),
         checkpoint_bytes_per_rank=max(_saved(config, layout, rank.parameters) for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, layout, rank.parameters) for rank in ranks),
-        sync_bytes=total * engine_width,
+        sync_bytes=stored_bytes(shape, engine_width),
     )
 
 
@@ -229,7 +237,8 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
     """What weights of so many bytes take on each GPU of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine
     projections = shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
-    return width * ((shape.parameters.total - projections) // gpus + projections * _replicas(config) // gpus)
+    others = stored_bytes(shape, width) - width * projections
+    return others // gpus + width * projections * _replicas(config) // gpus
 
 
 def _replicas(config: Config) -> int:
@@ -247,7 +256,7 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
     return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
 
 
-def _phases(config: Config, rank: Rank, engine: Engine | None) -> tuple[Phase, ...]:
+def _phases(config: Config, shape: Shape, rank: Rank, engine: Engine | None) -> tuple[Phase, ...]:
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
@@ -255,7 +264,9 @@ def _phases(config: Config, rank: Rank, engine: Engine | None) -> tuple[Phase, .
     if engine is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *passing, context)), *alone)
-    buffers = ("buffers", 3 * config.sync.update_weight_buffer_size)  # one is gathered, two lie open to the engine
+    limit, width = config.sync.update_weight_buffer_size, parameter_bytes(config).weights
+    bucket = largest_bucket(shape, layout_of(config), limit=limit, width=width)
+    buffers = ("buffers", 3 * bucket)  # one is gathered, two lie open to the engine
     shadow = () if config.offload_train else kept
     there = () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
     beside = ("engine's CUDA", ENGINE_CONTEXT)

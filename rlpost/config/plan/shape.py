@@ -15,6 +15,8 @@ from typing import Any
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
+FP8_BLOCK = 128 * 128
+"""Elements of a block of FP8 weights; each block has a float32 scale."""
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -178,3 +180,37 @@ def _attention(shape: Shape, tensor: int) -> int:
     rows = shape.heads * shape.head_dim // tensor
     norms = shape.hidden * (4 if shape.sandwich else 2) + (2 * shape.head_dim if shape.qk_norm else 0)
     return shape.hidden * (columns + rows) + (columns if shape.qkv_bias else 0) + norms
+
+
+def stored_bytes(shape: Shape, width: int) -> int:
+    """All weights in a checkpoint or an engine, in bytes. Args: ``width``: bytes of an element, 1 for FP8.
+
+    In FP8 are the matrices of the layers alone: embeddings, norms, biases and routers keep two bytes.
+    """
+    total = shape.parameters.total
+    if width != 1:
+        return width * total
+    matrices = layer_matrices(shape)
+    return matrices + 4 * (matrices // FP8_BLOCK) + 2 * (total - matrices)
+
+
+def layer_matrices(shape: Shape) -> int:
+    """Elements of the linear weights of all layers, routers aside."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
+    dense = 3 * shape.hidden * shape.ffn
+    sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
+    return sum(attention + (sparse if is_sparse else dense) for is_sparse in shape.sparse)
+
+
+def largest_bucket(shape: Shape, layout: Layout, *, limit: int, width: int) -> int:
+    """Bytes of the largest bucket of a weight update: ``limit``, unless one weight alone is larger.
+
+    The embedding is gathered whole; an expert's weight together with those that the other expert-parallel ranks have at
+    its place. Args: ``width``: bytes of an element.
+    """
+    alone = [shape.vocab * shape.hidden]
+    if not all(shape.sparse):
+        alone.append(2 * shape.hidden * shape.ffn)
+    if any(shape.sparse):
+        alone.append(layout.expert * 2 * shape.hidden * shape.expert_ffn)
+    return max(width * max(alone), min(limit, width * shape.parameters.total))

@@ -1,0 +1,227 @@
+"""What contradicts in the facts about all ranks of a configuration. Pure.
+
+Input: facts, the planner's layout and shape, the model as transformers has it. Output: one line for each contradiction;
+an empty list when groups, weights, optimizer, checkpoint, memory and weight-update plan agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    largest_bucket,
+    layout_of,
+    rank_parameters,
+    stored_bytes,
+)
+from rlpost.config.plan.shape import Shape as ModelShape
+from rlpost.config.tree import Config
+from rlpost.rehearsal import coverage
+from rlpost.rehearsal.facts import RankFacts, num_elements
+from rlpost.rehearsal.places import KINDS, members, place
+from rlpost.rehearsal.published import Published
+from rlpost.rehearsal.update_plan import Plan
+from rlpost.types import Bucket
+
+PADDING = 64
+"""Megatron's buffers begin every parameter at a multiple of so many elements."""
+BUCKET_PADDING = 128
+"""And end at a multiple of this, for every rank that shares the optimizer's state."""
+MAIN_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the facts are compared with."""
+
+    config: Config
+    shape: ModelShape
+    published: Published
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.config)
+
+
+def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> list[str]:
+    """All contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
+    layout, published = expected.layout, expected.published
+    missing = [rank for rank in range(layout.world) if rank not in ranks or rank not in plans]
+    if missing:
+        return [f"ranks {missing}: no facts, or no plan"]
+    return [
+        *group_problems(ranks, layout),
+        *coverage.weight_problems(ranks, layout, expected.shape, published),
+        *coverage.optimizer_problems(ranks, spread=expected.config.perf.use_distributed_optimizer),
+        *coverage.checkpoint_problems(ranks, layout, published),
+        *parameter_problems(ranks, expected),
+        *memory_problems(ranks, expected),
+        *plan_problems(ranks, plans, expected),
+        *traffic_problems(plans[0], expected, width=parameter_bytes(expected.config).weights),
+        *sender_problems(ranks, layout),
+    ]
+
+
+def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
+    """Every rank is in one group of each kind, with the members that the layout asks for, in the same order for all."""
+    for kind in KINDS:
+        wanted = members(layout, kind)
+        for rank, facts in ranks.items():
+            found = facts.groups.get(kind)
+            if found != wanted[rank]:
+                yield f"rank {rank}: its {kind} group is {found}, the layout asks for {wanted[rank]}"
+        listed = [rank for group in {facts.groups.get(kind, ()) for facts in ranks.values()} for rank in group]
+        if sorted(listed) != list(range(layout.world)):
+            yield f"{kind} groups: together they list the ranks {sorted(listed)}, not each of {layout.world} once"
+
+
+def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
+    """Each rank holds as many parameters as the planner counts, and all of them as many as transformers."""
+    layout = expected.layout
+    for rank, facts in ranks.items():
+        found = parameters_of(facts)
+        wanted = rank_parameters(expected.shape, layout, place(layout, rank).pipeline)
+        if found != wanted:
+            yield f"rank {rank}: {found} are built, the planner counts {wanted}"
+        if found.total != facts.num_parameters:
+            yield f"rank {rank}: its modules have {facts.num_parameters} parameters, the weights {found.total}"
+    total = expected.published.num_parameters
+    if (counted := expected.shape.parameters.total) != total:
+        yield f"the planner counts {counted} parameters of the model, transformers has {total}"
+    if (built := num_distinct(ranks, expected)) != total:
+        yield f"all ranks together have {built} parameters, each counted once; transformers has {total}"
+
+
+def num_distinct(ranks: Mapping[int, RankFacts], expected: Expected) -> int:
+    """Trained elements of all ranks, replicas counted once, without the padding of the vocabulary."""
+    shards = {
+        (weight.name, weight.shard): weight.size
+        for facts in ranks.values()
+        for weight in facts.weights
+        if weight.is_trained and not weight.is_tied_copy
+    }
+    padded_rows = -expected.shape.vocab % expected.layout.tensor
+    num_padded = 1 if expected.shape.tied else 2
+    return sum(shards.values()) - num_padded * padded_rows * expected.shape.hidden
+
+
+def parameters_of(facts: RankFacts) -> Parameters:
+    """The trained elements that a rank holds."""
+    trained = [weight for weight in facts.weights if weight.is_trained]
+    expert = sum(weight.size for weight in trained if weight.is_expert)
+    return Parameters(dense=sum(weight.size for weight in trained) - expert, expert=expert)
+
+
+def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
+    """Weights, gradients and optimizer take what the planner says, on the fullest rank of each stage, except that
+    Megatron's buffers are padded."""
+    layout, each = expected.layout, parameter_bytes(expected.config)
+    stages: dict[int, list[RankFacts]] = {}
+    for rank, facts in ranks.items():
+        stages.setdefault(place(layout, rank).pipeline, []).append(facts)
+    for stage, of_stage in sorted(stages.items()):
+        planned = planned_bytes(expected, rank_parameters(expected.shape, layout, stage))
+        padding = PADDING * max(len(facts.weights) for facts in of_stage) + 2 * BUCKET_PADDING * layout.world
+        compared = (
+            ("weights", max(facts.memory.weights for facts in of_stage), planned.weights, 0),
+            ("gradients", max(facts.memory.gradients for facts in of_stage), planned.gradients, each.gradients),
+            ("optimizer", max(map(num_optimized, of_stage)) * each.optimizer, planned.optimizer, each.optimizer),
+        )
+        for name, size, wanted, element in compared:
+            if not wanted <= size <= wanted + padding * element:
+                yield f"stage {stage}: {name} take {size} bytes on a rank, the planner says {wanted}"
+    main_bytes = 0 if expected.config.perf.bf16 is False else MAIN_WEIGHT_BYTES
+    for rank, facts in ranks.items():
+        size, elements = facts.memory.main_weights, num_optimized(facts)
+        if size != main_bytes * elements:
+            yield f"rank {rank}: main weights take {size} bytes, its optimizer has {elements} elements"
+
+
+def planned_bytes(expected: Expected, parameters: Parameters) -> RankMemory:
+    """The planner's bytes on a rank, as if nothing were offloaded."""
+    optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
+    here = expected.config.model_copy(update={"optimizer": optimizer})
+    return held_memory(here, expected.layout, parameters)[0]
+
+
+def num_optimized(facts: RankFacts) -> int:
+    """Elements whose optimizer state is on the rank."""
+    ranges = [weight.optimizer for weight in facts.weights if weight.optimizer is not None]
+    return sum(end - start for start, end in ranges)
+
+
+def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> Iterator[str]:
+    """The plan is the same on every rank, has every tensor of the checkpoint once in its shape, and its buckets are
+    within bounds and each of one pipeline stage."""
+    first = plans[0]
+    for rank, plan in plans.items():
+        if plan is not first and plan != first:
+            yield f"rank {rank}: its weight-update plan differs from that of rank 0"
+    tensors, planned = expected.published.tensors, Counter(name for bucket in first for name in bucket.names)
+    for bucket in first:
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            if tensors.get(name) != shape:
+                yield f"weight update: {name} has the shape {shape}, transformers says {tensors.get(name)}"
+            stage = coverage.stage_of(name, expected.layout, expected.shape.num_layers)
+            if bucket.stage != stage:
+                yield f"weight update: {name} is sent by stage {bucket.stage}, stage {stage} holds it"
+    for name in tensors:
+        if planned[name] != 1:
+            yield f"weight update: {name} is in {planned[name]} buckets, 1 is needed"
+    limit = expected.config.sync.update_weight_buffer_size
+    alone = {entry.hugging_face for facts in ranks.values() for entry in facts.entries if entry.num_bytes > limit}
+    for number, bucket in enumerate(first):
+        size = bucket_bytes(bucket)
+        if size > limit and bucket.names not in alone:
+            yield f"weight update: bucket {number} has {size} bytes, --update-weight-buffer-size is {limit}"
+
+
+def traffic_problems(plan: Plan, expected: Expected, *, width: int) -> Iterator[str]:
+    """The plan's bytes are those of the planner, and so is its largest bucket. Args: ``width``: bytes of an element of
+    the matrices of the layers."""
+    limit = expected.config.sync.update_weight_buffer_size
+    planned = largest_bucket(
+        expected.shape, expected.layout, limit=limit, width=parameter_bytes(expected.config).weights
+    )
+    largest = max(map(bucket_bytes, plan))
+    is_one_weight = planned > limit  # then it is exact; else buckets are filled as far as weights fit
+    if largest > planned or (is_one_weight and largest != planned):
+        yield f"weight update: its largest bucket has {largest} bytes, the planner says {planned}"
+    buffers = expected.published.buffers
+    sent = sum(size for bucket in plan for name, size in tensor_bytes(bucket) if name not in buffers)
+    wanted = stored_bytes(expected.shape, width)
+    if sent != wanted:
+        yield f"weight update: it has {sent} bytes of trained weights, the planner says {wanted}"
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    """Bytes of all tensors of a bucket."""
+    return sum(size for _, size in tensor_bytes(bucket))
+
+
+def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each tensor of a bucket."""
+    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+        yield name, num_elements(shape) * getattr(torch, dtype).itemsize
+
+
+def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
+    """One rank of each stage sends, and every rank that it gathers from takes part."""
+    for stage in range(layout.pipeline):
+        sources = [facts for facts in ranks.values() if facts.update.is_source and facts.update.stage == stage]
+        if len(sources) != 1:
+            yield f"stage {stage}: the ranks {[facts.rank for facts in sources]} send its weights, one is needed"
+        for source in sources:
+            if place(layout, source.rank).pipeline != stage:
+                yield f"rank {source.rank}: it sends the weights of stage {stage}, which it does not hold"
+            needed = {*source.groups["tensor"], *source.groups["expert_tensor"], *source.groups["expert"]}
+            absent = sorted(rank for rank in needed if not ranks[rank].update.gathers)
+            if absent:
+                yield f"stage {stage}: the ranks {absent} hold shards but take no part in gathering them"

@@ -1,0 +1,219 @@
+"""Whether the shards of all ranks make up the model: every tensor once, nothing missing, nothing twice. Pure.
+
+Where a shard lies in its Hugging Face tensor is worked out here from its number alone, and which rank must hold it from
+the layout: neither asks the code that shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from rlpost.config.plan.shape import Layout, layers_of
+from rlpost.config.plan.shape import Shape as ModelShape
+from rlpost.rehearsal.facts import CheckpointPart, RankFacts, Shape, Weight, num_elements
+from rlpost.rehearsal.places import Place, place
+from rlpost.rehearsal.published import Published
+
+EMBEDDING = "model.embed_tokens.weight"
+VOCABULARY = (EMBEDDING, "lm_head.weight")
+OPTIMIZER_PREFIX = "optimizer.state."
+UNTRAINED, UNTRAINED_HF = "expert_bias", "e_score_correction_bias"
+"""A buffer of the router, as Megatron and as Hugging Face names it: it has no state of the optimizer."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+Piece = tuple[int, int, int]
+"""Dimension, start and end of the part of a tensor."""
+
+
+def stage_of(name: str, layout: Layout, num_layers: int) -> int:
+    """The pipeline stage that must hold a Hugging Face tensor."""
+    found = _LAYER.match(name)
+    if found is None:
+        return 0 if name == EMBEDDING else layout.pipeline - 1
+    layer = int(found[1])
+    return next(stage for stage in range(layout.pipeline) if layer in layers_of(layout, num_layers, stage))
+
+
+def weight_problems(
+    ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape, published: Published
+) -> Iterator[str]:
+    """Each rank holds the tensors of its stage and its experts, in shards that together make up each tensor once."""
+    holders = {name: _holders(name, layout, shape) for name in published.tensors}
+    by_place: dict[tuple[int, int], list[str]] = {}
+    for name, (stage, expert_rank) in holders.items():
+        for holder in range(layout.expert) if expert_rank is None else [expert_rank]:
+            by_place.setdefault((stage, holder), []).append(name)
+    pieces: dict[str, set[Piece]] = {name: set() for name in published.tensors}
+    for rank, facts in ranks.items():
+        where = place(layout, rank)
+        held = Counter(name for one in facts.weights if not one.is_tied_copy for name in one.hugging_face)
+        wanted = Counter(by_place.get((where.pipeline, where.expert), ()))
+        for name in sorted((wanted - held).keys()):
+            yield f"rank {rank}: it lacks {name}"
+        for name in sorted((held - wanted).keys()):
+            yield f"rank {rank}: it holds {name}, which belongs on other ranks or is held twice"
+        for one in facts.weights:
+            if not one.is_tied_copy and pieces.keys() >= set(one.hugging_face):
+                yield from _shard_problems(rank, one, where, published.tensors)
+                for name, piece in _pieces(one, published.tensors):
+                    pieces[name].add(piece)
+    for name, found in pieces.items():
+        if not _tiles(found, published.tensors[name]):
+            yield f"{name} of shape {published.tensors[name]}: its shards are {sorted(found)}"
+    yield from _tied_problems(ranks, layout, shape)
+
+
+def _holders(name: str, layout: Layout, shape: ModelShape) -> tuple[int, int | None]:
+    """The stage of a tensor, and of an expert's the expert-parallel rank."""
+    expert = _EXPERT.search(name)
+    per_rank = max(1, shape.num_experts // layout.expert)
+    return stage_of(name, layout, shape.num_layers), None if expert is None else int(expert[1]) // per_rank
+
+
+def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """A tied embedding has a copy on the last stage when that is not the first."""
+    for rank, facts in ranks.items():
+        copies = sum(one.is_tied_copy for one in facts.weights)
+        is_last = place(layout, rank).pipeline == layout.pipeline - 1
+        wanted = int(shape.tied and layout.pipeline > 1 and is_last)
+        if copies != wanted:
+            yield f"rank {rank}: it has {copies} copies of the tied embedding, {wanted} are needed"
+
+
+def _shard_problems(rank: int, weight: Weight, where: Place, tensors: Mapping[str, Shape]) -> Iterator[str]:
+    """A rank holds the shard of its own number, as wide as the tensors are."""
+    coordinate = where.expert_tensor if weight.is_expert else where.tensor
+    if weight.num_shards > 1 and weight.shard != coordinate:
+        yield f"rank {rank}: it holds shard {weight.shard} of {weight.name}, its place is {coordinate}"
+    for name in weight.hugging_face:
+        if _width(weight.shape, weight.dim) != _width(tensors[name], weight.dim):
+            yield f"rank {rank}: {weight.name} of shape {weight.shape} is no shard of {name}, {tensors[name]}"
+
+
+def _width(shape: Shape, dim: int | None) -> Shape:
+    """The shape without the dimension that is sharded or, in layouts of several tensors, joined."""
+    dim = dim or 0
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _pieces(weight: Weight, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Piece]]:
+    """Which part of each of its Hugging Face tensors a weight holds."""
+    dim = weight.dim or 0
+    rows = weight.shape[dim]
+    whole = sum(tensors[name][dim] for name in weight.hugging_face)
+    for name in weight.hugging_face:
+        size = tensors[name][dim]
+        if weight.layout == "fused_gated":  # gate above up, both in one tensor
+            half, middle = rows // 2, size // 2
+            start = weight.shard * half
+            yield name, (0, start, start + half)
+            yield name, (0, middle + start, middle + start + half)
+            continue
+        # a rank's rows of query, key and value, or of gate and up, are in the proportion of the whole tensors
+        length = rows * size // whole if weight.layout in ("qkv", "gated") else rows
+        end = (weight.shard + 1) * length
+        yield name, (dim, weight.shard * length, min(end, size) if weight.layout == "vocabulary" else end)
+
+
+def _tiles(pieces: set[Piece], shape: Shape) -> bool:
+    """Whether the pieces follow one another along one dimension from its start to its end."""
+    if len({dim for dim, _, _ in pieces}) != 1:
+        return False
+    position = 0
+    for _, start, end in sorted(pieces):
+        if start != position:
+            return False
+        position = end
+    dim = next(iter(pieces))[0]
+    return position == shape[dim]
+
+
+def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:
+    """The state of every trained element is on one rank of those with the same weights; on each of them without
+    ``spread`` (the distributed optimizer)."""
+    ranges: dict[tuple[tuple[int, ...], str], list[tuple[int, int]]] = {}
+    sizes: dict[tuple[tuple[int, ...], str], int] = {}
+    for facts in ranks.values():
+        for weight in facts.weights:
+            if not weight.is_trained:
+                continue
+            kind = "expert_data" if weight.is_expert else "data_with_context"
+            group = facts.groups[kind] if spread else (facts.rank,)
+            sizes[group, weight.name] = weight.size
+            found = ranges.setdefault((group, weight.name), [])
+            if weight.optimizer is not None:
+                found.append(weight.optimizer)
+    for (group, name), found in ranges.items():
+        position, is_whole = 0, True
+        for start, end in sorted(found):
+            is_whole &= start == position
+            position = end
+        if not is_whole or position != sizes[group, name]:
+            yield f"ranks {group}: the optimizer has {sorted(found)} of the {sizes[group, name]} elements of {name}"
+
+
+def checkpoint_problems(ranks: Mapping[int, RankFacts], layout: Layout, published: Published) -> Iterator[str]:
+    """The boxes that the ranks write fill every tensor of a checkpoint once, and all tensors together have the elements
+    of the model, once as weights and once as a state of the optimizer."""
+    parts: dict[str, list[CheckpointPart]] = {}
+    for facts in ranks.values():
+        for part in facts.checkpoint:
+            parts.setdefault(part.key, []).append(part)
+    totals = {"weights": 0, "optimizer": 0}
+    for key, found in parts.items():
+        if not key.endswith(UNTRAINED):
+            totals["optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"] += num_elements(
+                found[0].global_shape
+            )
+        if problem := _part_problem(found):
+            yield f"checkpoint: {key}: {problem}"
+    padding = -next(iter(published.tensors[EMBEDDING])) % layout.tensor
+    wanted = 0
+    for name, shape in published.tensors.items():
+        rows = shape[0] + (padding if name in VOCABULARY else 0)
+        wanted += 0 if name.endswith(UNTRAINED_HF) else num_elements((rows, *shape[1:]))
+    for what, total in totals.items():
+        if total != wanted:
+            yield f"checkpoint: its {what} have {total} elements, the model has {wanted} with its padded vocabulary"
+
+
+def _part_problem(parts: list[CheckpointPart]) -> str | None:
+    """What is wrong with the boxes of one tensor."""
+    shapes = {part.global_shape for part in parts}
+    if len(shapes) != 1:
+        return f"the ranks disagree about its shape: {sorted(shapes)}"
+    whole = next(iter(shapes))
+    for part in parts:
+        ends = [start + length for start, length in zip(part.offset, part.shape, strict=True)]
+        if any(end > size for end, size in zip(ends, whole, strict=True)):
+            return f"the box at {part.offset} of shape {part.shape} does not lie in {whole}"
+    if twice := _overlap(parts):
+        return f"the box at {twice.offset} of shape {twice.shape} is written by several ranks, in part at least"
+    written = sum(num_elements(part.shape) for part in parts)
+    if written != num_elements(whole):
+        return f"{written} of its {num_elements(whole)} elements are written"
+    return None
+
+
+def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
+    """A box that another one overlaps; boxes are compared with those that reach as far along the longest axis."""
+    axis = max(range(len(parts[0].global_shape)), key=lambda each: parts[0].global_shape[each], default=None)
+    if axis is None:
+        return parts[1] if len(parts) > 1 else None
+    reaching: list[CheckpointPart] = []
+    for part in sorted(parts, key=lambda each: each.offset[axis]):
+        reaching = [other for other in reaching if other.offset[axis] + other.shape[axis] > part.offset[axis]]
+        if any(_meet(part, other) for other in reaching):
+            return part
+        reaching.append(part)
+    return None
+
+
+def _meet(one: CheckpointPart, other: CheckpointPart) -> bool:
+    return all(
+        a < b + length_b and b < a + length_a
+        for a, length_a, b, length_b in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )

@@ -1,0 +1,98 @@
+"""What is known of a rank once its model and optimizer are built: pure data.
+
+Sizes are in elements unless a name says bytes. Shapes are those of this rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlpost.weights.inventory import Entry
+from rlpost.weights.names import Layout
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or an expert bias of this rank, its layer and expert counted over the whole model."""
+
+    name: str
+    hugging_face: tuple[str, ...]
+    """The tensors of the checkpoint that it holds, in the order in which they lie in it."""
+    layout: Layout
+    shape: Shape
+    dim: int | None
+    """The dimension along which the weight is sharded; None when this rank holds all of it."""
+    shard: int
+    num_shards: int
+    is_expert: bool
+    """Whether Megatron reduces its gradient over the expert-data-parallel ranks."""
+    is_trained: bool
+    is_tied_copy: bool
+    """Whether it repeats the embedding as the output layer of the last pipeline stage."""
+    optimizer: tuple[int, int] | None
+    """The range of the flattened shard whose optimizer state is on this rank; None when there is none."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the shard."""
+        return num_elements(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """A box of one tensor of a checkpoint, which this rank writes."""
+
+    key: str
+    global_shape: Shape
+    offset: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that the rank allocates, except activations and Adam's moments."""
+
+    weights: int
+    gradients: int
+    main_weights: int
+    """The optimizer's weights in float32 beside those of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRole:
+    """What the rank does when weights are sent to engines on other GPUs."""
+
+    stage: int
+    gathers: bool
+    """Whether it takes part in gathering the buckets of its stage."""
+    is_source: bool
+    """Whether it broadcasts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank of the trainer."""
+
+    rank: int
+    groups: Mapping[str, tuple[int, ...]]
+    """The members of its group of each kind, by the kinds of ``rlpost.rehearsal.places.KINDS``."""
+    weights: tuple[Weight, ...]
+    num_parameters: int
+    """Elements of all parameters of its modules."""
+    entries: tuple[Entry, ...]
+    """The weights of its pipeline stage, as the weight-update plan counts them."""
+    checkpoint: tuple[CheckpointPart, ...]
+    """Of the weights and of one state of the optimizer; its other states are cut alike."""
+    memory: Memory
+    update: UpdateRole
+
+
+def num_elements(shape: Shape) -> int:
+    """Elements of a tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count

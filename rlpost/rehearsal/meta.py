@@ -1,0 +1,90 @@
+"""This process as one rank of many, on the meta device.
+
+The process groups are torch's fake ones, which form at once and whose collectives move nothing. All of it ends with
+the context, so the next rank can begin in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlpost.actor import device, megatron_on_cpu, parallel
+from rlpost.actor.settings import ActorSettings
+from rlpost.errors import ConfigError, PlacementError
+
+META = torch.device("meta")
+
+
+@contextmanager
+def as_rank(rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None) -> Iterator[None]:
+    """Be this rank of ``world`` within the context: groups are formed and new tensors are on the meta device.
+
+    Raises PlacementError when the layout does not fit the number of ranks, and ConfigError where a GPU is visible or
+    the process belongs to other groups already.
+    """
+    if torch.cuda.is_available():
+        raise ConfigError("a rehearsal builds no tensor on a GPU; run it with CUDA_VISIBLE_DEVICES= (empty)")
+    if dist.is_initialized():
+        raise ConfigError("this process has joined process groups already; rehearse in a process of its own")
+    if not 0 <= rank < world:
+        raise PlacementError(f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}")
+    parallel.check_layout(settings, world)
+    with _fake_groups_only(), _meta_in_place_of_cuda(), META, _MetaAsHost():
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            parallel.form_groups(settings, num_virtual_stages=num_virtual_stages)
+            yield
+        finally:
+            parallel.destroy()
+
+
+@contextmanager
+def _meta_in_place_of_cuda() -> Iterator[None]:
+    """What this trainer and Megatron put on the current device is on the meta device."""
+    before, megatron_on_cpu.DEVICE = megatron_on_cpu.DEVICE, META.type
+    try:
+        with device.rehearsing_on(META):
+            yield
+    finally:
+        megatron_on_cpu.DEVICE = before
+
+
+@contextmanager
+def _fake_groups_only() -> Iterator[None]:
+    """Megatron also forms gloo groups for its optimizers; gloo would wait for the other ranks."""
+    create = parallel_state.create_group
+
+    def create_fake(ranks: Any = None, **options: Any) -> Any:
+        return create(ranks, **(options | {"backend": None}))
+
+    parallel_state.create_group = create_fake
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
+
+
+class _MetaAsHost(TorchFunctionMode):
+    """Two methods of tensors on the meta device answer as on the host.
+
+    Megatron's optimizers choose by ``Tensor.type()`` and know no name of the meta device; embeddings that are tied
+    across pipeline stages are moved with ``Tensor.cpu()``, which a tensor without data refuses.
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if function is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:
+            return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
+        if function is torch.Tensor.cpu and args[0].is_meta:
+            return args[0]
+        return function(*args, **options)

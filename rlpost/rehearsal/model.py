@@ -1,0 +1,25 @@
+"""The model of a recipe, whether its folder is here or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlpost.actor.description import ModelDescription, read_description
+from rlpost.actor.hf_config import hf_config
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.plan.shape import shape_of
+
+POSITIONS = 4096
+"""max_position_embeddings where no config.json says it: no weight of a rotary embedding depends on it."""
+
+
+def description_of(settings: ActorSettings) -> ModelDescription:
+    """The description by config.json of ``hf_checkpoint``, or by the table [model] where there is no such file.
+
+    Raises WeightError or ConfigError when neither describes a model that can be trained.
+    """
+    if (Path(settings.hf_checkpoint) / "config.json").is_file():
+        return read_description(settings.hf_checkpoint, settings.model_args)
+    shape_of(settings.model_args)  # names what is missing
+    hf = hf_config(settings.model_args) | {"max_position_embeddings": POSITIONS}
+    return ModelDescription(Path(settings.hf_checkpoint) / "config.json", hf["architectures"][0], hf)

@@ -1,0 +1,153 @@
+"""Build one rank of a configuration on the meta device, with the code that builds it in a run.
+
+Input: settings, description, rank and number of ranks. Output: ``RankFacts``. Differences from a run on GPUs: the
+layers are those without TransformerEngine, and Adam's state is not offloaded; both hold the same weights and shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+
+from rlpost.actor import optimizer, parallel
+from rlpost.actor.description import ModelDescription
+from rlpost.actor.megatron_checkpoint import model_state
+from rlpost.actor.model import build_model
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist import optimizer_state
+from rlpost.actor.torch_dist.shards import chunks_of
+from rlpost.actor.torch_dist.written import OPTIMIZER_PREFIX, Regions, regions_of_model, states_of, written_weights
+from rlpost.rehearsal.facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
+from rlpost.rehearsal.meta import as_rank
+from rlpost.weights.inventory import OUTPUT_LAYER, Entry, Held, Inventory
+
+Ranges = dict[torch.nn.Parameter, tuple[int, int]]
+MOMENTS = f"{OPTIMIZER_PREFIX}exp_avg."
+
+
+def rehearse_rank(settings: ActorSettings, description: ModelDescription, *, rank: int, world: int) -> RankFacts:
+    """Facts about one rank of ``world``.
+
+    Raises ConfigError or PlacementError when the model or the number of ranks does not fit the layout.
+    """
+    settings = as_on_gpu(settings)
+    description.check_layout(settings)
+    with as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)):
+        chunks = build_model(description, settings)
+        inventory = Inventory(
+            chunks,
+            family=description.family,
+            dims=description.dims,
+            groups=parallel.weight_groups(),
+            tied=description.tied,
+            gather=_own_stage_alone,
+        )
+        model = optimizer.wrap(chunks, settings)
+        adam = optimizer.build(model, settings)
+        ranges = _optimizer_ranges(adam, chunks)
+        return RankFacts(
+            rank=rank,
+            groups={kind: tuple(dist.get_process_group_ranks(group)) for kind, group in _groups().items()},
+            weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
+            num_parameters=sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
+            entries=inventory.entries,
+            checkpoint=tuple(_checkpoint_parts(chunks, adam, settings)),
+            memory=_memory(model, adam, settings),
+            update=UpdateRole(
+                stage=inventory.groups.pipeline.rank(),
+                gathers=parallel.holds_first_copy(),
+                is_source=parallel.is_source_of_stage(),
+            ),
+        )
+
+
+def as_on_gpu(settings: ActorSettings) -> ActorSettings:
+    """The settings with the precision that a GPU has by default, and without what needs CUDA to be built."""
+    return replace(
+        settings,
+        bf16=settings.bf16 is not False,
+        optimizer_cpu_offload=False,
+        use_precision_aware_optimizer=False,
+        main_grads_dtype="fp32",
+        main_params_dtype="fp32",
+        exp_avg_dtype="fp32",
+        exp_avg_sq_dtype="fp32",
+    )
+
+
+def _own_stage_alone(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
+    """The other stages are ranks of their own here; ``rlpost.rehearsal.update_plan`` puts them together."""
+    return [mine]
+
+
+def _groups() -> dict[str, dist.ProcessGroup]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "data_with_context": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        "model": parallel_state.get_model_parallel_group(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_group(),
+        "expert": parallel_state.get_expert_model_parallel_group(),
+        "expert_data": parallel_state.get_expert_data_parallel_group(),
+    }
+
+
+def _weight(held: Held, ranges: Ranges) -> Weight:
+    is_parameter = isinstance(held.tensor, torch.nn.Parameter)
+    return Weight(
+        name=held.rule.megatron,
+        hugging_face=held.rule.hugging_face,
+        layout=held.rule.layout,
+        shape=tuple(held.tensor.shape),
+        dim=held.dim,
+        shard=0 if held.dim is None else held.group.rank(),
+        num_shards=1 if held.dim is None else held.group.size(),
+        is_expert=not getattr(held.tensor, "allreduce", True),
+        is_trained=is_parameter,
+        is_tied_copy=held.rule.megatron == OUTPUT_LAYER and held.rule.hugging_face == ("model.embed_tokens.weight",),
+        optimizer=ranges.get(held.tensor) if is_parameter else None,
+    )
+
+
+def _optimizer_ranges(adam: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> Ranges:
+    """The part of each parameter whose state is here, as a range of its elements; empty parts are left out."""
+    return {state.parameter: (state.start, state.end) for state in optimizer_state.parameter_states(adam)}
+
+
+def _checkpoint_parts(
+    chunks: Sequence[torch.nn.Module], adam: MegatronOptimizer, settings: ActorSettings
+) -> Iterator[CheckpointPart]:
+    """The boxes that this rank writes of the weights, and of the first moments."""
+    regions = regions_of_model(model_state(chunks))
+    states = [shard for shard in states_of(adam, regions, _on_first_replica(regions)) if shard.prefix == MOMENTS]
+    for shard in [*written_weights(regions), *states]:
+        for chunk in chunks_of(shard, max_bytes=settings.save_buffer_bytes):
+            yield CheckpointPart(chunk.key, chunk.global_shape, chunk.offsets, chunk.sizes)
+
+
+def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
+    """The parameters whose state the data-parallel ranks of this one write; see ``written_states``, which asks them."""
+    return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
+
+
+def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettings) -> Memory:
+    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    mains = [
+        parameter
+        for one in optimizer_state.inner(adam)
+        for group in one.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return Memory(
+        weights=sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
+        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
+        main_weights=sum(parameter.nbytes for parameter in mains) if settings.bf16 else 0,
+    )

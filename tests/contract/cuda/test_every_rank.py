@@ -1,0 +1,340 @@
+"""Every rank of every recipe at its true layout and size, built on the meta device in this process.
+
+Compared with the planner and with the model that transformers builds of the published config.json. No GPU is needed; a
+visible one would be used by Megatron, so the tests skip then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpost.actor.architecture import architecture
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.plan.shape import shape_of, stored_bytes
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, PlacementError
+from rlpost.hf_shape import hf_shape
+from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.rehearsal.check import Expected, plan_problems, problems, tensor_bytes
+from rlpost.rehearsal.facts import Weight
+from rlpost.rehearsal.model import description_of
+from rlpost.rehearsal.published import published
+from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.rehearse import Rehearsal, rehearse
+from rlpost.rehearsal.update_plan import update_plans
+from rlpost.types import Bucket
+from rlpost.weights.families import family
+from rlpost.weights.inventory import Inventory
+from rlpost.weights.quantise import SUFFIX, BlockFp8
+from tests.unit.config.test_models import PUBLISHED
+
+from megatron.core import parallel_state  # isort: skip  (after the stand-in for CUDA)
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+]
+TINY = {
+    "model_type": "qwen3", "vocab_size": 32, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
+
+
+def recipe_config(recipe: str, folder: Path, **changed: dict[str, Any]) -> tuple[Config, Mapping[str, Any]]:
+    """The settings of a recipe without its assets, and config.json of its model as published."""
+    checkpoint = {"checkpoint": {"hf_checkpoint": str(folder / "model")}}
+    if recipe == "tiny":
+        changed = {"model": words_of(TINY)} | changed
+    config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), checkpoint | changed).config
+    return config, TINY if recipe == "tiny" else PUBLISHED[model_of(recipe)]
+
+
+def model_of(recipe: str) -> str:
+    return files_of(JOBS / "recipes" / f"{recipe}.toml", {})[0].stem
+
+
+def words_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of jobs/models would say."""
+    said = architecture(family(hf["architectures"][0]), hf)
+    return {name: value for name, value in said.items() if value is not None}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
+    config, hf = recipe_config(recipe, tmp_path)
+    made = rehearse(config, actor_settings(config), hf=hf)
+    assert len(made.ranks) == config.actor_world_size
+    assert made.problems[:20] == []
+    assert shape_of(config.model.model_dump()) == made.expected.shape, "what `rlpost plan` counts without the folder"
+
+
+MANY_WAYS = {  # layouts that no recipe has: settings of [perf], ranks
+    "tied across stages": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
+    "interleaved": ({"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 3}, 4),
+    "uneven stages": ({"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 10,
+                       "decoder_last_pipeline_num_layers": 12}, 3),
+    "float32": ({"bf16": False, "tensor_model_parallel_size": 4}, 8),
+    "optimizer on every rank": ({"use_distributed_optimizer": False, "overlap_param_gather": False}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MANY_WAYS)
+def test_other_layouts_make_up_the_model_too(case, tmp_path):
+    perf, world = MANY_WAYS[case]
+    plain = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    cluster = {"actor_num_gpus_per_node": world, "num_gpus_per_node": world, "rollout_num_gpus_per_engine": 1}
+    config, hf = recipe_config("qwen3_4b", tmp_path, perf=plain | perf, cluster=cluster)
+    made = rehearse(config, actor_settings(config), hf=hf)
+    assert len(made.ranks) == world
+    assert made.problems[:20] == []
+
+
+def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path):
+    """Weights and the scales of their blocks, by name and shape."""
+    config, hf = recipe_config("qwen3_4b_fp8", tmp_path)
+    settings = actor_settings(config)
+    ranks = {rank: rehearse_rank(settings, description_of(settings), rank=rank, world=8) for rank in (0, 1)}
+    expected = Expected(config, hf_shape(hf), published(hf, fp8_block=(128, 128)))
+    quantised = {name.removesuffix(SUFFIX) for name in expected.published.tensors if name.endswith(SUFFIX)}
+    assert len(quantised) == 7 * expected.shape.num_layers
+    fp8 = BlockFp8(frozenset(quantised), (128, 128))
+    plans = update_plans(ranks, bucket_bytes=config.sync.update_weight_buffer_size, quantisation=fp8)
+    assert list(plan_problems(ranks, plans, expected)) == []
+    sent = sum(size for bucket in plans[0] for _, size in tensor_bytes(bucket))
+    assert sent == stored_bytes(expected.shape, 1)
+
+
+SMALL = {
+    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 4,
+    "kv_channels": 16, "vocab_size": 101, "num_experts": 8, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "moe_layer_freq": (0, 1, 1, 1), "moe_router_topk": 2,
+}  # fmt: skip
+SMALL_HF = PUBLISHED["glm45_355b"] | {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 101, "n_routed_experts": 8, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+SIXTEEN = {
+    "perf": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
+        "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2,
+    },
+    "cluster": {"actor_num_nodes": 2, "rollout_num_gpus_per_engine": 8},
+    "sync": {"update_weight_buffer_size": 50_000},
+}  # fmt: skip
+"""Two of everything: every kind of group has more than one member."""
+
+
+def small(folder: Path) -> Rehearsal:
+    config, _ = recipe_config("glm45_355b", folder, model=SMALL, **SIXTEEN)
+    return rehearse(config, actor_settings(config), hf=SMALL_HF)
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
+    yield small(tmp_path_factory.mktemp("sixteen"))
+
+
+def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
+    assert sixteen.problems == []
+
+
+def test_a_folder_with_config_json_says_what_the_model_is(tmp_path, sixteen):
+    """And is what the ranks are compared with, where nothing else is given."""
+    settings = replace(actor_settings(sixteen.expected.config), hf_checkpoint=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_HF))
+    made = rehearse(sixteen.expected.config, settings)
+    assert made.problems == []
+    assert made.ranks == sixteen.ranks
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_HF | {"n_routed_experts": 16}))
+    with pytest.raises(ConfigError, match=r"--num-experts.*= 8, but the checkpoint's config.json says 16"):
+        rehearse(sixteen.expected.config, settings)
+
+
+def test_a_model_that_nothing_describes_is_named(sixteen):
+    settings = replace(actor_settings(sixteen.expected.config), model_args={})
+    with pytest.raises(ConfigError, match=r"model.num_layers, .*: not known"):
+        rehearse(sixteen.expected.config, settings)
+
+
+def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
+    """The rehearsal with other facts about one rank; the plan is made again."""
+    ranks = {**made.ranks, rank: replace(made.ranks[rank], **facts)}
+    plans = update_plans(ranks, bucket_bytes=made.expected.config.sync.update_weight_buffer_size)
+    return Rehearsal(ranks, plans, made.expected)
+
+
+def with_weight(made: Rehearsal, rank: int, ending: str, **fields: Any) -> Rehearsal:
+    """One weight of a rank, by the end of its name, with other fields."""
+    weights = made.ranks[rank].weights
+    index = next(number for number, one in enumerate(weights) if one.name.endswith(ending))
+    return changed(made, rank, weights=(*weights[:index], replace(weights[index], **fields), *weights[index + 1 :]))
+
+
+def without(weights: tuple[Weight, ...], part: str) -> tuple[Weight, ...]:
+    return tuple(weight for weight in weights if part not in weight.name)
+
+
+def swapped_groups(made: Rehearsal) -> Rehearsal:
+    groups = made.ranks[3].groups
+    return changed(made, 3, groups={**groups, "context": groups["data"], "data": groups["context"]})
+
+
+def lost_expert(made: Rehearsal) -> Rehearsal:
+    weights = made.ranks[15].weights
+    expert = next(weight for weight in weights if "local_experts" in weight.name)
+    return changed(made, 15, weights=without(weights, expert.name.rpartition(".linear")[0] + "."))
+
+
+def lost_layer(made: Rehearsal) -> Rehearsal:
+    """On every rank of its stage, so that they agree."""
+    for rank in range(8, 16):
+        made = changed(made, rank, weights=without(made.ranks[rank].weights, "layers.3.mlp.router.weight"))
+    return made
+
+
+def lost_entry(made: Rehearsal) -> Rehearsal:
+    """On all ranks of the first stage, so that their plans are equal."""
+    for rank in range(8):
+        made = changed(made, rank, entries=made.ranks[rank].entries[:-1])
+    return made
+
+
+def other_plan_on_one_rank(made: Rehearsal) -> Rehearsal:
+    return changed(made, 6, entries=made.ranks[6].entries[::-1])
+
+
+def optimizer_gap(made: Rehearsal) -> Rehearsal:
+    facts = made.ranks[5]
+    index = next(number for number, one in enumerate(facts.weights) if one.optimizer is not None)
+    start, end = facts.weights[index].optimizer
+    weights = list(facts.weights)
+    weights[index] = replace(weights[index], optimizer=(start, end - 1))
+    return changed(made, 5, weights=tuple(weights))
+
+
+def second_writer(made: Rehearsal) -> Rehearsal:
+    mine = made.ranks[15].checkpoint
+    return changed(made, 15, checkpoint=(*mine, made.ranks[0].checkpoint[0]))
+
+
+def lost_part(made: Rehearsal) -> Rehearsal:
+    kept = tuple(part for part in made.ranks[0].checkpoint if "experts" not in part.key)
+    return changed(made, 0, checkpoint=kept)
+
+
+def wide_gradients(made: Rehearsal) -> Rehearsal:
+    memory = made.ranks[2].memory
+    return changed(made, 2, memory=replace(memory, gradients=2 * memory.gradients))
+
+
+def second_source(made: Rehearsal) -> Rehearsal:
+    return changed(made, 1, update=replace(made.ranks[1].update, is_source=True))
+
+
+def idle_holder(made: Rehearsal) -> Rehearsal:
+    return changed(made, 1, update=replace(made.ranks[1].update, gathers=False))
+
+
+def expert_twice_in_plan(made: Rehearsal) -> Rehearsal:
+    plan = made.plans[0]
+    number, bucket = next((n, b) for n, b in enumerate(plan) if any(".experts.0." in name for name in b.names))
+    name = next(name for name in bucket.names if ".experts.0." in name)
+    again = Bucket(
+        tuple(name if ".experts.1." in each else each for each in bucket.names),
+        bucket.shapes,
+        bucket.dtypes,
+        bucket.stage,
+    )
+    plan = (*plan[:number], again, *plan[number + 1 :])
+    return Rehearsal(made.ranks, dict.fromkeys(made.plans, plan), made.expected)
+
+
+BROKEN: dict[str, tuple[Callable[[Rehearsal], Rehearsal], str]] = {
+    "groups": (swapped_groups, "rank 3: its context group is"),
+    "an expert on too few ranks": (lost_expert, r"rank 15: it lacks model.layers.2.mlp.experts.4.down_proj.weight"),
+    "a weight on no rank": (lost_layer, r"model.layers.3.mlp.gate.weight of shape \(8, 64\): its shards are \[\]"),
+    "a shard of another rank": (
+        lambda made: with_weight(made, 1, "linear_proj.weight", shard=0), "rank 1: it holds shard 0 of"
+    ),
+    "a weight with too few rows": (
+        lambda made: with_weight(made, 2, "linear_fc2.weight", shape=(63, 48)),
+        r"rank 2: .*linear_fc2.weight of shape \(63, 48\) is no shard of",
+    ),
+    "a weight whose optimizer is missing": (optimizer_gap, r"ranks \(1, 3, 5, 7\): the optimizer has"),
+    "a part written twice": (second_writer, "checkpoint: .*: the box at .* is written by several ranks"),
+    "a part written by no rank": (lost_part, "checkpoint: .*experts"),
+    "gradients that the planner does not know": (wide_gradients, "stage 0: gradients take"),
+    "parameters outside of the weights": (
+        lambda made: changed(made, 9, num_parameters=made.ranks[9].num_parameters + 1), "rank 9: its modules have"
+    ),
+    "a tensor that is not sent": (lost_entry, "weight update: model.layers.1.* is in 0 buckets"),
+    "an expert sent in place of another": (expert_twice_in_plan, r"experts.1.* is in 0 buckets"),
+    "plans that differ": (other_plan_on_one_rank, "rank 6: its weight-update plan differs"),
+    "two senders of a stage": (second_source, r"stage 0: the ranks \[0, 1\] send its weights"),
+    "a holder that does not gather": (idle_holder, r"stage 0: the ranks \[1\] hold shards but take no part"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_facts_that_contradict_are_reported(what, sixteen):
+    damage, said = BROKEN[what]
+    found = damage(sixteen).problems
+    assert any(re.search(said, line) for line in found), found[:10]
+
+
+def test_groups_in_another_order_are_reported(tmp_path, monkeypatch):
+    """Megatron asked for context-parallel neighbours in place of tensor-parallel ones."""
+    form = partial(parallel_state.initialize_model_parallel, order="cp-tp-ep-dp-pp")
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", form)
+    found = small(tmp_path).problems
+    assert any("rank 1: its tensor group is (1, 3), the layout asks for (0, 1)" in line for line in found), found[:10]
+
+
+def test_a_family_that_loses_experts_is_reported(tmp_path, monkeypatch):
+    """As if the experts of all ranks were named like those of the first."""
+    monkeypatch.setattr(Inventory, "_first_expert", lambda self, expert_rank: 0)
+    found = small(tmp_path).problems
+    assert any(line.startswith("rank 15: it lacks model.layers.") and ".experts.4." in line for line in found)
+    assert any(".experts.4." in line and "is in 0 buckets" in line for line in found)
+
+
+def test_a_planner_that_counts_otherwise_is_reported(sixteen):
+    """A shared expert that it does not know."""
+    expected = replace(sixteen.expected, shape=replace(sixteen.expected.shape, shared_ffn=0))
+    found = problems(sixteen.ranks, sixteen.plans, expected)
+    assert any("are built, the planner counts" in line for line in found)
+    assert any("the planner counts" in line and "transformers has" in line for line in found)
+
+
+def test_a_rank_outside_of_the_world_or_a_layout_that_does_not_divide_it_is_refused(sixteen):
+    settings = actor_settings(sixteen.expected.config)
+    with pytest.raises(PlacementError, match="rank 16 is not one of the 16 ranks"):
+        rehearse_rank(settings, description_of(settings), rank=16, world=16)
+    with pytest.raises(PlacementError, match="does not divide"):
+        rehearse_rank(settings, description_of(settings), rank=0, world=12)
+
+
+def test_a_process_that_belongs_to_groups_already_is_refused(sixteen):
+    settings = actor_settings(sixteen.expected.config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="has joined process groups already"):
+            rehearse_rank(settings, description_of(settings), rank=0, world=16)
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
