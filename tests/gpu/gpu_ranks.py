@@ -55,6 +55,13 @@ def load_and_train(actor: Any, samples: Sequence[TrainSample], *, folder: str) -
     return {"saved": saved, "metrics": dict(metrics)}
 
 
+def parent_of(actor: Any) -> int:
+    """The process that started this one."""
+    import os
+
+    return os.getppid()
+
+
 def receive_on(device: str, backend: str, port: int, group_name: str, plan: Sequence[Any], results: Any) -> None:
     """The engine's side of a broadcast, in a process outside the trainer's world: join as SGLang does, take every
     bucket on ``device`` and put {name: array of bytes}."""

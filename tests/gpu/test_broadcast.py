@@ -28,7 +28,7 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, name)
-    settings = ActorSettings(str(tmp_path), bf16=False, update_weight_buffer_size=40_000)
+    settings = ActorSettings(str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000)
     (plan,) = run_ranks(plan_sync, 1, settings)
     context, port = multiprocessing.get_context("spawn"), free_port()
     results = context.Queue()

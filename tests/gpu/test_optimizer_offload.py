@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.actor.layer_specs import has_transformer_engine
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
@@ -26,8 +27,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def require_engine_on(device: str) -> None:
     """Megatron's optimizer on the host asks for TransformerEngine's version."""
-    from rlpost.actor.layer_specs import has_transformer_engine
-
     if device == "cuda" and not has_transformer_engine():
         pytest.skip("TransformerEngine is not installed, and Megatron's CPU offload needs it on a GPU")
 

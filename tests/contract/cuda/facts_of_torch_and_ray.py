@@ -14,6 +14,7 @@ from rlpost.actor import varlen
 from rlpost.weights import sync
 from tests.contract.cuda.library_source import Fact, Source
 
+CUDA = "torch/cuda/__init__.py"
 VARLEN = "torch/nn/attention/varlen.py"
 BIAS = "torch/nn/attention/bias.py"
 REDUCTIONS = "torch/multiprocessing/reductions.py"
@@ -96,6 +97,13 @@ def broadcast_has_no_error_of_nccl(source: Source) -> None:
 def groups_can_be_aborted(source: Source) -> None:
     assert "abort" in source.lines(C10D, "_abort_process_group")
     assert "shutdown()" in source.lines(C10D, "destroy_process_group")
+
+
+def asking_for_cuda_starts_the_driver(source: Source) -> None:
+    """Which does not survive a fork, unless a variable makes torch ask NVIDIA's management library."""
+    asks = source.lines(CUDA, "is_available")
+    assert asks.rstrip().endswith("else:\n        return torch._C._cuda_getDeviceCount() > 0")
+    assert "if not _is_compiled():\n        return False" in asks
 
 
 def groups_keep_their_defaults(source: Source) -> None:
@@ -229,6 +237,16 @@ FACTS = (
         (SYNC,),
         groups_can_be_aborted,
         (C10D, "def _abort_process_group(", "def _end_process_group("),
+    ),
+    Fact(
+        "torch.cuda.is_available starts CUDA's driver, so a process that asked may not be forked",
+        ("tests/contract/actor_ranks.py", "rlpost/rollout/server.py"),
+        asking_for_cuda_starts_the_driver,
+        (
+            CUDA,
+            "return torch._C._cuda_getDeviceCount() > 0\n\n\ndef is_bf16",
+            "return device_count() > 0\n\n\ndef is_bf16",
+        ),
     ),
     Fact(
         "an optimizer's defaults are part of its groups",
