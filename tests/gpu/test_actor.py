@@ -70,7 +70,7 @@ def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transforme
 
 
 def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
-    """The metrics of three steps. TransformerEngine packs sequences in 16 bits only, so float32 does without it."""
+    """The metrics of three steps. TransformerEngine's fast kernels are for 16 bits: float32 goes without it."""
     local = {} if changes["bf16"] else {"transformer_impl": "local"}
     settings = ActorSettings(str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes)
     (found,) = run_ranks(train, 1, settings, steps=STEPS)

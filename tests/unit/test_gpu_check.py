@@ -52,6 +52,11 @@ def test_every_file_of_gpu_tests_is_a_check() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
+def test_the_page_on_gpus_explains_every_check() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
+    assert rows == ["check", *(check.name for check in CHECKS)]
+
+
 def test_tests_are_run_by_pytest_with_a_report_to_read() -> None:
     command = CHECKS[0].command("python", "report.xml", memory_gb=141.0)
     assert command[:4] == ["python", "-m", "pytest", "tests/gpu/test_attention_kernels.py"]
