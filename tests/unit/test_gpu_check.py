@@ -21,6 +21,7 @@ import pytest
 from rlpost.rollout.server_args import server_arg_names
 from tools.bench.tables import table
 from tools.gpu_check import __main__ as program
+from tools.gpu_check import machine
 from tools.gpu_check.checks import CHECKS, Check, rows_of_tests, train_step_figures, weight_sync_figures
 from tools.gpu_check.machine import PACKAGES, Gpu, Machine
 from tools.gpu_check.table import Row, render, summary
@@ -148,6 +149,7 @@ def test_two_is_wrong(number):
 """
 
 
+@pytest.mark.slow
 def test_a_function_is_a_row_with_its_figures_or_its_reason(tmp_path: Path) -> None:
     rows = run_file(tmp_path, DEMO)
     assert [(row.check, row.outcome, row.note) for row in rows[:3]] == [
@@ -168,6 +170,7 @@ def test_a_process_that_a_signal_ends_is_a_failure_that_names_it(tmp_path: Path)
     assert row.note.endswith(f"see {tmp_path}/demo.log")
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
     rows = run_file(tmp_path, "import no_such_module\n")
     assert [row.outcome for row in rows] == ["failed"]
@@ -177,15 +180,25 @@ def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
 HANGS = """
 import subprocess, sys, time
 
-def test_it():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    open({path!r}, "w").write(str(child.pid))
-    time.sleep(600)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({path!r}, "w").write(str(child.pid))
+time.sleep(600)
 """
 
 
+class Script(Check):
+    """A check that is a file of Python and nothing else, so that it starts at once."""
+
+    def command(self, python: str, report: str, *, memory_gb: float | None) -> list[str]:
+        return [python, *self.words]
+
+
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    (row,) = run_file(tmp_path, HANGS.format(path=str(tmp_path / "pid")), timeout_s=3)
+    file = tmp_path / "hangs.py"
+    file.write_text(HANGS.format(path=str(tmp_path / "pid")))
+    check = Script("demo", "", (str(file),), 60)
+    (row,) = program.run(check, tmp_path, memory_gb=None, limit_s=3)
     assert (row.outcome, row.note) == ("failed", f"no end after 3 s; see {tmp_path}/demo.log")
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
@@ -194,6 +207,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_results_of_an_earlier_call_are_not_read_again(tmp_path: Path) -> None:
     assert run_file(tmp_path, "def test_it(): pass\n")[0].outcome == "passed"
     (row,) = run_file(tmp_path, "import os\nos._exit(3)\n")
@@ -266,35 +280,43 @@ def test_a_table_of_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "obstacles"),
+    ("found", "obstacles"),
     [
         (READY, []),
         (Machine(), ["no NVIDIA driver answers (nvidia-smi)", "torch is not installed"]),
+        (Machine("570", error="no memory"), ["the libraries cannot be asked: no memory"]),
         (Machine("570", "2.13.0+cpu", None), ["torch 2.13.0+cpu is built without CUDA"]),
         (Machine("570", "2.13.0", "13.0"), ["torch 2.13.0 (CUDA 13.0) sees no GPU with CUDA_VISIBLE_DEVICES=''"]),
     ],
-    ids=["ready", "nothing", "torch for CPUs", "hidden GPUs"],
+    ids=["ready", "nothing", "a probe that failed", "torch for CPUs", "hidden GPUs"],
 )
-def test_what_is_in_the_way_of_all_checks_is_named(machine: Machine, obstacles: list[str], monkeypatch) -> None:
+def test_what_is_in_the_way_of_all_checks_is_named(found: Machine, obstacles: list[str], monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.obstacles() == obstacles
+    assert found.obstacles() == obstacles
 
 
 def test_a_missing_transformer_engine_is_named_and_is_not_in_the_way() -> None:
-    machine = Machine("570", "2.13.0", "13.0", (H200,), INSTALLED | {"transformer-engine": None}, 16)
-    assert machine.lacks() == ["transformer-engine is not installed"]
-    assert machine.obstacles() == []
-    assert "NVIDIA H200 150 GB (sm_90)" in machine.lines()[0]
-    assert machine.lines()[-1] == "transformer-engine is not installed"
+    found = Machine("570", "2.13.0", "13.0", (H200,), INSTALLED | {"transformer-engine": None}, 16)
+    assert found.lacks() == ["transformer-engine is not installed"]
+    assert found.obstacles() == []
+    assert "NVIDIA H200 150 GB (sm_90)" in found.lines()[0]
+    assert found.lines()[-1] == "transformer-engine is not installed"
 
 
 @pytest.mark.slow
 def test_a_fresh_process_sees_what_is_installed_here() -> None:
-    machine = program.examine()
-    assert machine.packages["megatron-core"] is not None
-    assert machine.torch is not None
-    assert machine.torch_cuda is not None or not machine.gpus
-    assert program.Machine.from_json(json.loads(json.dumps(dataclasses.asdict(machine)))) == machine
+    found = program.examine()
+    assert found.packages["megatron-core"] is not None
+    assert found.torch is not None
+    assert found.torch_cuda is not None or not found.gpus
+    assert program.Machine.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+
+
+def test_libraries_that_do_not_load_are_named_with_what_they_said(monkeypatch) -> None:
+    """As a torch for another driver, whose import ends the process."""
+    ends = subprocess.CalledProcessError(1, "python", stderr="OSError: libcudart.so.13:\n cannot open")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(ends))
+    assert machine.examine().obstacles()[-1] == "the libraries cannot be asked: OSError: libcudart.so.13: cannot open"
 
 
 # --- the program ---
@@ -324,6 +346,7 @@ def test_it(record_property):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "device"), [([], "cuda"), (["--on-cpu"], "cpu")])
 def test_checks_run_on_the_gpu_unless_they_are_to_be_tried_on_the_cpu(
     monkeypatch, capsys, tmp_path, flags, device
@@ -346,6 +369,7 @@ def test_checks_run_on_the_gpu_unless_they_are_to_be_tried_on_the_cpu(
     assert [(row["check"], row["outcome"], row["note"]) for row in results["rows"]] == [("demo: it", "passed", device)]
 
 
+@pytest.mark.slow
 def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(monkeypatch, capsys, tmp_path) -> None:
     files = [tmp_path / f"test_{name}.py" for name in ("wrong", "right")]
     files[0].write_text("def test_it():\n    assert False, 'wrong weights'\n")
@@ -365,12 +389,11 @@ def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(monkeypatch,
 @pytest.mark.slow
 def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(tmp_path: Path) -> None:
     """As Slurm does at the end of an allocation."""
-    file = tmp_path / "test_demo.py"
+    file = tmp_path / "hangs.py"
     file.write_text(HANGS.format(path=str(tmp_path / "pid")))
-    words = [str(file)]
     code = (
-        "import sys\nfrom tools.gpu_check import __main__ as program\nfrom tools.gpu_check.checks import Check\n"
-        f"program.CHECKS = (Check('demo', '', tuple({words!r}), 600),)\n"
+        "import sys\nfrom tools.gpu_check import __main__ as program\nfrom tests.unit.test_gpu_check import Script\n"
+        f"program.CHECKS = (Script('demo', '', ({str(file)!r},), 600),)\n"
         f"sys.exit(program.main(['--on-cpu', '--out', {str(tmp_path)!r}]))\n"
     )
     environ = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -41,6 +41,8 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     packages: dict[str, str | None] = field(default_factory=dict)
     cpu_count: int = 0
+    error: str | None = None
+    """Why the libraries could not be asked."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Machine:
@@ -52,7 +54,9 @@ class Machine:
         found = []
         if self.driver is None:
             found.append("no NVIDIA driver answers (nvidia-smi)")
-        if self.torch is None:
+        if self.error is not None:
+            found.append(f"the libraries cannot be asked: {self.error}")
+        elif self.torch is None:
             found.append("torch is not installed")
         elif self.torch_cuda is None:
             found.append(f"torch {self.torch} is built without CUDA")
@@ -83,8 +87,9 @@ def examine() -> Machine:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True)
         return Machine.from_json(json.loads(done.stdout.splitlines()[-1]))
-    except (subprocess.SubprocessError, ValueError, LookupError):
-        return Machine(driver=_driver(), packages=_packages(), cpu_count=os.cpu_count() or 0)
+    except (subprocess.SubprocessError, ValueError, LookupError) as error:
+        said = " ".join((getattr(error, "stderr", None) or str(error)).split())[-200:]
+        return Machine(driver=_driver(), packages=_packages(), cpu_count=os.cpu_count() or 0, error=said)
 
 
 def _seen_from_here() -> Machine:

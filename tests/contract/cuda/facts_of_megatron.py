@@ -92,6 +92,18 @@ def hybrid_has_master_params(source: Source) -> None:
     assert set(host_copies.KEYS) == set(found) and found["param"] is main
 
 
+def hybrid_takes_new_weights(source: Source) -> None:
+    """Main weights in host memory follow weights that were imported into the model."""
+    hybrid = type("HybridDeviceOptimizer", (), {})()
+    weight, main = torch.tensor([1.5, 2.5], dtype=torch.bfloat16), torch.zeros(2)
+    hybrid.param_to_fp32_param = {weight: main}
+    update = source.run(HYBRID, "HybridDeviceOptimizer.update_fp32_param_by_new_param")
+    hybrid.update_fp32_param_by_new_param = lambda: update(hybrid)
+    copy = source.run(DISTRIBUTED, "_copy_model_params_to_main_params", HybridDeviceOptimizer=type(hybrid))
+    copy(SimpleNamespace(optimizer=hybrid))
+    assert main.tolist() == [1.5, 2.5]
+
+
 def fully_reshardable_by_name(source: Source) -> None:
     named = f"elif sharding_type == '{host_copies.FORMAT}':"
     assert named in source.lines(DISTRIBUTED, "load_state_dict")
@@ -220,6 +232,16 @@ FACTS = (
             DISTRIBUTED,
             'tensors["param"] = tensors.pop("master_param")',
             'tensors["main"] = tensors.pop("master_param")',
+        ),
+    ),
+    Fact(
+        "main weights of a HybridDeviceOptimizer follow imported weights when its parameters are reloaded",
+        ("rlpost/actor/actor.py", OPTIMIZER),
+        hybrid_takes_new_weights,
+        (
+            HYBRID,
+            "            fp32_param.data.copy_(param)\n\n    def _register_load",
+            "            pass\n\n    def _register_load",
         ),
     ),
     Fact(

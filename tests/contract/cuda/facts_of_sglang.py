@@ -30,8 +30,10 @@ BOOTSTRAP = "sglang/srt/distributed/bootstrap.py"
 UUID = "GPU-of-the-trainer"
 
 
-def own_environment(source: Source, **given: str) -> dict[str, str]:
-    """What SGLang's server leaves in an environment that was ``given``, without symmetric memory and NVLS."""
+def own_environment(source: Source, methods: list[Any] | None = None, **given: str) -> dict[str, str]:
+    """What SGLang's server leaves in an environment that was ``given``, without symmetric memory and NVLS; its start
+    methods for processes are added to ``methods``."""
+    seen = [] if methods is None else methods
     environ = dict(given)
     arguments = SimpleNamespace(
         nnodes=1, enable_symm_mem=False, enable_nccl_nvls=False, dcp_size=1, enable_metrics=False
@@ -49,7 +51,7 @@ def own_environment(source: Source, **given: str) -> dict[str, str]:
         random=SimpleNamespace(randint=lambda low, high: low),
         threading=SimpleNamespace(current_thread=lambda: 1, main_thread=lambda: 2),
         logger=SimpleNamespace(warning=lambda text: None, info=lambda text: None),
-        mp=SimpleNamespace(set_start_method=lambda *_, **__: None),
+        mp=SimpleNamespace(set_start_method=lambda method, **_: seen.append(method)),
         envs=SimpleNamespace(),
     )
     launch(arguments)
@@ -68,6 +70,12 @@ def sets_only_these_of_nccl(source: Source) -> None:
 
 def overrides_max_connections(source: Source) -> None:
     assert own_environment(source, CUDA_DEVICE_MAX_CONNECTIONS="1")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def spawns_its_processes(source: Source) -> None:
+    methods: list[Any] = []
+    own_environment(source, methods)
+    assert methods == ["spawn"]
 
 
 def keeps_graphs_out_of_the_saver(source: Source) -> None:
@@ -458,6 +466,12 @@ FACTS = (
             'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"',
             'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")',
         ),
+    ),
+    Fact(
+        "a server spawns its processes, for it was asked whether there is CUDA before",
+        ("rlpost/rollout/server.py",),
+        spawns_its_processes,
+        (ENGINE, 'mp.set_start_method("spawn", force=True)', 'mp.set_start_method("fork", force=True)'),
     ),
     Fact(
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH is off unless it is set",
