@@ -5,6 +5,8 @@ ASSETS := assets/tiny
 PYTEST_ARGS ?= -n 2 --dist loadfile
 # One more than there are cores, because some tests wait; eight at most, for each imports the libraries anew.
 FAST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
+# As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
+GPU_ARGS ?=
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -31,8 +33,8 @@ test: install system assets  ## every tier: unit, golden, contract, real Slurm, 
 test-fast: install  ## unit and golden tests without the slow ones, less than a minute
 	$(BIN)/python -m pytest -q $(FAST_ARGS) -m "not slow" tests/unit tests/golden
 
-test-gpu: install  ## the checks that need CUDA
-	$(BIN)/python -m pytest tests/gpu -m gpu
+test-gpu: install  ## every check that needs a GPU, and one table of the results
+	$(BIN)/python -m tools.gpu_check $(GPU_ARGS)
 
 lint: install  ## style and types, seconds
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """Ranks of the actor as real processes, for the contract tests: Megatron is imported once and each rank is forked off.
 
 ``run_ranks`` starts the ranks of one world, runs a function of this module in each and returns what they returned. The
-fork server holds the imports, so a world starts in a second or two.
+fork server holds the imports, so a world starts in a second or two. With a torch for CUDA each rank is spawned instead:
+the imports ask the driver whether there is a GPU, and CUDA does not work in a fork of a process that did.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rlpost.types import TrainBatch, TrainSample
 from tests.ports import free_port
 
 DEADLINE_S = 120.0
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
+_fork_server = multiprocessing.get_context("forkserver")
+_fork_server.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
 
 
 def run_ranks(
@@ -40,14 +41,13 @@ def run_ranks(
     """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank. ``before`` is called in
     each process before there is an actor."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port = free_port()
+    port, context = free_port(), _start_context()
     pipes, processes = [], []
     for rank in range(world_size):
-        ours, theirs = _context.Pipe(duplex=False)
+        ours, theirs = context.Pipe(duplex=False)
         place = (rank, world_size, "127.0.0.1", port)
-        process = _context.Process(
-            target=_rank_main, args=(theirs, before, function, place, settings, kwargs), daemon=True
-        )
+        arguments = (theirs, before, function, place, settings, kwargs)
+        process = context.Process(target=_rank_main, args=arguments, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -60,6 +60,12 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _start_context() -> Any:
+    import torch
+
+    return _fork_server if torch.version.cuda is None else multiprocessing.get_context("spawn")
 
 
 def _receive(pipe: Connection, rank: int) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpost.actor.layer_specs import has_transformer_engine
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
@@ -40,8 +41,8 @@ def hf_logits(folder: Path, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.cat(rows).float().cpu()
 
 
-def our_logits(folder: Path, export: Path, **changes: object) -> torch.Tensor:
-    settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **changes)
+def our_logits(folder: Path, export: Path, *, implementation: str = "local", **changes: object) -> torch.Tensor:
+    settings = ActorSettings(str(folder), distributed_timeout_minutes=2, transformer_impl=implementation, **changes)
     (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(export))
     return torch.from_numpy(seen["logits"])[: sum(len(sample.token_ids) for sample in SAMPLES)]
 
@@ -53,18 +54,25 @@ def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path,
     assert (ours - expected).abs().max().item() < (1e-5 if device == "cpu" else 1e-4) * max(1, expected.abs().max())
 
 
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(folders, tmp_path, device, name):
+def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
+    folders, tmp_path, device, name, implementation
+):
     """Typical error, not the largest: an expert's choice may turn on a rounding. At most twice transformers' own."""
+    if implementation == "transformer_engine" and not has_transformer_engine():
+        pytest.skip("TransformerEngine is not installed, or there is no CUDA for it")
     exact = hf_logits(folders[name], torch.float32, "cpu")
     theirs = (hf_logits(folders[name], torch.bfloat16, device) - exact).abs().median()
-    ours = (our_logits(folders[name], tmp_path, bf16=True) - exact).abs().median()
+    logits = our_logits(folders[name], tmp_path, implementation=implementation, bf16=True)
+    ours = (logits - exact).abs().median()
     assert 0 < ours <= 2 * theirs
 
 
 def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
-    """The metrics of three steps."""
-    settings = ActorSettings(str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **changes)
+    """The metrics of three steps. TransformerEngine's fast kernels are for 16 bits: float32 goes without it."""
+    local = {} if changes["bf16"] else {"transformer_impl": "local"}
+    settings = ActorSettings(str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes)
     (found,) = run_ranks(train, 1, settings, steps=STEPS)
     return found["metrics"]
 
@@ -92,7 +100,9 @@ def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
     """Seven rows at a time, and all at once."""
     found = []
     for chunk in (7, 100_000):
-        settings = ActorSettings(str(folders["qwen3"]), bf16=False, log_probs_chunk_size=chunk)
+        settings = ActorSettings(
+            str(folders["qwen3"]), bf16=False, transformer_impl="local", log_probs_chunk_size=chunk
+        )
         (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(tmp_path))
         found.append([value for micro_batch in seen["logprobs"] for sample in micro_batch for value in sample])
     assert found[0] == pytest.approx(found[1], abs=1e-6)

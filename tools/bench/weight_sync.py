@@ -7,6 +7,9 @@ mover: a broadcast (gloo), memory of this machine, files. The plain copy moves t
 over the same medium and does nothing else: no requests, no names, no loading into a model. Of a small model what an
 update costs whatever its size weighs much, of a large one little. Rounds are interleaved; the median counts. --write
 puts the tables into docs/benchmarks.md.
+
+With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the trainer's memory (CUDA
+IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another engine runs then.
 """
 
 from __future__ import annotations
@@ -47,6 +50,10 @@ from tests.ports import free_port
 from tools.bench.page import put_section
 
 HEADING = "## Weight sync"
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
+DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
+BACKEND = "nccl" if HAS_CUDA else "gloo"
 GROUP = "bench"
 GOAL = 1.5
 
@@ -64,11 +71,12 @@ SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
 
 
 def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
-    """A random Qwen3 in a Hugging Face folder with the tokenizer of the tiny one; returns its weights."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights, on the device."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tiny = Path(__file__).parents[2] / "assets/tiny"
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    from tools.make_tiny_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=32_000,
         hidden_size=size.hidden,
@@ -78,11 +86,16 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
         num_key_value_heads=4,
         head_dim=64,
         tie_word_embeddings=True,
-        dtype="float32",
+        dtype=name_of(DTYPE),
     )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config).to(DTYPE)
     model.save_pretrained(folder)
-    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    return {name: tensor.to(DEVICE) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a bucket has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Trainer:
@@ -99,7 +112,7 @@ class Trainer:
             parts[-1].append(name)
             room -= tensor.nbytes
         self.buckets = [
-            Bucket(tuple(part), tuple(tuple(weights[n].shape) for n in part), ("float32",) * len(part))
+            Bucket(tuple(part), tuple(tuple(weights[n].shape) for n in part), (name_of(DTYPE),) * len(part))
             for part in parts
         ]
 
@@ -192,7 +205,7 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
     """Joined with the engine."""
-    sender = Broadcast(trainer, gathers=True, is_source=True, backend="gloo", timeout_s=120)
+    sender = Broadcast(trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120)
 
     async def send(index: int) -> None:
         await asyncio.to_thread(sender.send, index)
@@ -201,7 +214,7 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
     joining = asyncio.to_thread(
         sender.connect, "127.0.0.1", port, num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
     )
-    await asyncio.gather(joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo"))
+    await asyncio.gather(joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend=BACKEND))
     return mover
 
 
@@ -225,11 +238,16 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
     return {"memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)), "disk": DiskMover(write)}
 
 
-def reader(orders: Connection, memory: torch.Tensor, port: int, path: str) -> None:
-    """The other process of a plain copy: takes the bytes by the medium it is told, and says when it has them."""
+def reader(orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str) -> None:
+    """The other process of a plain copy: takes the bytes by the medium of each order, and answers when it has them.
+    Without a ``port`` nothing is broadcast."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
-    own = torch.empty_like(memory)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if port is not None:
+        dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    own = torch.empty(len(memory), dtype=torch.uint8, device=device)
+    from_disk = own if device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
     while (order := orders.recv()) is not None:
         medium, size = order
         if medium == "memory":
@@ -238,33 +256,47 @@ def reader(orders: Connection, memory: torch.Tensor, port: int, path: str) -> No
             dist.broadcast(own[:size], src=0)
         else:
             with open(path, "rb") as file:
-                file.readinto(own[:size].numpy())
+                file.readinto(from_disk[:size].numpy())
+            if from_disk is not own:
+                own[:size].copy_(from_disk[:size])
+        synchronise()
         orders.send(True)
 
 
-class PlainCopy:
-    """Moves the buckets' bytes to another process of ours."""
+def synchronise() -> None:
+    """Wait for the device, where it works by itself."""
+    if HAS_CUDA:
+        torch.cuda.synchronize()
 
-    def __init__(self, trainer: Trainer, path: Path) -> None:
+
+class PlainCopy:
+    """Moves the buckets' bytes to another process of ours; ``device`` is that of the other process."""
+
+    def __init__(self, trainer: Trainer, path: Path, *, device: torch.device, broadcasts: bool) -> None:
         self.flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
         self.path = path
+        self.broadcasts = broadcasts
         torch.multiprocessing.set_sharing_strategy("file_system")
-        self.memory = torch.empty(max(map(len, self.flats)), dtype=torch.uint8).share_memory_()
+        self.memory = torch.empty(max(map(len, self.flats)), dtype=torch.uint8, device=DEVICE)
+        if not HAS_CUDA:
+            self.memory.share_memory_()
         self.orders, theirs = multiprocessing.Pipe()
-        port = free_port()
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=reader, args=(theirs, self.memory, port, str(path)), daemon=True)
+        port = free_port() if broadcasts else None
+        arguments = (theirs, self.memory, device, port, str(path))
+        self.process = multiprocessing.get_context("spawn").Process(target=reader, args=arguments, daemon=True)
         self.process.start()
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+        if broadcasts:
+            dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
     def move(self, medium: str) -> None:
         for flat in self.flats:
             if medium == "memory":
                 self.memory[: len(flat)].copy_(flat)
+                synchronise()  # the other process's stream does not know ours
             elif medium == "disk":
                 self.path.unlink(missing_ok=True)
                 with self.path.open("wb") as file:
-                    file.write(memoryview(flat.numpy()))
+                    file.write(memoryview(flat.cpu().numpy()))
             self.orders.send((medium, len(flat)))
             if medium == "broadcast":
                 dist.broadcast(flat, src=0)
@@ -273,7 +305,8 @@ class PlainCopy:
     def close(self) -> None:
         self.orders.send(None)
         self.process.join()
-        dist.destroy_process_group()
+        if self.broadcasts:
+            dist.destroy_process_group()
 
 
 async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int) -> Any:
@@ -300,21 +333,37 @@ async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover
     return seconds
 
 
+@dataclass(frozen=True)
+class Place:
+    """An engine, by the number of its GPU, and the media by which it is reached there."""
+
+    media: tuple[str, ...]
+    gpu: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.gpu) if HAS_CUDA else torch.device("cpu")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the engine."""
+        settings: dict[str, Any] = {"max_total_tokens": 2048, "max_running_requests": 8}
+        return settings | {"mem_fraction_static": 0.4, "base_gpu_id": self.gpu} if HAS_CUDA else settings
+
+
+def places(num_gpus: int) -> list[Place]:
+    """Where engines run, one after another. NCCL refuses two ranks on one GPU."""
+    if not num_gpus:
+        return [Place(("broadcast", "memory", "disk"))]
+    return [Place(("memory", "disk")), *([Place(("broadcast",), gpu=1)] if num_gpus > 1 else [])]
+
+
 async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
-    """Start the engine, measure, and make the table."""
-    model, files = folder / "model", folder / "files"
-    trainer = Trainer(make_model(model, size), size.bucket_mib * 2**20)
-    settings = {"max_total_tokens": 2048, "max_running_requests": 8}
-    engine = Engine(model_path=str(model), api_key=GROUP, server_args=settings, log_path=folder / "engine.log")
-    try:
-        address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
-        whole = timed(WeightUpdate([address], api_key=GROUP))
-        copy = PlainCopy(trainer, folder / "plain")
-        movers = {"broadcast": await broadcast_mover(trainer, whole), **other_movers(trainer, model, files)}
-        seconds = await measure(trainer, whole, movers, copy, repeat)
-        copy.close()
-    finally:
-        engine.stop()
+    """Start an engine at each place, measure, and make the table."""
+    trainer = Trainer(make_model(folder / "model", size), size.bucket_mib * 2**20)
+    seconds: dict[str, Any] = {}
+    for place_ in places(torch.cuda.device_count()):
+        seconds |= await measure_at(place_, trainer, folder, repeat=repeat)
     mib = trainer.num_bytes / 2**20
     lines = [
         f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
@@ -327,22 +376,44 @@ async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
         lines.append(
             f"| {medium} | {update:.3f} | {mib / update:.0f} | {plain:.3f} | {mib / plain:.0f} | {update / plain:.2f} |"
         )
-    return [*lines, "", *where_it_goes(seconds, await asyncio.to_thread(measure_servers_own, trainer))]
+    own = None if HAS_CUDA else await asyncio.to_thread(measure_servers_own, trainer)
+    return [*lines, "", *where_it_goes(seconds, own)]
 
 
-def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[str]:
-    """Seconds of the requests that move weights, of those around them, and between requests."""
-    making, loading = own
-    plain = statistics.median(seconds["broadcast"][1])
-    with_both = (plain + making + loading) / plain
-    lines = [
-        f"SGLang's own work on the same bytes, called directly in another process: {making:.3f} s to make memory for",
-        f"each bucket that it receives over a group, {loading:.3f} s to copy weights into the model. With both on top",
-        f"of the way itself a broadcast is expected at {with_both:.1f} x of a plain copy. Seconds of an update:",
-        "",
-        "| mover | weights | around | ours |",
-        "|---|---|---|---|",
-    ]
+async def measure_at(place_: Place, trainer: Trainer, folder: Path, *, repeat: int) -> dict[str, Any]:
+    """``measure`` with an engine at one place."""
+    model, files = folder / "model", folder / "files"
+    log = folder / f"engine-{place_.gpu}.log"
+    engine = Engine(model_path=str(model), api_key=GROUP, server_args=place_.settings, log_path=log)
+    try:
+        address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
+        whole = timed(WeightUpdate([address], api_key=GROUP))
+        broadcasts = "broadcast" in place_.media
+        copy = PlainCopy(trainer, folder / "plain", device=place_.device, broadcasts=broadcasts)
+        movers = {"broadcast": await broadcast_mover(trainer, whole)} if broadcasts else {}
+        movers |= other_movers(trainer, model, files)
+        seconds = await measure(trainer, whole, {name: movers[name] for name in place_.media}, copy, repeat)
+        copy.close()
+        return seconds
+    finally:
+        engine.stop()
+
+
+def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float] | None) -> list[str]:
+    """Seconds of the requests that move weights, of those around them, and between requests; ``own`` as
+    ``servers_own`` measures it, None where it was not."""
+    lines = ["Seconds of an update:"]
+    if own is not None:
+        making, loading = own
+        plain = statistics.median(seconds["broadcast"][1])
+        with_both = (plain + making + loading) / plain
+        lines = [
+            "SGLang's own work on the same bytes, called directly in another process:",
+            f"{making:.3f} s to make memory for each bucket that it receives over a group, {loading:.3f} s to copy",
+            "weights into the model. With both on top of the way itself a broadcast is expected at",
+            f"{with_both:.1f} x of a plain copy. Seconds of an update:",
+        ]
+    lines += ["", "| mover | weights | around | ours |", "|---|---|---|---|"]
     for medium, (updates, _, requests) in seconds.items():
         moving = [sum(spent for path, spent in one.items() if "update_weights" in path) for one in requests]
         around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
@@ -352,6 +423,11 @@ def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float]) -> list[
     return lines
 
 
+def device_name() -> str:
+    """Of the trainer's device."""
+    return torch.cuda.get_device_name(DEVICE) if HAS_CUDA else "CPU"
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -359,6 +435,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself: both sides of a group must agree
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     tables = []
@@ -368,10 +445,10 @@ def main() -> int:
     introduction = [
         "`python -m tools.bench.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
-        "same medium: a gloo broadcast, memory of this machine, a file. CPU, float32. Load of the machine (2 cores) at",
-        f"the start: {load:.1f}. *weights*: the requests that move them; *around*: pause, begin, end, flush, version,",
-        "resume; *ours*: the rest. Between updates a plain copy of large files is slower than one made alone, so the",
-        "ratio of disk flatters.",
+        f"same medium: a {BACKEND} broadcast, memory of this machine, a file. {device_name()}, {name_of(DTYPE)}.",
+        f"Load of the machine ({os.cpu_count()} cores) at the start: {load:.1f}. *weights*: the requests that move",
+        "them; *around*: pause, begin, end, flush, version, resume; *ours*: the rest. Between updates a plain copy of",
+        "large files is slower than one made alone, so the ratio of disk flatters.",
     ]
     section = "\n".join([HEADING, "", *introduction, *tables, ""])
     print(section)

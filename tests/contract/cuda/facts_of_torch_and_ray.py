@@ -1,0 +1,279 @@
+"""What our code relies on in torch and Ray where there is CUDA."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from enum import IntEnum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlpost.actor import varlen
+from rlpost.weights import sync
+from tests.contract.cuda.library_source import Fact, Source
+
+CUDA = "torch/cuda/__init__.py"
+VARLEN = "torch/nn/attention/varlen.py"
+BIAS = "torch/nn/attention/bias.py"
+REDUCTIONS = "torch/multiprocessing/reductions.py"
+C10D = "torch/distributed/distributed_c10d.py"
+OPTIMIZER = "torch/optim/optimizer.py"
+SERIALIZATION = "torch/serialization.py"
+NVIDIA = "ray/_private/accelerators/nvidia_gpu.py"
+RAY_UTILS = "ray/_private/utils.py"
+
+
+def parameters(source: Source, path: str, name: str) -> list[str]:
+    arguments = source.definition(path, name).args
+    return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+
+
+def varlen_takes_our_arguments(source: Source) -> None:
+    positional = parameters(source, VARLEN, "varlen_attn")
+    assert positional == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    named = {argument.arg for argument in source.definition(VARLEN, "varlen_attn").args.kwonlyargs}
+    assert {"scale", "window_size", "enable_gqa"} <= named
+
+
+def window_means_causal(source: Source) -> None:
+    assert "is_causal = window_size == (-1, 0)" in source.lines(VARLEN, "varlen_attn")
+
+
+def varlen_is_flash_attention(source: Source) -> None:
+    """cuDNN's kernel takes neither a window nor fewer groups than heads."""
+    assert source.run(VARLEN, "_should_use_cudnn")(0) is False
+
+
+def memory_efficient_has_our_order(source: Source) -> None:
+    schema = torch.ops.aten._efficient_attention_forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    order = ["query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    assert names[:10] == [*order, "dropout_p", "custom_mask_type"]
+    assert {"compute_log_sumexp", "scale"} <= set(names[10:])
+
+
+def causal_mask_has_our_number(source: Source) -> None:
+    """That of the mask which is aligned to the last query and the last key."""
+    variants = source.run(BIAS, "CausalVariant", IntEnum=IntEnum, auto=auto)
+    assert varlen.BOTTOM_RIGHT == variants.LOWER_RIGHT
+    assert "custom_mask_type=int(attn_mask.variant)" in source.lines(BIAS)
+
+
+def device_is_argument_six(source: Source) -> None:
+    rebuild = parameters(source, REDUCTIONS, "rebuild_cuda_tensor")
+    assert rebuild.index("storage_device") == sync._DEVICE
+    reduced = source.lines(REDUCTIONS, "reduce_tensor")
+    order = "(type(tensor), tensor.size(), tensor.stride(), tensor_offset, type(storage), tensor.dtype, device, handle"
+    assert order in reduced
+
+
+def views_share_their_storage(source: Source) -> None:
+    """A view is one more reader of the same memory: what is counted is the storage, not the tensor."""
+    reduced = source.lines(REDUCTIONS, "reduce_tensor")
+    assert "storage = tensor._typed_storage()" in reduced and "= storage._share_cuda_()" in reduced
+
+
+def groups_outside_the_world(source: Source) -> None:
+    names = parameters(source, C10D, "_new_process_group_helper")
+    assert names[:6] == ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
+    assert {"backend_options", "timeout", "device_id"} <= set(names)
+    assert "def pg_group_ranks(self)" in source.lines(C10D, "_World")
+
+
+def nccl_connects_at_once_only_to_a_given_device(source: Source) -> None:
+    helper = source.lines(C10D, "_new_process_group_helper")
+    assert helper.count("eager_connect_single_device") == 1
+    before = helper.partition("eager_connect_single_device")[0].splitlines()
+    assert before[-3].strip() == "if device_id and pg._get_backend(device_id).supports_splitting:"
+
+
+def broadcast_has_no_error_of_nccl(source: Source) -> None:
+    broadcast = source.lines(C10D, "broadcast")
+    assert "work.wait()" in broadcast and "if async_op:\n        return work" in broadcast
+
+
+def groups_can_be_aborted(source: Source) -> None:
+    assert "abort" in source.lines(C10D, "_abort_process_group")
+    assert "shutdown()" in source.lines(C10D, "destroy_process_group")
+
+
+def asking_for_cuda_starts_the_driver(source: Source) -> None:
+    """Which does not survive a fork, unless a variable makes torch ask NVIDIA's management library."""
+    asks = source.lines(CUDA, "is_available")
+    assert asks.rstrip().endswith("else:\n        return torch._C._cuda_getDeviceCount() > 0")
+    assert "if not _is_compiled():\n        return False" in asks
+
+
+def groups_keep_their_defaults(source: Source) -> None:
+    """Whatever is among an optimizer's defaults is in each of its groups, and so in its state_dict."""
+    assert "param_group.setdefault(name, default)" in source.lines(OPTIMIZER, "add_param_group")
+
+
+def loading_is_weights_only(source: Source) -> None:
+    default = source.run(SERIALIZATION, "_default_to_weights_only", torch=torch)
+    assert default(None) is True
+    assert "if weights_only_not_set:\n        weights_only = _default_to_weights_only(pickle_module)" in source.lines(
+        SERIALIZATION, "load"
+    )
+    held = io.BytesIO()
+    torch.save({"cls": torch.optim.AdamW}, held)
+    held.seek(0)
+    try:
+        torch.load(held, map_location="cpu")
+    except pickle.UnpicklingError:
+        return
+    raise AssertionError("torch.load takes any class by default")
+
+
+def accelerators(environ: dict[str, str], source: Source) -> Any:
+    """Ray's package of that name, with its class for NVIDIA's GPUs, on an environment of ours."""
+    names: dict[str, Any] = {"os": SimpleNamespace(environ=environ), "env_bool": lambda name, default: default}
+    for name in ("CUDA_VISIBLE_DEVICES_ENV_VAR", "NOSET_CUDA_VISIBLE_DEVICES_ENV_VAR"):
+        names[name] = source.value(NVIDIA, name)
+    manager = source.run(NVIDIA, "NvidiaGPUAcceleratorManager", AcceleratorManager=object, **names)
+    return SimpleNamespace(
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO_ENV_VAR="RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+        get_accelerator_manager_for_resource=lambda resource: manager,
+    )
+
+
+def visible_to_an_actor(source: Source, ids: list[str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a worker with ``ids``, whose environment said 0,1,2,3."""
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
+    fake = SimpleNamespace(_private=SimpleNamespace(accelerators=accelerators(environ, source)))
+    fake.get_runtime_context = lambda: context
+    visible = source.run(RAY_UTILS, "set_visible_accelerator_ids", ray=fake, os=SimpleNamespace(environ=environ))
+    visible()
+    return environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def no_gpus_keep_the_environment(source: Source) -> None:
+    assert visible_to_an_actor(source, []) == "0,1,2,3"
+
+
+def gpus_are_named_in_the_environment(source: Source) -> None:
+    assert visible_to_an_actor(source, ["2"]) == "2"
+
+
+ATTENTION, SYNC, STORED = "rlpost/actor/varlen.py", "rlpost/weights/sync.py", "rlpost/actor/megatron_checkpoint.py"
+FLEET, WORKERS, DEVICE = "rlpost/orchestration/engines.py", "rlpost/orchestration/workers.py", "rlpost/actor/device.py"
+
+FACTS = (
+    Fact(
+        "varlen_attn takes queries, keys, values and bounds in our order",
+        (ATTENTION,),
+        varlen_takes_our_arguments,
+        (
+            VARLEN,
+            "def varlen_attn(\n    query: torch.Tensor,\n    key: torch.Tensor,",
+            "def varlen_attn(\n    key: torch.Tensor,\n    query: torch.Tensor,",
+        ),
+    ),
+    Fact(
+        "the window (-1, 0) of varlen_attn is the causal mask",
+        (ATTENTION,),
+        window_means_causal,
+        (VARLEN, "is_causal = window_size == (-1, 0)\n    out, lse", "is_causal = False\n    out, lse"),
+    ),
+    Fact(
+        "varlen_attn never takes cuDNN's kernel, which has neither windows nor groups",
+        (ATTENTION,),
+        varlen_is_flash_attention,
+        (VARLEN, "    return False\n", "    return True\n"),
+    ),
+    Fact(
+        "the causal mask of torch's memory-efficient attention that is aligned at the end has the number 2",
+        (ATTENTION,),
+        causal_mask_has_our_number,
+        (BIAS, "    LOWER_RIGHT = auto()", "    OTHER = auto()\n    LOWER_RIGHT = auto()"),
+    ),
+    Fact(
+        "a CUDA tensor is rebuilt from its device at argument 6",
+        (SYNC,),
+        device_is_argument_six,
+        (
+            REDUCTIONS,
+            "    dtype,\n    storage_device,\n    storage_handle,",
+            "    storage_device,\n    dtype,\n    storage_handle,",
+        ),
+    ),
+    Fact(
+        "tensors of one storage share that storage with their reader, each counted once more",
+        (SYNC,),
+        views_share_their_storage,
+        (REDUCTIONS, ") = storage._share_cuda_()", ") = tensor._share_cuda_()"),
+    ),
+    Fact(
+        "a group with processes outside the world is made by _new_process_group_helper and named in _world",
+        (SYNC,),
+        groups_outside_the_world,
+        (
+            C10D,
+            "def _new_process_group_helper(\n    group_size,\n    group_rank,",
+            "def _new_process_group_helper(\n    group_rank,\n    group_size,",
+        ),
+    ),
+    Fact(
+        "NCCL connects when a group is made only with a device_id",
+        (SYNC,),
+        nccl_connects_at_once_only_to_a_given_device,
+        (C10D, "if device_id and pg._get_backend(device_id)", "if True or pg._get_backend(device_id)"),
+    ),
+    Fact(
+        "broadcast waits for its work without async_op, which on NCCL means the stream and not its end",
+        (SYNC,),
+        broadcast_has_no_error_of_nccl,
+        (
+            C10D,
+            "    work = group.broadcast([tensor], opts)\n    if async_op:\n        return work",
+            "    work = group.broadcast([tensor], opts)\n    if True:\n        return work",
+        ),
+    ),
+    Fact(
+        "destroy_process_group shuts a group down; _abort_process_group aborts it",
+        (SYNC,),
+        groups_can_be_aborted,
+        (C10D, "def _abort_process_group(", "def _end_process_group("),
+    ),
+    Fact(
+        "torch.cuda.is_available starts CUDA's driver, so a process that asked may not be forked",
+        ("tests/contract/actor_ranks.py", "rlpost/rollout/server.py"),
+        asking_for_cuda_starts_the_driver,
+        (
+            CUDA,
+            "return torch._C._cuda_getDeviceCount() > 0\n\n\ndef is_bf16",
+            "return device_count() > 0\n\n\ndef is_bf16",
+        ),
+    ),
+    Fact(
+        "an optimizer's defaults are part of its groups",
+        (STORED,),
+        groups_keep_their_defaults,
+        (OPTIMIZER, "param_group.setdefault(name, default)", "pass"),
+    ),
+    Fact(
+        "torch.load refuses classes unless they are listed",
+        (STORED,),
+        loading_is_weights_only,
+        (SERIALIZATION, "return pickle_module is None", "return False"),
+    ),
+    Fact(
+        "actors of zero GPUs keep CUDA_VISIBLE_DEVICES as their environment has it",
+        (FLEET, WORKERS),
+        no_gpus_keep_the_environment,
+        (RAY_UTILS, "if not override_on_zero and len(accelerator_ids) == 0:", "if False:"),
+    ),
+    Fact(
+        "actors with GPUs see these alone, by CUDA_VISIBLE_DEVICES",
+        (DEVICE, FLEET),
+        gpus_are_named_in_the_environment,
+        (
+            NVIDIA,
+            'CUDA_VISIBLE_DEVICES_ENV_VAR = "CUDA_VISIBLE_DEVICES"\nNOSET',
+            'CUDA_VISIBLE_DEVICES_ENV_VAR = "NVIDIA_VISIBLE_DEVICES"\nNOSET',
+        ),
+    ),
+)

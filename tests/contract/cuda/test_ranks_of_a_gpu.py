@@ -1,0 +1,23 @@
+"""How the ranks of a test start where torch has CUDA."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.families import make_family
+from tests.gpu.gpu_ranks import parent_of
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_rank_is_no_fork_of_a_process_that_asked_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server imports Megatron, which asks; CUDA then fails in every fork of it."""
+    make_family(tmp_path, "qwen3")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert run_ranks(parent_of, 1, ActorSettings(str(tmp_path))) == [os.getpid()]

@@ -1,0 +1,49 @@
+"""Weights sent to another process on another GPU, by NCCL; without a GPU by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import plan_sync, run_ranks, send_weights
+from tests.contract.families import make_family
+from tests.gpu.gpu_ranks import receive_on
+from tests.ports import free_port
+
+pytestmark = pytest.mark.timeout(300)
+GROUP = "rlpost-gpu"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
+    tmp_path: Path, device: str, name: str, record_property, monkeypatch
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as the run sets it: both sides must agree
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
+    make_family(tmp_path, name)
+    settings = ActorSettings(str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000)
+    (plan,) = run_ranks(plan_sync, 1, settings)
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    results = context.Queue()
+    where = ("cuda:1", "nccl") if device == "cuda" else ("cpu", "gloo")
+    peer = context.Process(target=receive_on, args=(*where, port, f"{GROUP}-0", plan, results), daemon=True)
+    peer.start()
+    started = time.monotonic()
+    try:
+        run_ranks(send_weights, 1, settings, connections=[[port]], group_name=GROUP)
+        received = results.get(timeout=60)
+    finally:
+        peer.kill()
+        peer.join()
+    original = load_file(tmp_path / "model.safetensors")
+    assert received.keys() == original.keys()
+    for weight, tensor in original.items():
+        assert received[weight].tobytes() == tensor.contiguous().numpy().tobytes(), weight
+    record_property("figure", f"{len(plan)} buckets, {time.monotonic() - started:.1f} s with start")

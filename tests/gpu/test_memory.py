@@ -1,0 +1,40 @@
+"""What the trainer gives back to engines on its GPU, and whether it is whole afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.samples import STEPS
+from tests.gpu.gpu_ranks import PARTS, leave_and_return
+from tools.bench.train_step import make_model
+
+pytestmark = pytest.mark.timeout(300)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that its tensors outweigh what else a process holds."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, "small")
+    return folder
+
+
+@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
+def test_memory_that_is_given_back_is_free_and_comes_back_as_it_was(
+    model: Path, device: str, use_distributed_optimizer: bool, record_property
+) -> None:
+    settings = ActorSettings(str(model), bf16=None, use_distributed_optimizer=use_distributed_optimizer)
+    (seen,) = run_ranks(leave_and_return, 1, settings, steps=STEPS)
+    before, meanwhile, after = seen["bytes"]
+    freed = sum(seen["freed"].values())
+    assert all(seen["freed"][part] > 0 for part in PARTS)
+    assert seen["hashes"][0] == seen["hashes"][1]
+    if device == "cuda":
+        assert before - meanwhile >= 0.95 * freed
+        assert after == pytest.approx(before, rel=0.05)
+        record_property("figure", f"{before / MIB:.0f} MiB held, {meanwhile / MIB:.0f} MiB while away")

@@ -1,0 +1,147 @@
+"""Check everything that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make test-gpu``).
+
+Each check runs in a process of its own with a time limit; logs, and the table as results.json, go into a folder. The
+exit code is 0 when nothing failed, 1 when something did, and 2 when nothing can be checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from tools.gpu_check.checks import CHECKS, Check, rows_of_tests
+from tools.gpu_check.machine import Machine, examine
+from tools.gpu_check.table import Row, render
+
+ROOT = Path(__file__).parents[2]
+REMEDY = "on a machine with a GPU: make install, then make test-gpu; --on-cpu tries the checks without one"
+TAIL_LINES = 3
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks that are asked for."""
+    options = parser().parse_args(arguments)
+    chosen = [check for check in CHECKS if not options.only or check.name in options.only]
+    if options.list:
+        print("\n".join(f"{check.name:<25} {check.shows}" for check in chosen))
+        return 0
+    machine = examine()
+    if not options.on_cpu and (obstacles := machine.obstacles()):
+        print(f"gpu_check: {'; '.join([*obstacles, *machine.lacks()])}; {REMEDY}", file=sys.stderr)
+        return 2
+    folder = options.out or ROOT / "runs" / f"gpu-check-{datetime.now():%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True, exist_ok=True)
+    memory_gb = None if options.on_cpu else min(gpu.memory_gb for gpu in machine.gpus)
+    print("\n".join([*machine.lines(), f"logs: {folder}", ""]), flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a check that is running ends with this process
+    rows: list[Row] = []
+    try:
+        for check in chosen:
+            found = run(check, folder, memory_gb=memory_gb, limit_s=options.timeout_s or check.timeout_s)
+            rows += found
+            print("\n".join(f"{row.outcome:<8}{row.check}  {row.note}"[:150] for row in found), flush=True)
+            write(folder / "results.json", machine, rows)
+    except KeyboardInterrupt:
+        print("\ngpu_check: interrupted; the checks that ended before:", file=sys.stderr)
+        print(report(machine, rows))
+        return INTERRUPTED
+    print("\n" + report(machine, rows))
+    return int(any(row.outcome == "failed" for row in rows))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__.splitlines()[0])
+    names = [check.name for check in CHECKS]
+    made.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"some of: {', '.join(names)}")
+    made.add_argument("--list", action="store_true", help="say what each check shows, and run none")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="of logs and results.json (default: in runs/)")
+    made.add_argument("--timeout-s", type=int, metavar="S", help="of each check, instead of its own limit")
+    made.add_argument("--on-cpu", action="store_true", help="the same on the CPU: tries all but the device")
+    return made
+
+
+def run(check: Check, folder: Path, *, memory_gb: float | None, limit_s: int) -> list[Row]:
+    """Run one check, with its output in a log; its rows. Nothing that it started outlives it."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in check.name)
+    log, results = folder / f"{name}.log", folder / f"{name}.xml"
+    results.unlink(missing_ok=True)
+    command = check.command(sys.executable, str(results), memory_gb=memory_gb)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if memory_gb is None:
+        environ["RLPOST_GPU_TESTS_ON"] = "cpu"
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_group(process)
+    seconds = time.monotonic() - started
+    if code is None:
+        return [Row(check.name, "failed", seconds, f"no end after {limit_s} s; see {log}")]
+    return rows_of(check, code, seconds, log, results)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it left in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def rows_of(check: Check, code: int, seconds: float, log: Path, results: Path) -> list[Row]:
+    """What a check that has ended says."""
+    broken = [Row(check.name, "failed", seconds, f"{how_it_ended(code)}: {last_words(log)}; see {log}")]
+    if check.figures is not None:
+        if code != 0:
+            return broken
+        try:
+            return [Row(check.name, "passed", seconds, check.figures(log.read_text(errors="replace")))]
+        except (ValueError, LookupError) as error:
+            return [Row(check.name, "failed", seconds, f"its output has no figures ({error}); see {log}")]
+    if not results.exists():
+        return broken
+    rows = rows_of_tests(check.name, results.read_text())
+    return rows if rows and (code == 0 or any(row.outcome == "failed" for row in rows)) else [*rows, *broken]
+
+
+def how_it_ended(code: int) -> str:
+    """Of a process."""
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def last_words(log: Path) -> str:
+    """The end of a log, in one line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-TAIL_LINES:])
+
+
+def report(machine: Machine, rows: Sequence[Row]) -> str:
+    """The machine, and the table."""
+    return "\n".join([*machine.lines(), "", render(rows)])
+
+
+def write(path: Path, machine: Machine, rows: Sequence[Row]) -> None:
+    """The same for programs."""
+    document = {"machine": dataclasses.asdict(machine), "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
