@@ -239,6 +239,8 @@ class HeadAgent:
             ifname = ifname_of(ip, local_addresses())
         network, found = network_here(ifname, ip)
         logger.info("network of this node\n%s", found.describe())
+        for conflict in found.conflicts:
+            logger.warning("network of this node: %s", conflict)
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
         # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.

@@ -134,7 +134,10 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
     environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
     found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
-    print(json.dumps(found.to_document()) if options.json else found.describe())
+    if options.json:
+        print(json.dumps(found.to_document()))
+    else:
+        print("\n".join([found.describe(), *(f"{'conflict':<16}{one}" for one in found.conflicts)]))
     return 0
 
 

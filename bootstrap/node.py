@@ -156,6 +156,8 @@ class NodeAgent:
         facts, found = network_here(ifname, ip)
         self._fabric = found.rdma_env
         logger.info("network of this node\n%s", found.describe())
+        for conflict in found.conflicts:
+            logger.warning("network of this node: %s", conflict)
         return network_row(facts, found, installed_versions())
 
     def _candidates(self) -> Sequence[tuple[str, int]]:

@@ -24,6 +24,7 @@ from rlpost.config.checks.arithmetic import (
     rollout_problems,
 )
 from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.functions import function_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
@@ -62,6 +63,7 @@ def check(config: Config) -> None:
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *container_problems(config),
+        *environment_problems(config),
         *_option_problems(config),
         *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootstrap import network_host
+from bootstrap import network, network_host
 from bootstrap.network import (
     Address,
     NetworkError,
@@ -77,3 +77,10 @@ def test_gloo_takes_a_bare_name_and_nccl_an_exact_one() -> None:
 
 def test_what_the_user_has_set_is_left_alone() -> None:
     assert "NCCL_SOCKET_IFNAME" not in socket_environment("eth0", {"NCCL_SOCKET_IFNAME": "ib"}, "10.0.0.1")
+
+
+def test_the_command_prints_what_the_shell_s_variables_contradict(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
+    network.main(["--socket-ifname", "lo"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("conflict")]
+    assert "NCCL_SOCKET_IFNAME=nosuch0" in line and "=lo" in line
