@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import logging
 import os
 import socket
 import sys
@@ -25,6 +26,8 @@ from bootstrap.link import plain_ip
 from bootstrap.network_detect import Detection, detect, socket_settings
 from bootstrap.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from bootstrap.network_host import read_document, read_host
+
+logger = logging.getLogger(__name__)
 
 # Ray replaces 127.0.0.1 and localhost by the address of some interface (ray.util.get_node_ip_address); the rest of
 # 127/8 is loopback just as well and is left alone, so a one-node cluster can stay off the network.
@@ -112,6 +115,15 @@ def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
     # Of 127/8 the interface holds but one address, and behind a named interface there may be none.
     met_at = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
     return facts, detect(facts, **met_at, environ=os.environ)
+
+
+def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+    """``network_here``, told in this process's log, with a warning for each contradiction."""
+    facts, found = network_here(ifname, ip)
+    logger.info("network of this node\n%s", found.describe())
+    for conflict in found.conflicts:
+        logger.warning("network of this node: %s", conflict)
+    return facts, found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,10 +32,12 @@ from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems
+from rlpost.config.plan.reference import reference_note
 from rlpost.config.tree import Config
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
-from rlpost.errors import ConfigError, RlpostError
+from rlpost.errors import ConfigError, RlpostError, WeightError
+from rlpost.hf_shape import hf_shape
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
@@ -69,6 +71,17 @@ def check(config: Config) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def notes(config: Config) -> list[str]:
+    """What is allowed and probably not meant, one line each; of settings that ``check`` let pass."""
+    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    try:
+        shape = hf_shape(hf)
+    except WeightError:
+        shape = None  # a family of the user's own; what it costs is told without sizes
+    note = reference_note(config, shape)
+    return [] if note is None else [note]
 
 
 def check_installed(config: Config) -> None:

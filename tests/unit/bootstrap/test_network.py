@@ -15,6 +15,7 @@ from bootstrap.network import (
     reachable_addresses,
     socket_environment,
 )
+from bootstrap.network_facts import Interface, NetworkFacts
 
 ADDRESSES = (
     Address("lo", "127.0.0.1"),
@@ -84,3 +85,14 @@ def test_the_command_prints_what_the_shell_s_variables_contradict(monkeypatch, c
     network.main(["--socket-ifname", "lo"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("conflict")]
     assert "NCCL_SOCKET_IFNAME=nosuch0" in line and "=lo" in line
+
+
+def test_an_agent_warns_of_each_contradiction_once(monkeypatch, caplog):
+    facts = NetworkFacts((Interface("eth0", state="up", ipv4=("10.0.0.1/24",)),))
+    monkeypatch.setattr(network, "read_host", lambda: facts)
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "ib0")
+    with caplog.at_level("INFO"):
+        network.logged_network_here("eth0", "10.0.0.1")
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2 and all("=ib0" in line and "eth0" in line for line in warned)
