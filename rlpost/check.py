@@ -39,6 +39,7 @@ from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.hf_shape import hf_shape
 from rlpost.reward.grader import check_reward
+from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
 
@@ -66,6 +67,7 @@ def check(config: Config) -> None:
         *_collect(lambda: check_reward(config.rollout)),
         *container_problems(config),
         *environment_problems(config),
+        *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
         *_option_problems(config),
         *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]

@@ -25,8 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
-from rlpost.rollout.server_args import in_its_words
+from rlpost.rollout.server_args import in_its_words, server_arg_names
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -143,11 +144,16 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch was imported, a moment ago
         keep_memory()
         start_by_fork()
+    given = in_its_words(arguments)
+    if has_cuda:
+        graphs = graph_settings(given, os.environ, known=server_arg_names())
+        os.environ.update(graphs.environment)  # SGLang and the processes that it starts read it when they capture
+        given |= graphs.server_args
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    server_args = ServerArgs(**engine_arguments(in_its_words(arguments), has_cuda=has_cuda))
+    server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
