@@ -1,8 +1,8 @@
 """The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
 
-Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N}``, with the fields of SGLang's
-``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them and therefore never stands in a
-command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
+Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node": N}``, with the
+fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them, so it never
+stands in a command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
 
 Invariants: the server ends when standard input ends, so it never outlives the process that started it; the key is
 blotted out of the log; without CUDA the engine gets the stand-ins of ``sglang_on_cpu`` and settings that run there, and
@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.server_args import in_its_words, server_arg_names
@@ -206,6 +207,8 @@ def main(argv: list[str]) -> int:
     blot_out(arguments.get("api_key"))
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     if argv == ["engine"]:
+        if (gpus_per_node := document.get("gpus_per_node")) is not None:
+            bind_to_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus_per_node=gpus_per_node)
         run_engine(arguments, ready_fd)
     else:
         run_router(arguments)
