@@ -102,8 +102,10 @@ def _of_devices(given: Mapping[str, str], facts: NetworkFacts, rdma: RdmaChoice)
 def _of_gid(given: Mapping[str, str], rdma: RdmaChoice) -> Iterator[Conflict]:
     if not rdma.gid_is_seen:
         return
-    of_ports = sorted(set(rdma.gid_index_per_hca.values())) or [rdma.gid_index]
-    listed = ", ".join(str(index) for index in of_ports if index is not None)
+    of_ports = set(rdma.gid_index_per_hca.values())
+    if rdma.gid_index is not None:
+        of_ports.add(rdma.gid_index)
+    listed = ", ".join(map(str, sorted(of_ports)))
     for name in _GID_VARIABLES:
         automatic = given.get(name, "").strip() in ("", "-1")  # NCCL looks for it by itself
         if not automatic and listed and given[name].strip() not in listed.split(", "):
