@@ -118,7 +118,7 @@ def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
 
 
 def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
-    """``network_here``, told in this process's log, with a warning for each contradiction."""
+    """``network_here``, with the decision in the log and a warning for each contradiction."""
     facts, found = network_here(ifname, ip)
     logger.info("network of this node\n%s", found.describe())
     for conflict in found.conflicts:

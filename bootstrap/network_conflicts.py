@@ -1,7 +1,7 @@
-"""Where a variable that a person has set contradicts what detection finds on this host. Pure.
+"""Contradictions between variables that are set and what detection finds on this host. Pure.
 
 Input: the variables that are set, the facts of the host, what was decided without them. Output: one ``Conflict`` for
-each contradiction. The value that is set always stays: a site may know better than its hardware shows.
+each contradiction. The value that is set always wins: a site may know better than its hardware shows.
 """
 
 from __future__ import annotations

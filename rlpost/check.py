@@ -76,12 +76,12 @@ def check(config: Config) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """What is allowed and probably not meant, one line each; of settings that ``check`` let pass."""
+    """Settings that are allowed and probably not intended, one line each. Call ``check`` first."""
     hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     try:
         shape = hf_shape(hf)
     except WeightError:
-        shape = None  # a family of the user's own; what it costs is told without sizes
+        shape = None  # a model family from outside: the note goes without sizes
     note = reference_note(config, shape)
     return [] if note is None else [note]
 

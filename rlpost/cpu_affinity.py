@@ -1,8 +1,8 @@
 """Which CPUs a process with GPUs runs on, and how many threads a trainer's rank uses on them.
 
 Input: the CPUs that the step may use, those next to each GPU, how many processes share the node. Output: a decision;
-``bind_to_gpus`` applies it. Invariants: a process is never bound to no CPU, to one outside of those it may use, or to
-fewer than its share of them; a host without NVIDIA's driver is left alone without a word.
+``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty set, to a CPU outside the allowed ones,
+or to fewer than its share of them; on a host without NVIDIA's driver nothing happens and nothing is logged.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def num_cores(cpus: Collection[int], siblings: Mapping[int, Collection[int]]) ->
 
 
 def read_siblings(cpus: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """The threads of each CPU's core; those that the kernel does not tell are left out."""
+    """The threads of each CPU's core; unknown ones are left out."""
     found = {}
     for cpu in cpus:
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -121,7 +121,7 @@ class Actor:
 
     @property
     def gpu_position(self) -> int | None:
-        """Where this rank's GPU stands among those of its node; None without, and where that cannot be told."""
+        """Position of this rank's GPU among those of its node; None without a GPU or where it is unknown."""
         return device.position()
 
     @property

@@ -103,7 +103,7 @@ def visible() -> str:
 
 
 def position() -> int | None:
-    """Where that GPU stands among those of the host, in the order of the bus; None where that cannot be told."""
+    """Position of that GPU among those of the host, in the order of the bus; None where it is unknown."""
     names = visible_names(visible())
     if len(names) != 1:
         return None

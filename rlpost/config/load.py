@@ -73,7 +73,7 @@ def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
     try:
         return {**variables(earlier), **variables(value)}
     except (TypeError, ValueError):
-        return value  # told when it is validated
+        return value  # validation reports it
 
 
 def _meant(group: str, key: str, value: Any) -> Any:

@@ -124,7 +124,8 @@ class ClusterStages:
         )
 
     async def _start_actors(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
-        # Ray gives the next free GPU of a node to whichever of its workers it starts next.
+        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
+        # request arrives next, and does not promise the order of requests.
         positions: list[int | None] = await self._actors.call("gpu_position")
         await self._actors.reorder(order_by_gpu(placement.actors, positions))
         world, head = len(placement.actors), placement.actors[0].ip

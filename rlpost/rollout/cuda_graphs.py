@@ -4,8 +4,8 @@ Input: the settings of an engine and the variables that are set. Output: what to
 
 SGLang 0.5.17 to 0.5.23 capture graphs in memory that the tag releases only with the variable
 ``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it the backend that
-captures prefill on CUDA by default raises (``BreakableCudaGraphBackend``), so prefill runs without graphs. What a
-user sets himself stays: then the other of the two follows from it.
+captures prefill on CUDA by default raises (``BreakableCudaGraphBackend``), so prefill runs without graphs. A
+value that the user sets wins, and the other of the two follows from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def graph_settings(
 
     Args:
         server_args: fields of ServerArgs that are given.
-        known: names of the fields that the installed SGLang has; None where that cannot be told.
+        known: names of the fields that the installed SGLang has; None where that is unknown.
     """
     if not server_args.get("enable_memory_saver") or (known is not None and PREFILL not in known):
         return GraphSettings()

@@ -1,8 +1,8 @@
 """Values of ``cluster.environment`` that NCCL or Gloo would ignore or take for something harmful. Pure.
 
 Input: a ``Config``. Output: one line for each problem. The ranges are those of the NCCL user guide (Environment
-Variables, June 2026). NCCL reads a number that it cannot parse as if the variable were unset, and says so at level INFO
-only; so a typing error costs nothing but speed, and nobody learns of it.
+Variables, June 2026). NCCL treats a number that it cannot parse as unset, and logs that at level INFO only, so a typing
+error goes unnoticed.
 """
 
 from __future__ import annotations

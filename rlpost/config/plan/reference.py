@@ -2,7 +2,7 @@
 
 Input: settings, and the shape of the model where it is known. Output: one line, or none where the reference counts.
 With ``--use-kl-loss`` and ``--kl-loss-coef 0`` the divergence is measured (``train/ref_kl``), as in slime, and weighs
-nothing: users who want the curve keep it, all others should learn its price.
+nothing. Users who want the curve keep it; the note gives its cost to all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def host_bytes(config: Config, shape: Shape) -> int:
 
 
 def reference_note(config: Config, shape: Shape | None) -> str | None:
-    """What to tell the user; None where the reference counts or there is none."""
+    """The note for the user; None where the reference counts or there is none."""
     if not is_only_measured(config):
         return None
     memory = f" and {size_text(host_bytes(config, shape))} of host memory a node" if shape else ""

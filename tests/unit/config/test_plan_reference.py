@@ -1,4 +1,4 @@
-"""A reference on which nothing depends is told with its price, and only that one."""
+"""A reference on which nothing depends is reported with its cost, and only that one."""
 
 from __future__ import annotations
 
