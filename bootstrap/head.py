@@ -41,7 +41,7 @@ from bootstrap.network import (
     ifname_of,
     ip_of,
     local_addresses,
-    network_here,
+    logged_network_here,
     reachable_addresses,
 )
 from bootstrap.options import Options
@@ -237,8 +237,7 @@ class HeadAgent:
         if self._reception.links:  # all others may be spares that never came
             ip = _only_local_ip(self._reception.links.values())
             ifname = ifname_of(ip, local_addresses())
-        network, found = network_here(ifname, ip)
-        logger.info("network of this node\n%s", found.describe())
+        network, found = logged_network_here(ifname, ip)
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
         # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.

@@ -13,6 +13,7 @@ from typing import Mapping, Sequence  # noqa: UP035
 from bootstrap.pins import Requirement, parse
 
 GIB = 1 << 30
+TE_USES = "optimizer_cpu_offload, the precision-aware optimizer with other types, grouped experts and fused permutation"
 UNLIMITED = -1
 RDMA_LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1")
 # Kernel drivers of RDMA devices and the part of rdma-core (or the vendor's) that speaks to them from a program.
@@ -51,6 +52,7 @@ class ImageFacts:
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of some packages, their own requirements
+    te_range: str = ""  # the TransformerEngine that the installed Megatron-core accepts, as its metadata write it
     commands: Mapping[str, str | None] = field(default_factory=dict)  # command: where
     libraries: Mapping[str, bool] = field(default_factory=dict)  # shared library: whether it can be loaded
     providers: Sequence[str] = ()  # RDMA providers installed
@@ -76,13 +78,24 @@ class Finding:
 
 
 def check_image(
-    facts: ImageFacts, python: Requirement, wanted: Sequence[Requirement], *, cpu: bool = False
+    facts: ImageFacts,
+    python: Requirement,
+    wanted: Sequence[Requirement],
+    *,
+    cpu: bool = False,
+    compiled: Sequence[Requirement] = (),
+    te_reasons: Sequence[str] = (),
 ) -> tuple[Finding, ...]:
     """Every check, in the order of the table; for nodes without GPUs those that matter there.
 
     On a CPU SGLang runs without what it asks for: those are packages of CUDA (tools/no_deps.txt).
+
+    Args:
+        compiled: pins of what is compiled against torch (``te`` in setup.cfg).
+        te_reasons: settings of a recipe that need TransformerEngine; without any its absence is no lack.
     """
-    of_gpus = () if cpu else (_needs(facts), _driver(facts), _rdma(facts), _nccl(facts))
+    te = _transformer_engine(facts, compiled, te_reasons)
+    of_gpus = () if cpu else (_needs(facts), te, _driver(facts), _rdma(facts), _nccl(facts))
     return (
         _python(facts, python),
         _packages(facts, wanted),
@@ -126,6 +139,30 @@ def _needs(facts: ImageFacts) -> Finding:
         more = f" and {len(unmet) - 6} more" if len(unmet) > 6 else ""
         return Finding("their needs", "LACKS", "; ".join(unmet[:6]) + more)
     return Finding("their needs", "OK", f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}")
+
+
+def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Finding:
+    """Both halves at one version that Megatron-core accepts; whether anything else is a lack depends on the recipe."""
+    name, half = "transformer-engine", "transformer-engine-torch"
+    pin = next((one for one in compiled if one.name == name), None)
+    accepted = parse(facts.te_range) or pin
+    have, torch_half = facts.packages.get(name), facts.packages.get(half)
+    needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
+    level = "LACKS" if reasons else "WARN"
+    build = f"build jobs/container/Dockerfile, which compiles {pin.text}" if pin else "build jobs/container/Dockerfile"
+    if have is None:
+        return Finding("TransformerEngine", level, f"not installed; {needed}: {build}")
+    if torch_half != have:
+        said = f"{have} with {half} {torch_half or 'missing'}; {needed}: {build}"
+        return Finding("TransformerEngine", level, said)
+    if accepted is not None and not accepted.allows(have):
+        said = f"{have}, Megatron-core accepts {_bounds(accepted)}; {needed}: {build}"
+        return Finding("TransformerEngine", level, said)
+    return Finding("TransformerEngine", "OK", have)
+
+
+def _bounds(one: Requirement) -> str:
+    return ",".join(sign + version for sign, version in one.bounds)
 
 
 def _commands(facts: ImageFacts) -> Finding:

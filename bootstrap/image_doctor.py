@@ -1,4 +1,4 @@
-"""Says what an image lacks, from inside it: ``python3 -m bootstrap.image_doctor [--cpu] [--json]``
+"""Says what an image lacks, from inside it: ``python3 -m bootstrap.image_doctor [--cpu] [--te-for=SETTING,...]``
 
 Comes in: the image, and setup.cfg of the code beside this file. Goes out: a table or JSON on standard output; exit code
 0 when a run would work in it, 1 when something is lacking. Python 3.8 and later, nothing but its standard library.
@@ -18,6 +18,7 @@ from bootstrap.image_facts import read_image
 from bootstrap.pins import Requirement, parse, python_required, requirements
 
 CODE = Path(__file__).resolve().parents[1]
+COMPILED = ("te",)
 ALWAYS = ("megatron-core",)  # of tools/no_deps.txt; the rest of it is what a GPU's stack brings by itself
 
 
@@ -26,6 +27,13 @@ def wanted_packages(code: Path, *, cpu: bool = False, extras: Sequence[str] = ()
     found = requirements((code / "setup.cfg").read_text(), ["cpu" if cpu else "gpu", *extras])
     lines = map(parse, (code / "tools/no_deps.txt").read_text().splitlines())
     return found + [one for one in lines if one is not None and one.bounds and (cpu or one.name in ALWAYS)]
+
+
+def compiled_packages(code: Path) -> list[Requirement]:
+    """What has to be compiled against the torch that is installed: the extras ``COMPILED`` of setup.cfg alone."""
+    text = (code / "setup.cfg").read_text()
+    always = requirements(text, [])
+    return [one for one in requirements(text, COMPILED) if one not in always]
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -44,16 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--requirements", nargs="*", metavar="EXTRA", help="print what it should hold, with these extras, for pip"
     )
+    parser.add_argument(
+        "--compiled", action="store_true", help="print what is compiled against torch, for pip --no-build-isolation"
+    )
+    parser.add_argument(
+        "--te-for", metavar="SETTING,...", default="", help="settings that need TransformerEngine: it must be there"
+    )
     options = parser.parse_args(argv)
     if not (CODE / "setup.cfg").is_file():
         print(f"no setup.cfg in {CODE}, where the pins stand: call this from a checkout", file=sys.stderr)
         return 2
+    if options.compiled:
+        print("\n".join(one.text for one in compiled_packages(CODE)))
+        return 0
     if options.requirements is not None:
         print("\n".join(one.text for one in wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)))
         return 0
     python = python_required((CODE / "setup.cfg").read_text())
     facts = read_image({name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)})
-    findings = check_image(facts, python, wanted_packages(CODE, cpu=options.cpu), cpu=options.cpu)
+    findings = check_image(
+        facts,
+        python,
+        wanted_packages(CODE, cpu=options.cpu),
+        cpu=options.cpu,
+        compiled=compiled_packages(CODE),
+        te_reasons=[reason for reason in options.te_for.split(",") if reason],
+    )
     if options.json:
         print(json.dumps([finding.__dict__ for finding in findings], indent=1))
     else:

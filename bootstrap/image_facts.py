@@ -21,19 +21,21 @@ from bootstrap.pins import canonical
 
 COMMANDS = ("bash", "gcc", "ninja")
 NEEDY = ("sglang", "sglang-router", "megatron-core", "transformers", "ray", "torch")
+TE = "transformer-engine"
 ENTRYPOINTS = ("/etc/rc", "/opt/nvidia/nvidia_entrypoint.sh", "/usr/local/bin/docker-entrypoint.sh", "/entrypoint.sh")
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/lib64")
 
 
 def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts:
     """Look at the image that this process runs in."""
-    packages, needs = _packages()
+    packages, needs, te_range = _packages()
     home = environ.get("HOME", "")
     return ImageFacts(
         python=platform.python_version(),
         executable=sys.executable,
         packages=packages,
         needs=needs,
+        te_range=te_range,
         commands={name: shutil.which(name) for name in COMMANDS},
         libraries={name: _loads(name) for name in (*RDMA_LIBRARIES, "libcuda.so.1")},
         providers=tuple(sorted(_providers(root))),
@@ -50,10 +52,12 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
     )
 
 
-def _packages() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Versions of all that is installed, and what some of it asks for whatever the platform."""
+def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
+    """Versions of all that is installed, what some of it asks for whatever the platform, and the TransformerEngine
+    that Megatron-core names in an extra (empty where it names none)."""
     versions: dict[str, str] = {}
     needs: dict[str, list[str]] = {}
+    te_range = ""
     for found in importlib.metadata.distributions():
         with suppress(Exception):  # a broken folder of metadata; what it holds then counts as missing
             name = canonical(found.metadata["Name"])
@@ -62,7 +66,10 @@ def _packages() -> tuple[dict[str, str], dict[str, list[str]]]:
             versions[name] = found.version
             if name in NEEDY:
                 needs[name] = [line for line in found.requires or () if ";" not in line]
-    return versions, needs
+            if name == "megatron-core":
+                lines = [line.partition(";")[0].strip() for line in found.requires or ()]
+                te_range = next((line for line in lines if canonical(line).startswith(TE)), "")
+    return versions, needs, te_range
 
 
 def _loads(name: str) -> bool:

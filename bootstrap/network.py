@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import logging
 import os
 import socket
 import sys
@@ -25,6 +26,8 @@ from bootstrap.link import plain_ip
 from bootstrap.network_detect import Detection, detect, socket_settings
 from bootstrap.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from bootstrap.network_host import read_document, read_host
+
+logger = logging.getLogger(__name__)
 
 # Ray replaces 127.0.0.1 and localhost by the address of some interface (ray.util.get_node_ip_address); the rest of
 # 127/8 is loopback just as well and is left alone, so a one-node cluster can stay off the network.
@@ -114,6 +117,15 @@ def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
     return facts, detect(facts, **met_at, environ=os.environ)
 
 
+def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+    """``network_here``, with the decision in the log and a warning for each contradiction."""
+    facts, found = network_here(ifname, ip)
+    logger.info("network of this node\n%s", found.describe())
+    for conflict in found.conflicts:
+        logger.warning("network of this node: %s", conflict)
+    return facts, found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print what is decided; 2 when the facts cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bootstrap.network", description="Network settings of one host.")
@@ -134,7 +146,10 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
     environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
     found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
-    print(json.dumps(found.to_document()) if options.json else found.describe())
+    if options.json:
+        print(json.dumps(found.to_document()))
+    else:
+        print("\n".join([found.describe(), *(f"{'conflict':<16}{one}" for one in found.conflicts)]))
     return 0
 
 

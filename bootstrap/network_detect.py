@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bootstrap.network_conflicts import Conflict, conflicts
 from bootstrap.network_facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network_rdma import RdmaChoice, choose_rdma
 from bootstrap.network_socket import SocketChoice, choose_socket
@@ -33,6 +34,7 @@ class Detection:
     socket: SocketChoice
     rdma: RdmaChoice
     settings: Mapping[str, Setting]
+    conflicts: tuple[Conflict, ...] = ()
 
     @property
     def env(self) -> dict[str, str]:
@@ -72,6 +74,7 @@ class Detection:
             "env": self.env,
             "env_why": {name: setting.reason for name, setting in self.settings.items()},
             "warnings": [*self.socket.warnings, *rdma.warnings],
+            "conflicts": [str(conflict) for conflict in self.conflicts],
             "why": "; ".join((*self.socket.why, *rdma.why)),
         }
 
@@ -98,7 +101,9 @@ def detect(
     for name in sorted(given):
         if name.startswith(_FABRIC_PREFIXES):
             settings[name] = Setting(given[name], "set by the user or the site")
-    return Detection(sockets, rdma, settings)
+    reasons = {name: (setting.value, setting.reason) for name, setting in wanted.items()}
+    found = conflicts(given, facts, ifname=sockets.ifname, rdma=rdma, wanted=reasons)
+    return Detection(sockets, rdma, settings, found)
 
 
 def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:

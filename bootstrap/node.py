@@ -27,7 +27,7 @@ from bootstrap.handoff import SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from bootstrap.link import Link, LinkLost
 from bootstrap.local_ray import LocalRay, RayError
 from bootstrap.messages import Message
-from bootstrap.network import NetworkError, ifname_of, ip_of, local_addresses, network_here
+from bootstrap.network import NetworkError, ifname_of, ip_of, local_addresses, logged_network_here
 from bootstrap.options import Options
 from bootstrap.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
 from bootstrap.preflight import HostFacts
@@ -153,9 +153,8 @@ class NodeAgent:
 
     def _look_at_network(self, ifname: str, ip: str) -> dict[str, str]:
         """The row of this node in the comparison; keeps what Ray's environment needs."""
-        facts, found = network_here(ifname, ip)
+        facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
-        logger.info("network of this node\n%s", found.describe())
         return network_row(facts, found, installed_versions())
 
     def _candidates(self) -> Sequence[tuple[str, int]]:

@@ -24,6 +24,7 @@ from rlpost.config.checks.arithmetic import (
     rollout_problems,
 )
 from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.functions import function_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
@@ -31,11 +32,14 @@ from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems
+from rlpost.config.plan.reference import reference_note
 from rlpost.config.tree import Config
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
-from rlpost.errors import ConfigError, RlpostError
+from rlpost.errors import ConfigError, RlpostError, WeightError
+from rlpost.hf_shape import hf_shape
 from rlpost.reward.grader import check_reward
+from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
 
@@ -62,11 +66,24 @@ def check(config: Config) -> None:
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *container_problems(config),
+        *environment_problems(config),
+        *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
         *_option_problems(config),
         *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def notes(config: Config) -> list[str]:
+    """Settings that are allowed and probably not intended, one line each. Call ``check`` first."""
+    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    try:
+        shape = hf_shape(hf)
+    except WeightError:
+        shape = None  # a model family from outside: the note goes without sizes
+    note = reference_note(config, shape)
+    return [] if note is None else [note]
 
 
 def check_installed(config: Config) -> None:

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Make or refresh the virtual environment: tools/install.sh [FOLDER], .venv unless given.
 #
-# With a GPU driver present the gpu extra is installed with all that it asks for. Without one the CPU stack goes in by
+# With a GPU driver present the gpu extra is installed with all that it asks for, and TransformerEngine where a CUDA
+# toolkit is there to compile it. Without a driver the CPU stack goes in by
 # three steps, so that nothing pulls CUDA wheels beside the torch that is there; see tools/no_deps.txt.
 # RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel), RLPOST_SGLANG the version of SGLang on a
 # machine without a GPU: to try another one, into a folder of its own.
@@ -25,6 +26,18 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
     echo "install: GPU stack (a while)"
     "${pip[@]}" -e '.[gpu,dev]' megatron-core==0.16.1
+    if command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+        echo "install: TransformerEngine, compiled against torch (minutes)"
+        "${pip[@]}" setuptools wheel
+        "$venv/bin/python" -m bootstrap.image_doctor --compiled > "$venv/compiled.txt"
+        "${pip[@]}" --no-build-isolation -r "$venv/compiled.txt" || without_te="its compilation failed, see above"
+    else
+        without_te="there is no nvcc to compile it"
+    fi
+    if [ -n "${without_te:-}" ]; then
+        echo "install: without TransformerEngine ($without_te): recipes with --optimizer-cpu-offload or experts need it;" \
+            "with a CUDA toolkit and cuDNN's headers: pip install --no-build-isolation -e '.[te]'" >&2
+    fi
 else
     echo "install 1/3: torch"
     "${pip[@]}" "${RLPOST_TORCH:-torch==2.13.0}" numpy

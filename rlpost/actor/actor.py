@@ -67,7 +67,7 @@ class Actor:
         Raises PlacementError when the layout does not fit the number of ranks.
         """
         settings = self.settings
-        device.prepare(num_threads=settings.num_threads)
+        device.prepare(settings)
         parallel.initialise(
             Rendezvous(rank, world_size, master_addr, master_port),
             settings,
@@ -118,6 +118,11 @@ class Actor:
     def visible_gpu(self) -> str:
         """The GPU of this rank, for an engine that shares it."""
         return device.visible()
+
+    @property
+    def gpu_position(self) -> int | None:
+        """Position of this rank's GPU among those of its node; None without a GPU or where it is unknown."""
+        return device.position()
 
     @property
     def peak_flops(self) -> float | None:

@@ -35,7 +35,7 @@ class Converter:
         description = self.description = read_description(settings.hf_checkpoint, settings.model_args)
         description.check_layout(settings)
         self.buffer_bytes = settings.save_buffer_bytes
-        device.prepare(num_threads=settings.num_threads)
+        device.prepare(settings)
         parallel.initialise(rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings))
         self.chunks = build_model(description, settings)
         self.inventory = inventory_of(self.chunks, description)

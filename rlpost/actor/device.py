@@ -5,6 +5,7 @@ A rank sees one GPU (its launcher sets CUDA_VISIBLE_DEVICES), so CUDA means devi
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -14,7 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlpost.actor.settings import ActorSettings
+from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
+from rlpost.local_gpus import find_gpu, read_local_gpus, visible_names
 from rlpost.metrics.memory import GB, machine, process_gb
+
+logger = logging.getLogger(__name__)
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -64,9 +70,26 @@ def weight_dtype(bf16: bool | None) -> torch.dtype:
     return torch.bfloat16 if (torch.cuda.is_available() if bf16 is None else bf16) else torch.float32
 
 
-def prepare(*, num_threads: int) -> None:
-    """Select the device and limit the threads of an operator on the CPU."""
-    torch.set_num_threads(num_threads)
+def prepare(settings: ActorSettings) -> None:
+    """Select the device, bind this process to the CPUs next to it, and set the threads of an operator on the CPU.
+
+    ``torch.set_num_threads`` outranks OMP_NUM_THREADS, which Ray sets to 1 for an actor without ``num_cpus``, and holds
+    for whatever thread calls an operator later.
+    """
+    allowed = os.sched_getaffinity(0)
+    siblings = read_siblings(allowed)
+    if settings.bind_cpus:
+        bind_to_gpus(visible(), gpus_per_node=settings.num_gpus_per_node)
+    threads = threads_of_rank(
+        settings.actor_num_threads,
+        offloads=settings.optimizer_cpu_offload and torch.cuda.is_available(),
+        cores=num_cores(allowed, siblings),
+        ranks_per_node=settings.actor_num_gpus_per_node,
+        own_cores=num_cores(os.sched_getaffinity(0), siblings),
+    )
+    torch.set_num_threads(threads)
+    if threads > 1:
+        logger.info("%d threads for operators on the CPU", threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(current())
 
@@ -109,6 +132,18 @@ def memory_in_use() -> int:
 def visible() -> str:
     """The GPU that this process was given, as CUDA_VISIBLE_DEVICES names it; empty without."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def position() -> int | None:
+    """Position of that GPU among those of the host, in the order of the bus; None where it is unknown."""
+    names = visible_names(visible())
+    if len(names) != 1:
+        return None
+    if names[0].isdigit():
+        return int(names[0])
+    gpus = read_local_gpus()
+    gpu = find_gpu(names[0], gpus)
+    return None if gpu is None else gpus.index(gpu)
 
 
 def peak_flops() -> float | None:

@@ -70,7 +70,11 @@ class ActorSettings(LossSettings):
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10
     update_weight_buffer_size: int = 512 * 1024**2
-    num_threads: int = 1
+    actor_num_threads: int | None = None
+    """None: as many as the cores give each rank of the node where the optimizer computes on them, else one."""
+    bind_cpus: bool = True
+    num_gpus_per_node: int = 1
+    actor_num_gpus_per_node: int = 1
 
     @property
     def save_buffer_bytes(self) -> int:

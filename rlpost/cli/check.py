@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.amounts import count_text, size_text
-from rlpost.check import check
+from rlpost.check import check, notes
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
 from rlpost.cli.submit import job_spec
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             problems += str(error).splitlines()
     if problems:
         raise ConfigError("\n".join(problems))
-    print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in arithmetic(loaded.config)))
+    lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
+    print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in lines))
     return 0
 
 

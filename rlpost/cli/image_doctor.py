@@ -1,6 +1,7 @@
-"""``rlpost doctor --image --cluster PROFILE``: what the image of a profile lacks, seen from inside it.
+"""``rlpost doctor --image [RECIPE] --cluster PROFILE``: what the image of a profile lacks, seen from inside it.
 
-In: a cluster profile, whose container is started by a job of one node, after its setup commands. Out: the table of
+In: a cluster profile, whose container is started by a job of one node, after its setup commands; a recipe, whose
+settings may need more than every run does. Out: the table of
 ``bootstrap.image_doctor``, which without a profile is called for the image that one is in, and its exit code.
 """
 
@@ -16,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlpost.cli.submit import PROJECT, job_spec
+from rlpost.config.checks.transformer_engine import transformer_engine_reasons
 from rlpost.config.keys import without_keys
 from rlpost.config.load import files_of, load
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.environment import for_script
 from slurm.errors import SlurmError
@@ -29,12 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     """Entry of the command. Raises ConfigError."""
     made = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does an image lack?")
     made.add_argument("--cluster", metavar="PROFILE", required=True, help="FILE.toml, or a name in jobs/clusters")
+    made.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="the image must suffice for this one")
     made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
     made.add_argument("--json", action="store_true", help="for programs")
     made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
     options = made.parse_args(arguments)
-    words = [flag for flag, given in (("--cpu", options.cpu), ("--json", options.json)) if given]
-    config = load(files_of(None, {"cluster": options.cluster}), {}).config
+    words: list[str] = [flag for flag, given in (("--cpu", options.cpu), ("--json", options.json)) if given]
+    config = load(files_of(options.recipe, {"cluster": options.cluster}), {}).config
+    if options.recipe is not None:
+        words += _needs_of(config)
     try:
         spec = look_spec(job_spec(config, driver_args=tuple(words)))
         with tempfile.TemporaryDirectory(dir=_shared(config.cluster.runs_dir), prefix=".image-") as folder:
@@ -45,6 +51,19 @@ def main(arguments: Sequence[str]) -> int:
             return _submitted(render_look(spec), Path(folder))
     except SlurmError as error:
         raise ConfigError(str(error)) from error
+
+
+def words_of_recipes(words: Sequence[str]) -> list[str]:
+    """Words for ``bootstrap.image_doctor``: what a recipe among them needs in its place. Raises ConfigError."""
+    found: list[str] = []
+    for word in words:
+        found += _needs_of(load(files_of(Path(word), {}), {}).config) if word.endswith(".toml") else [word]
+    return found
+
+
+def _needs_of(config: Config) -> list[str]:
+    reasons = transformer_engine_reasons(config)
+    return [f"--te-for={','.join(reasons)}"] if reasons else []
 
 
 def look_spec(spec: JobSpec) -> JobSpec:

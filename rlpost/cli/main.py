@@ -58,11 +58,16 @@ def doctor(arguments: Sequence[str]) -> int:
     """The checks of one machine live with the agent, which runs them on every node; --image looks at an image."""
     if "--image" in arguments:
         words = [word for word in arguments if word != "--image"]
-        if not any(word.partition("=")[0] == "--cluster" for word in words):  # no package of ours need be there
-            return subprocess.run([sys.executable, "-m", "bootstrap.image_doctor", *words]).returncode
-        from rlpost.cli.image_doctor import main as look
+        if any(word.partition("=")[0] == "--cluster" for word in words):
+            from rlpost.cli.image_doctor import main as look
 
-        return look(words)
+            return look(words)
+        if any(word.endswith(".toml") for word in words):
+            from rlpost.cli.image_doctor import words_of_recipes
+
+            words = words_of_recipes(words)
+        # Without a recipe no package of ours need be there.
+        return subprocess.run([sys.executable, "-m", "bootstrap.image_doctor", *words]).returncode
     return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 
 

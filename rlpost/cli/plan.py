@@ -24,6 +24,7 @@ from rlpost.config.checks.arithmetic import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
+from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
@@ -80,6 +81,8 @@ def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, opti
         console.print(table(made, write_gbps))
         console.print(bars(made))
         console.print()
+        if note := reference_note(config, shape):
+            console.print(f"note: {note}", style="yellow")
     choices = [] if fits and not wants_suggestions else suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rlpost.check import check
+from rlpost.check import check, notes
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
@@ -118,6 +118,8 @@ def submit_main(arguments: Sequence[str]) -> int:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     require_model(options.recipe, config)
     check(config)
+    for note in notes(config):
+        print(f"note: {note}", file=sys.stderr)
     try:
         spec = job_spec(config)
         root = options.run_folder or _new_run_folder(config)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups, kinds
-from rlpost.config.groups.base import path_keys
+from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
 from rlpost.config.places import expanded, variables_of
 from rlpost.config.tree import Config
@@ -53,7 +53,8 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
         problems += unknown_keys(values, origin)
         for group, entries in values.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
-                merged.setdefault(group, {})[key] = _meant(group, key, value)
+                table = merged.setdefault(group, {})
+                table[key] = _with_earlier(table.get(key), _meant(group, key, value), group=group, key=key)
                 origins[f"{group}.{key}"] = origin
     if problems:
         raise ConfigError("\n".join(problems))
@@ -62,6 +63,17 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(fault, origins) for fault in error.errors())) from None
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
+
+
+def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
+    """A later value replaces an earlier one, but variables of the environment add up by their names: a recipe's, a
+    site's and those of the command line concern different things."""
+    if (group, key) != ("cluster", "environment") or not earlier:
+        return value
+    try:
+        return {**variables(earlier), **variables(value)}
+    except (TypeError, ValueError):
+        return value  # validation reports it
 
 
 def _meant(group: str, key: str, value: Any) -> Any:

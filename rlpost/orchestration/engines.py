@@ -287,13 +287,15 @@ class Fleet:
             )
             for part, name in enumerate(names)
         ]
-        gpus = [",".join(visible_gpus[rank] for rank in part.shared_with) for part in parts]
-        envs = [{"CUDA_VISIBLE_DEVICES": ids} if ids else {} for ids in gpus]
+        gpus = [[visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]] for part in parts]
+        envs = [{"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {} for ids in gpus]
         return WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs)
 
     async def _start_engine(self, index: int) -> None:
         places = [(part.ip, self._ports.engines[index]) for part in self._placement.engines[index]]
-        await self._workers[index].call_each("start", places, deadline_s=self._deadline_s)
+        cluster = self._config.cluster
+        gpus_per_node = cluster.num_gpus_per_node if cluster.bind_cpus else None
+        await self._workers[index].call_each("start", places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node)
 
 
 async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:

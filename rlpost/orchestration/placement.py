@@ -95,6 +95,27 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     return Placement(tuple(actors), tuple(engines))
 
 
+def order_by_gpu(actors: Sequence[Slot], positions: Sequence[int | None]) -> tuple[int, ...]:
+    """Which worker is which rank: ``workers[order[rank]]`` has the GPU that comes next on the rank's node.
+
+    Workers never change nodes, so slots stay as they are. Neighbours in rank are then neighbours in the node's
+    topology: traffic of tensor parallelism stays beside its switch, and each rank's collectives on its rail.
+
+    Args:
+        positions: of each worker's GPU among those of its node. Where a worker of a node does not know its own, or two
+            have the same, the order on that node stays.
+    """
+    order = list(range(len(actors)))
+    for node in dict.fromkeys(slot.node_id for slot in actors):
+        ranks = [rank for rank, slot in enumerate(actors) if slot.node_id == node]
+        known = {positions[rank] for rank in ranks} - {None}
+        if len(known) == len(ranks):
+            by_gpu = sorted(ranks, key=lambda rank: positions[rank] or 0)
+            for rank, worker in zip(ranks, by_gpu, strict=True):
+                order[rank] = worker
+    return tuple(order)
+
+
 def _part_sizes(per_engine: int, per_node: int) -> list[int]:
     """GPUs of an engine on each of its nodes."""
     return [per_engine] if per_engine <= per_node else [per_node] * (per_engine // per_node)

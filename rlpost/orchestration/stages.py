@@ -29,7 +29,7 @@ from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import export
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
-from rlpost.orchestration.placement import Placement, Ports, place, service_ports
+from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.turns import Turns
@@ -124,6 +124,10 @@ class ClusterStages:
         )
 
     async def _start_actors(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
+        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
+        # request arrives next, and does not promise the order of requests.
+        positions: list[int | None] = await self._actors.call("gpu_position")
+        await self._actors.reorder(order_by_gpu(placement.actors, positions))
         world, head = len(placement.actors), placement.actors[0].ip
         await self._actors.call_each("setup", [(rank, world, head, ports.actor_group) for rank in range(world)])
         data_ranks: list[int] = await self._actors.call("data_parallel_rank")

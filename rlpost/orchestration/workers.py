@@ -61,15 +61,20 @@ class _Worker:
 
     def __init__(self, make: Callable[[], Any], log_path: str, env: dict[str, str]) -> None:
         os.environ.update(env)  # before anything heavy is imported here
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        self.log_to(log_path)
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
         )
         self._target = make()
+
+    def log_to(self, path: str) -> None:
+        """Send what this process writes from now on to the end of a file."""
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
 
     def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         with span(method):
@@ -114,6 +119,15 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self._workers)
+
+    async def reorder(self, order: Sequence[int]) -> None:
+        """Make worker ``order[i]`` the i-th; names, slots and logs belong to the places and stay. A worker writes what
+        follows into the log of its new place. Workers may only take the place of one on the same node."""
+        self._workers = [self._workers[index] for index in order]
+        moved = [place for place, index in enumerate(order) if place != index]
+        await asyncio.gather(
+            *(self._one(place, self._workers[place].log_to.remote(str(self._logs[place]))) for place in moved)
+        )
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call ``method`` (a name, or names joined by dots; or read an attribute) on every worker, with the same

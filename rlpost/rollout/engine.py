@@ -51,8 +51,11 @@ class Engine:
         self._server: ServerProcess | None = None
         self.url = ""
 
-    def start(self, host: str, port: int, *, deadline_s: float) -> EngineAddress:
+    def start(self, host: str, port: int, *, deadline_s: float, gpus_per_node: int | None = None) -> EngineAddress:
         """Start the server on ``host:port`` and return when it takes requests; a part that takes none returns at once.
+
+        ``gpus_per_node``: GPUs among which the run shares the CPUs of this node, of which the server then takes those
+        next to its own GPUs; None leaves it on all.
 
         Raises:
             EngineDied: the process ended; with the end of its log.
@@ -72,7 +75,8 @@ class Engine:
                 "node_rank": self._node_rank,
                 "weight_version": INITIAL_VERSION,
                 **self._server_args,
-            }
+            },
+            gpus_per_node=gpus_per_node,
         )
         if self._node_rank:
             return EngineAddress(url=self.url, num_gpus=self._num_gpus)

@@ -51,8 +51,11 @@ class ServerProcess:
         self._ready_fd = -1
         self._scratch = ""
 
-    def spawn(self, arguments: Mapping[str, Any]) -> None:
-        """Start the process. Its arguments travel over standard input, for a key is among them."""
+    def spawn(self, arguments: Mapping[str, Any], *, gpus_per_node: int | None = None) -> None:
+        """Start the process. Its arguments travel over standard input, for a key is among them.
+
+        ``gpus_per_node``: as of ``Engine.start``.
+        """
         assert self._process is None, f"{self.name} was started before"
         environment = {key: value for key, value in without_keys(os.environ).items() if key not in NOT_INHERITED}
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
@@ -74,7 +77,7 @@ class ServerProcess:
         finally:
             os.close(log_fd)
             os.close(theirs)
-        document = json.dumps({"arguments": dict(arguments), "ready_fd": theirs})
+        document = json.dumps({"arguments": dict(arguments), "ready_fd": theirs, "gpus_per_node": gpus_per_node})
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(document.encode() + b"\n")

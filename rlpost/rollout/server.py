@@ -1,8 +1,8 @@
 """The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
 
-Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N}``, with the fields of SGLang's
-``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them and therefore never stands in a
-command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
+Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node": N}``, with the
+fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them, so it never
+stands in a command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
 
 Invariants: the server ends when standard input ends, so it never outlives the process that started it; the key is
 blotted out of the log; without CUDA the engine gets the stand-ins of ``sglang_on_cpu`` and settings that run there, and
@@ -25,8 +25,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.cpu_affinity import bind_to_gpus
+from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
-from rlpost.rollout.server_args import in_its_words
+from rlpost.rollout.server_args import in_its_words, server_arg_names
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -143,11 +145,16 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch was imported, a moment ago
         keep_memory()
         start_by_fork()
+    given = in_its_words(arguments)
+    if has_cuda:
+        graphs = graph_settings(given, os.environ, known=server_arg_names())
+        os.environ.update(graphs.environment)  # SGLang and the processes that it starts read it when they capture
+        given |= graphs.server_args
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    server_args = ServerArgs(**engine_arguments(in_its_words(arguments), has_cuda=has_cuda))
+    server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
@@ -200,6 +207,8 @@ def main(argv: list[str]) -> int:
     blot_out(arguments.get("api_key"))
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     if argv == ["engine"]:
+        if (gpus_per_node := document.get("gpus_per_node")) is not None:
+            bind_to_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus_per_node=gpus_per_node)
         run_engine(arguments, ready_fd)
     else:
         run_router(arguments)

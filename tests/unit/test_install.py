@@ -1,8 +1,10 @@
-"""``tools/install.sh``: what it says before it installs anything."""
+"""``tools/install.sh``: what it says before it installs anything, and what it asks pip for on a machine with GPUs."""
 
 import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,3 +19,44 @@ def test_an_old_python_is_named_before_anything_is_made(tmp_path):
     assert done.returncode == 1
     assert f"{old} is Python 3.9.18, needed is 3.11 or newer: PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+PYTHON = """#!/bin/sh
+echo "$@" >> {folder}/calls
+case "$*" in
+*--compiled*) echo transformer-engine==PINNED ;;
+*--no-build-isolation*) exit {code} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_nvcc", "code", "why"),
+    [(True, 0, None), (True, 1, "its compilation failed"), (False, 0, "there is no nvcc to compile it")],
+)
+def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_told(has_nvcc, code, why, tmp_path):
+    """pip is a stand-in; a machine where it cannot be compiled has all the rest."""
+    bin_folder, venv = tmp_path / "bin", tmp_path / "venv"
+    scripts = {
+        bin_folder / "nvidia-smi": "#!/bin/sh\n",
+        venv / "bin/pip": "#!/bin/sh\n",
+        venv / "bin/python": PYTHON.format(folder=tmp_path, code=code),
+    }
+    if has_nvcc:
+        scripts[bin_folder / "nvcc"] = "#!/bin/sh\n"
+    for path, text in scripts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    environ = {"PATH": f"{bin_folder}:/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "nowhere")}
+    command = [ROOT / "tools/install.sh", venv]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and (venv / ".installed").exists(), done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    (stack,) = (index for index, call in enumerate(calls) if ".[gpu,dev]" in call)
+    compiled = [index for index, call in enumerate(calls) if "--no-build-isolation" in call]
+    assert len(compiled) == has_nvcc and all(index > stack for index in compiled)
+    if has_nvcc:
+        assert (venv / "compiled.txt").read_text() == "transformer-engine==PINNED\n"
+    assert (why is None) == ("without TransformerEngine" not in done.stderr)
+    assert why is None or why in done.stderr

@@ -75,7 +75,7 @@ def make_model(folder: Path, size: str) -> int:
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
     """An actor after one step, so that Adam has moments."""
-    actor = Actor(ActorSettings(str(folder), num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb))
+    actor = Actor(ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb))
     actor.setup(0, 1, "127.0.0.1", 29_433)
     actor.import_weights()
     sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)

@@ -115,7 +115,7 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
     )
     options = dict(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY)
     actor = Actor(
-        ActorSettings(str(folder), clip_grad=CLIP_GRAD, num_threads=torch.get_num_threads(), bf16=None, **options)
+        ActorSettings(str(folder), clip_grad=CLIP_GRAD, actor_num_threads=torch.get_num_threads(), bf16=None, **options)
     )
     actor.setup(0, 1, "127.0.0.1", 29_431)
     actor.import_weights()

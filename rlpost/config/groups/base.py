@@ -38,7 +38,7 @@ def _top_k(given: int) -> int:
 TopK = Annotated[int, AfterValidator(_top_k)]
 
 
-def _variables(given: Any) -> Any:
+def variables(given: Any) -> Any:
     """A flag gives words NAME=VALUE, a file a table."""
     if not isinstance(given, (list, tuple)):
         return given
@@ -47,7 +47,7 @@ def _variables(given: Any) -> Any:
     return dict(word.split("=", 1) for word in given)
 
 
-Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
+Variables = Annotated[dict[str, str], BeforeValidator(variables)]
 
 
 def _function_path(given: str) -> str:

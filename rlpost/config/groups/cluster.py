@@ -28,6 +28,8 @@ class ClusterConfig(Group):
     """GPUs that generate, in all; with --colocate those that train."""
     rollout_num_gpus_per_engine: Positive = 1
     """GPUs of one SGLang engine (its tensor-parallel size); an engine larger than a node takes whole nodes."""
+    bind_cpus: bool = True
+    """Run each rank of the trainer and each engine on the CPUs next to its GPUs, as far as the job has them."""
     colocate: bool = False
     """Engines on the GPUs of the trainer: they take turns, and whoever waits gives up its memory."""
     offload_train: bool | None = None

@@ -72,3 +72,6 @@ class PerfConfig(Group):
     to the ranks in turn, in their order."""
     micro_batch_size: Positive = 1
     """Samples of a micro-batch without --use-dynamic-batch-size."""
+    actor_num_threads: Positive | None = None
+    """Threads of an operator that a rank of the trainer runs on the CPU. Unless given, 1; with --optimizer-cpu-offload
+    on GPUs an even share of the cores that the job has on the node."""

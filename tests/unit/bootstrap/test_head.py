@@ -70,7 +70,7 @@ def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     lo = Interface("lo", "loopback", "up", ("127.0.0.1/8", "10.200.0.7/32"))
     facts = NetworkFacts((lo, Interface("eth0", driver="efa")))
     monkeypatch.setattr(head, "local_addresses", lambda: (Address("lo", "10.200.0.7"),))
-    monkeypatch.setattr(head, "network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip)))
+    monkeypatch.setattr(head, "logged_network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip)))
 
     async def scene() -> None:
         agent = agent_of(tmp_path)

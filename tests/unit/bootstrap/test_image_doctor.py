@@ -18,13 +18,14 @@ import pytest
 from packaging.requirements import Requirement as Packaging
 
 from bootstrap.image_checks import GIB, UNLIMITED, ImageFacts, check_image
-from bootstrap.image_doctor import CODE, wanted_packages
+from bootstrap.image_doctor import CODE, compiled_packages, main, wanted_packages
 from bootstrap.image_facts import nccl_version, read_image
 from bootstrap.pins import canonical, parse, python_required, requirements
 
 SETUP = (CODE / "setup.cfg").read_text()
 PYTHON = python_required(SETUP)
 WANTED = wanted_packages(CODE)
+COMPILED = compiled_packages(CODE)
 
 
 def exact(one: Any) -> str:
@@ -35,7 +36,9 @@ def exact(one: Any) -> str:
 GOOD = ImageFacts(
     python="3.12.3",
     executable="/usr/bin/python3",
-    packages={one.name: exact(one) for one in WANTED} | {"sglang-kernel": "0.4.7"},
+    packages={one.name: exact(one) for one in [*WANTED, *COMPILED]}
+    | {"sglang-kernel": "0.4.7", "transformer-engine-torch": exact(COMPILED[0])},
+    te_range="transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0",
     needs={"sglang": ("sglang-kernel==0.4.7", "torch==2.13.0")},
     commands={"bash": "/bin/bash", "gcc": "/usr/bin/gcc", "ninja": "/usr/bin/ninja"},
     libraries={"libibverbs.so.1": True, "librdmacm.so.1": True, "libcuda.so.1": True},
@@ -56,8 +59,8 @@ def without(name: str) -> dict[str, str]:
 
 
 def test_an_image_with_everything_lacks_nothing():
-    findings = check_image(GOOD, PYTHON, WANTED)
-    assert {finding.level for finding in findings} == {"OK"} and len(findings) == 12
+    findings = check_image(GOOD, PYTHON, WANTED, compiled=COMPILED)
+    assert {finding.level for finding in findings} == {"OK"} and len(findings) == 13
 
 
 CASES = [
@@ -106,6 +109,57 @@ def test_what_is_wrong_is_named_with_its_remedy_and_nothing_else_is(changed, wha
     assert found.level == level
     assert re.search(said, found.said), found.said
     assert {finding.what for finding in findings if finding.level != "OK"} <= {what, "their needs"}
+
+
+TE = {"transformer-engine", "transformer-engine-torch"}
+BARE = {name: number for name, number in GOOD.packages.items() if name not in TE}
+
+
+@pytest.mark.parametrize("reasons", [(), ("--optimizer-cpu-offload", "--moe-grouped-gemm")])
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        (BARE, r"not installed; .*which compiles transformer-engine\[pytorch\]==2.11.0"),
+        (BARE | dict.fromkeys(TE, "2.12.0"), r"2.12.0, Megatron-core accepts <2.12.0,>=2.9.0a0"),
+        (BARE | dict.fromkeys(TE, "2.8.0"), r"2.8.0, Megatron-core accepts"),
+        (BARE | {"transformer-engine": "2.11.0"}, "2.11.0 with transformer-engine-torch missing"),
+        (
+            BARE | dict.fromkeys(TE, "2.11.0") | {"transformer-engine-torch": "2.10.0"},
+            "transformer-engine-torch 2.10.0",
+        ),
+    ],
+)
+def test_transformer_engine_is_lacking_for_settings_that_need_it_and_else_a_warning(packages, said, reasons):
+    findings = check_image(replace(GOOD, packages=packages), PYTHON, WANTED, compiled=COMPILED, te_reasons=reasons)
+    (found,) = [finding for finding in findings if finding.what == "TransformerEngine"]
+    assert found.level == ("LACKS" if reasons else "WARN")
+    assert re.search(said, found.said), found.said
+    assert all(reason in found.said for reason in reasons)
+    assert {finding.level for finding in findings if finding is not found} == {"OK"}
+
+
+@pytest.mark.parametrize("number", ["2.9.0", "2.10.0", "2.11.0+cu13"])
+def test_any_transformer_engine_that_megatron_accepts_will_do(number):
+    """As slime's image may have another one than setup.cfg pins."""
+    facts = replace(GOOD, packages=BARE | dict.fromkeys(TE, number))
+    findings = check_image(facts, PYTHON, WANTED, compiled=COMPILED, te_reasons=("x",))
+    assert {finding.level for finding in findings} == {"OK"}
+
+
+def test_the_pinned_transformer_engine_is_one_that_the_installed_megatron_accepts():
+    """An upgrade of either fails here; the range is read from megatron-core's own metadata."""
+    theirs = Packaging(read_image({}).te_range)
+    (pin,) = COMPILED
+    assert theirs.name == pin.name == "transformer-engine"
+    assert [sign for sign, _ in pin.bounds] == ["=="] and theirs.specifier.contains(pin.bounds[0][1])
+
+
+def test_settings_that_need_it_are_given_to_the_doctor_in_the_image(capsys):
+    code = main(["--te-for=--optimizer-cpu-offload,--moe-grouped-gemm"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "TransformerEngine" in line]
+    assert code == 1 and row.startswith("LACKS") and "needed for --optimizer-cpu-offload, --moe-grouped-gemm" in row
+    assert main(["--compiled"]) == 0
+    assert capsys.readouterr().out == f"{COMPILED[0].text}\n"
 
 
 def test_on_a_node_without_gpus_nothing_of_gpus_is_wanted():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootstrap import network_host
+from bootstrap import network, network_host
 from bootstrap.network import (
     Address,
     NetworkError,
@@ -15,6 +15,7 @@ from bootstrap.network import (
     reachable_addresses,
     socket_environment,
 )
+from bootstrap.network_facts import Interface, NetworkFacts
 
 ADDRESSES = (
     Address("lo", "127.0.0.1"),
@@ -77,3 +78,21 @@ def test_gloo_takes_a_bare_name_and_nccl_an_exact_one() -> None:
 
 def test_what_the_user_has_set_is_left_alone() -> None:
     assert "NCCL_SOCKET_IFNAME" not in socket_environment("eth0", {"NCCL_SOCKET_IFNAME": "ib"}, "10.0.0.1")
+
+
+def test_the_command_prints_what_the_shell_s_variables_contradict(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
+    network.main(["--socket-ifname", "lo"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("conflict")]
+    assert "NCCL_SOCKET_IFNAME=nosuch0" in line and "=lo" in line
+
+
+def test_an_agent_warns_of_each_contradiction_once(monkeypatch, caplog):
+    facts = NetworkFacts((Interface("eth0", state="up", ipv4=("10.0.0.1/24",)),))
+    monkeypatch.setattr(network, "read_host", lambda: facts)
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "ib0")
+    with caplog.at_level("INFO"):
+        network.logged_network_here("eth0", "10.0.0.1")
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2 and all("=ib0" in line and "eth0" in line for line in warned)

@@ -376,3 +376,54 @@ def test_what_the_site_prescribes_is_kept_and_said() -> None:
     assert found.env["NCCL_IB_TC"] == "106" and found.env["UCX_TLS"] == "rc" and found.env["NCCL_IB_HCA"] == "mlx5"
     assert "site" in found.settings["NCCL_IB_HCA"].reason
     assert found.env["NCCL_SOCKET_IFNAME"] == "=f" and "PATH" not in found.env
+
+
+ROCE_PORTS = (
+    port("mlx5_0", netdev="r", gids=(Gid(2, "RoCE_v1", "::ffff:10.5.0.1"), Gid(3, "RoCE_v2", "::ffff:10.5.0.1"))),
+    port("mlx5_1", rate=25),
+)
+
+
+@pytest.mark.parametrize(
+    ("site", "name", "detected"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME", "=f"),
+        ({"NCCL_SOCKET_IFNAME": "^f,lo"}, "NCCL_SOCKET_IFNAME", "=f"),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "GLOO_SOCKET_IFNAME", "f"),
+        ({"NCCL_IB_HCA": "mlx5"}, "NCCL_IB_HCA", "=mlx5_0:1"),
+        ({"NCCL_IB_HCA": "=mlx5_7"}, "NCCL_IB_HCA", "=mlx5_0:1"),
+        ({"NCCL_IB_GID_INDEX": "1"}, "NCCL_IB_GID_INDEX", "3"),
+        ({"UCX_NET_DEVICES": "mlx5_9:1"}, "UCX_NET_DEVICES", "mlx5_0:1,f"),
+    ],
+)
+def test_a_value_that_the_host_contradicts_is_kept_and_named(site: dict[str, str], name: str, detected: str) -> None:
+    facts = host(FAST, nic("r", "10.5.0.1/24"), *ROCE_PORTS)
+    found = detect(facts, override="f", environ=site)
+    (conflict,) = found.conflicts
+    assert (conflict.name, conflict.given, conflict.detected) == (name, site[name], detected)
+    assert found.env[name] == site[name], "what the site says still wins"
+    line = str(conflict)
+    assert "\n" not in line and all(word in line for word in (f"{name}={site[name]}", detected, conflict.source))
+    assert found.to_document()["conflicts"] == [line]
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        {"NCCL_SOCKET_IFNAME": "^docker,lo,veth", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "f"},
+        {"NCCL_SOCKET_IFNAME": "=f", "GLOO_SOCKET_IFNAME": "f", "TP_SOCKET_IFNAME": "f"},
+        {"NCCL_IB_HCA": "=mlx5_0"},
+        {"NCCL_IB_HCA": "^mlx5_1"},
+        {"NCCL_IB_GID_INDEX": "3", "NCCL_IB_TC": "106", "NCCL_IB_TIMEOUT": "22"},
+        {"NCCL_IB_GID_INDEX": "-1"},
+        {"NCCL_IB_HCA": ""},
+    ],
+)
+def test_the_same_in_other_words_is_no_contradiction(site: dict[str, str]) -> None:
+    facts = host(FAST, nic("r", "10.5.0.1/24"), *ROCE_PORTS)
+    assert detect(facts, override="f", environ=site).conflicts == ()
+
+
+def test_a_host_without_rdma_says_nothing_against_variables_of_rdma() -> None:
+    site = {"NCCL_IB_HCA": "mlx5_0", "NCCL_IB_GID_INDEX": "3"}
+    assert detect(host(FAST), environ=site).conflicts == ()

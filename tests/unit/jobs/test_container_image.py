@@ -85,6 +85,36 @@ def megatron() -> str:
     return line
 
 
+def test_transformer_engine_is_compiled_by_default_after_torch_and_against_it():
+    """Without build isolation, which would take another torch; left out only when that is asked for."""
+    defaults = dict(rest.split("=", 1) for rest in arguments("ARG"))
+    assert defaults["COMPILED"] == "te"
+    runs = arguments("RUN")
+    (index,) = (index for index, run in enumerate(runs) if "--no-build-isolation" in run)
+    assert any("-r requirements.txt" in run for run in runs[:index]), "torch is there by then"
+    assert "image_doctor --compiled > compiled.txt" in runs[index] and "setuptools wheel" in runs[index]
+    assert "--no-build-isolation -r compiled.txt" in runs[index]
+
+
+@pytest.mark.parametrize(("compiled", "installs"), [("te", True), ("", False)])
+def test_an_empty_argument_leaves_it_out(compiled, installs, tmp_path):
+    run = next(run for run in arguments("RUN") if "--no-build-isolation" in run)
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "COMPILED": compiled}
+    subprocess.run(["bash", "-euo", "pipefail", "-c", run], cwd=tmp_path, env=environ, check=True)
+    calls = (tmp_path / "calls").read_text() if installs else ""
+    assert ("pip install --no-build-isolation -r compiled.txt" in calls) == installs
+    assert (tmp_path / "calls").exists() == installs
+
+
+def test_transformer_engine_is_in_no_other_extra():
+    """What a login node or a machine without a GPU installs never pulls it."""
+    named = [name for name, lines in extras().items() if any("transformer-engine" in line for line in lines)]
+    assert named == ["te"]
+
+
 def test_no_version_of_a_package_is_repeated_in_it():
     for run in [*arguments("RUN"), *arguments("ENV")]:
         assert not re.search(r"[<>=~!]=\s*\d", run), run
@@ -126,8 +156,8 @@ def test_what_is_copied_suffices_to_check_the_image(tmp_path):
     for source in copied():
         (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_bytes((ROOT / source).read_bytes())
-    assert arguments("RUN")[-1] == "python3 -m bootstrap.image_doctor"
-    command = [sys.executable, *arguments("RUN")[-1].split()[1:]]
+    assert arguments("RUN")[-1] == "python3 -m bootstrap.image_doctor ${COMPILED:+--te-for=COMPILED=te}"
+    command = [sys.executable, "-m", "bootstrap.image_doctor", "--te-for=COMPILED=te"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode in (0, 1) and "packages" in done.stdout, done.stderr
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.errors import PlacementError
-from rlpost.orchestration.placement import Offer, place, service_ports
+from rlpost.orchestration.placement import Offer, order_by_gpu, place, service_ports
 
 
 def config(**cluster):
@@ -93,3 +93,51 @@ def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_pl
 def test_a_block_that_is_too_small_is_refused():
     with pytest.raises(PlacementError, match="need 10 ports"):
         service_ports(20000, 9, num_engines=3, num_stages=1)
+
+
+def colocated(per_engine, nodes=2, gpus=4):
+    settings = config(
+        colocate=True, nodes=nodes, num_gpus_per_node=gpus, actor_num_gpus_per_node=gpus,
+        rollout_num_gpus_per_engine=per_engine,
+    )  # fmt: skip
+    return place(offers(*[gpus] * nodes), settings)
+
+
+def test_ranks_follow_the_gpus_of_their_node_whichever_worker_ray_gave_them_to():
+    placement = colocated(per_engine=2)
+    order = order_by_gpu(placement.actors, [2, 0, 3, 1, 1, 3, 2, 0])
+    assert order == (1, 3, 0, 2, 7, 4, 6, 5)
+    for rank, worker in enumerate(order):
+        assert placement.actors[rank].node_id == placement.actors[worker].node_id
+
+
+@pytest.mark.parametrize("positions", [[None] * 8, [0, None, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
+def test_a_node_whose_gpus_are_not_told_apart_keeps_its_order(positions):
+    assert order_by_gpu(colocated(per_engine=1).actors, positions) == tuple(range(8))
+
+
+def test_one_node_that_cannot_tell_does_not_keep_the_others_from_it():
+    positions = [None, None, None, None, 3, 2, 1, 0]
+    assert order_by_gpu(colocated(per_engine=1).actors, positions) == (0, 1, 2, 3, 7, 6, 5, 4)
+
+
+def test_gpus_that_do_not_begin_at_zero_are_sorted_too():
+    """Trainer and engines on one node: Ray may have started an engine first."""
+    settings = config(num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2)
+    assert order_by_gpu(place(offers(4), settings).actors, [3, 1]) == (1, 0)
+
+
+@pytest.mark.parametrize("per_engine", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", [str, "GPU-{:04x}".format])
+def test_an_engine_gets_the_gpus_of_the_ranks_that_share_with_it_in_the_order_of_the_bus(per_engine, name):
+    """As the stages put it together: the order of the workers, then each engine's list by its ranks."""
+    placement = colocated(per_engine)
+    positions = [2, 0, 3, 1, 1, 3, 2, 0]  # of the workers, as Ray started them
+    order = order_by_gpu(placement.actors, positions)
+    visible = [name(positions[worker]) for worker in order]  # what rank 0, 1, ... answers
+    for engine, ranks in zip(placement.engines, placement.ranks_of_engines, strict=True):
+        lists = [[visible[rank] for rank in part.shared_with] for part in engine]
+        assert [gpu for part in lists for gpu in part] == [visible[rank] for rank in ranks]
+        for part, gpus in zip(engine, lists, strict=True):
+            first = part.shared_with[0] % 4
+            assert gpus == [name(first + index) for index in range(part.num_gpus)]

@@ -1,0 +1,104 @@
+"""Values of ``cluster.environment`` that NCCL or Gloo would ignore or take for something harmful. Pure.
+
+Input: a ``Config``. Output: one line for each problem. The ranges are those of the NCCL user guide (Environment
+Variables, June 2026). NCCL treats a number that it cannot parse as unset, and logs that at level INFO only, so a typing
+error goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlpost.config.tree import Config
+
+FABRIC = re.compile(
+    r"NCCL_(IB|NET|SOCKET|OOB|CROSS_NIC|PXN|P2P_PXN|GDR|TOPO|COLLNET|FASTRAK|GPUDIRECTTCPX).*|NCCL_P2P_LEVEL"
+    r"|(NVSHMEM|UCX|GLOO|FI|OFI|RDMAV|TP|OMPI|MLX|IBV)_.*"
+)
+"""Variables whose right value belongs to a site's network or to its nodes: for cluster profiles, never for recipes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Whole numbers that a variable takes; ``remedy`` says what to give instead."""
+
+    low: int
+    high: int
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words that a variable takes, beside legacy numbers up to ``highest_number``."""
+
+    words: tuple[str, ...]
+    highest_number: int = -1
+
+
+_DISTANCES = ("LOC", "PIX", "PXB", "PHB", "SYS")
+_SWITCH = Range(0, 1)
+
+RULES: Mapping[str, Range | Words] = {
+    "NCCL_IB_TIMEOUT": Range(
+        1,
+        31,
+        "0 and 32 or more mean that a dead link is never noticed; 14 to 22 wait 0.5 s to 2 minutes for it (4.096 us x "
+        "2^timeout x NCCL_IB_RETRY_CNT), NCCL's own 20 half a minute",
+    ),
+    "NCCL_IB_RETRY_CNT": Range(0, 7),
+    "NCCL_IB_GID_INDEX": Range(-1, 255, "show_gids lists the indices of a host; -1 leaves the choice to NCCL"),
+    "NCCL_IB_TC": Range(0, 255),
+    "NCCL_IB_FIFO_TC": Range(0, 255),
+    "NCCL_IB_SL": Range(0, 15),
+    "NCCL_IB_QPS_PER_CONNECTION": Range(1, 128),
+    "NCCL_IB_SPLIT_DATA_ON_QPS": _SWITCH,
+    "NCCL_IB_DISABLE": _SWITCH,
+    "NCCL_IB_ROCE_VERSION_NUM": Range(1, 2),
+    "NCCL_CROSS_NIC": Range(0, 2),
+    "NCCL_PXN_DISABLE": _SWITCH,
+    "NCCL_P2P_DISABLE": _SWITCH,
+    "NCCL_SHM_DISABLE": _SWITCH,
+    "NCCL_CUMEM_ENABLE": _SWITCH,
+    "NCCL_NVLS_ENABLE": Range(0, 2),
+    "NCCL_MIN_CTAS": Range(1, 64),
+    "NCCL_MAX_CTAS": Range(1, 64),
+    "NCCL_NET_GDR_LEVEL": Words(_DISTANCES, highest_number=4),
+    "NCCL_P2P_LEVEL": Words(("LOC", "NVL", *_DISTANCES[1:]), highest_number=4),
+    "NCCL_SOCKET_FAMILY": Words(("AF_INET", "AF_INET6")),
+    "NCCL_IB_ADDR_FAMILY": Words(("AF_INET", "AF_INET6")),
+}
+
+_BARE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_PATTERN_SIGNS = re.compile(r"[=^*\s]")
+
+
+def environment_problems(config: Config) -> list[str]:
+    """Values outside of what the library takes."""
+    environment = config.cluster.environment
+    return [
+        f"cluster.environment (--environment) {name}={environment[name]}: {problem}"
+        for name in environment
+        for problem in _problems(name, environment[name])
+    ]
+
+
+def _problems(name: str, value: str) -> Iterator[str]:
+    rule = RULES.get(name)
+    if isinstance(rule, Range):
+        yield from _outside(rule, value)
+    elif isinstance(rule, Words):
+        is_legacy = value.isdigit() and int(value) <= rule.highest_number
+        if value not in rule.words and not is_legacy:
+            yield f"NCCL takes {', '.join(rule.words)}; use one of them, or leave it out and NCCL decides"
+    elif name in _BARE_NAMES and _PATTERN_SIGNS.search(value):
+        bare = _PATTERN_SIGNS.sub("", value)
+        yield f"takes names of interfaces, and no patterns as NCCL does; use {bare}"
+
+
+def _outside(rule: Range, value: str) -> Iterator[str]:
+    if re.fullmatch(r"-?\d+", value) is None:
+        yield f"must be a whole number, which NCCL would otherwise ignore; use {rule.low} to {rule.high}"
+    elif not rule.low <= int(value) <= rule.high:
+        yield f"must be {rule.low} to {rule.high}" + (f": {rule.remedy}" if rule.remedy else "")

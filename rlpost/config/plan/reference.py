@@ -1,0 +1,42 @@
+"""What the reference costs a run whose result cannot depend on it. Pure.
+
+Input: settings, and the shape of the model where it is known. Output: one line, or none where the reference counts.
+With ``--use-kl-loss`` and ``--kl-loss-coef 0`` the divergence is measured (``train/ref_kl``), as in slime, and weighs
+nothing. Users who want the curve keep it; the note gives its cost to all others.
+"""
+
+from __future__ import annotations
+
+from rlpost.amounts import size_text
+from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.plan.shape import Shape
+from rlpost.config.tree import Config
+
+
+def is_only_measured(config: Config) -> bool:
+    """Whether a reference is kept although no gradient and no advantage depends on it."""
+    grpo = config.grpo
+    is_ours = grpo.loss_type == "policy_loss"  # a custom loss may read the reference's log-probs
+    return is_ours and grpo.use_kl_loss and grpo.kl_loss_coef == 0 and grpo.kl_coef == 0
+
+
+def training_share(config: Config) -> float:
+    """The reference's part of the trainer's forward and backward passes; a backward counts as two forwards."""
+    passes = 3.0 + (config.perf.recompute_granularity == "full") + (config.num_steps_per_rollout > 1)
+    return 1.0 / (passes + 1.0)
+
+
+def host_bytes(config: Config, shape: Shape) -> int:
+    """Host memory of a node for it: its weights, and the policy's own beside them while it computes."""
+    return 2 * fullest_held(config, shape).weights * config.cluster.actor_num_gpus_per_node
+
+
+def reference_note(config: Config, shape: Shape | None) -> str | None:
+    """The note for the user; None where the reference counts or there is none."""
+    if not is_only_measured(config):
+        return None
+    memory = f" and {size_text(host_bytes(config, shape))} of host memory a node" if shape else ""
+    return (
+        "--use-kl-loss with --kl-loss-coef 0 (and --kl-coef 0) only measures train/ref_kl: that takes about "
+        f"{training_share(config):.0%} of the training time{memory}; --use-kl-loss no saves both"
+    )

@@ -1,0 +1,128 @@
+"""Which CPUs a process with GPUs runs on, and how many threads a trainer's rank uses on them.
+
+Input: the CPUs that the step may use, those next to each GPU, how many processes share the node. Output: a decision;
+``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty set, to a CPU outside the allowed ones,
+or to fewer than its share of them; on a host without NVIDIA's driver nothing happens and nothing is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost.local_gpus import LocalGpu, find_gpu, parse_cpu_list, read_local_gpus, visible_names
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """CPUs to run on, or None to leave the process as it is; ``said`` is a line for the log, or empty."""
+
+    cpus: frozenset[int] | None
+    said: str = ""
+
+
+def choose_binding(
+    names: Sequence[str], gpus: Sequence[LocalGpu], allowed: Collection[int], *, gpus_per_node: int
+) -> Binding:
+    """Where a process with the GPUs ``names`` of CUDA_VISIBLE_DEVICES runs.
+
+    Args:
+        gpus: all that this process can see.
+        allowed: CPUs that it may use now: the step's cpuset.
+        gpus_per_node: GPUs of the node that the run shares its CPUs among.
+    """
+    if not names or not gpus:
+        return Binding(None)
+    near: set[int] = set()
+    for name in names:
+        gpu = find_gpu(name, gpus)
+        if gpu is None or gpu.cpus is None:
+            return Binding(None, f"not bound to CPUs: which are next to GPU {name} is not known")
+        near |= gpu.cpus
+    cpus = frozenset(near & set(allowed))
+    listed = ",".join(names)
+    if not cpus:
+        return Binding(None, f"not bound to CPUs: none of those next to GPU {listed} is this job's")
+    if cpus == frozenset(allowed):
+        return Binding(None, f"not bound to CPUs: all {len(cpus)} of this job are next to GPU {listed}")
+    share = len(allowed) * len(names) // max(1, gpus_per_node)
+    if len(cpus) < share:
+        has = f"of those next to GPU {listed} this job has {len(cpus)}"
+        return Binding(None, f"not bound to CPUs: {has}, less than the even share of {share}")
+    return Binding(cpus, f"bound to the {len(cpus)} CPUs next to GPU {listed}: {cpu_list(cpus)}")
+
+
+def cpu_list(cpus: Iterable[int]) -> str:
+    """CPUs as the kernel writes them: ``0-15,64-79``."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def threads_of_rank(
+    given: int | None, *, offloads: bool, cores: int, ranks_per_node: int, own_cores: int | None = None
+) -> int:
+    """Threads of an operator on the CPU.
+
+    Args:
+        given: what the user asks for; outranks all else.
+        offloads: whether the optimizer computes on the CPU; else one thread feeds the GPU, and more would be in the
+            way of data loading, engines and NCCL.
+        cores: that the step may use on this node, before the rank was bound.
+        own_cores: of the CPUs that the rank is bound to.
+    """
+    if given is not None:
+        return given
+    if not offloads:
+        return 1
+    share = cores // max(1, ranks_per_node)
+    return max(1, share if own_cores is None else min(share, own_cores))
+
+
+def num_cores(cpus: Collection[int], siblings: Mapping[int, Collection[int]]) -> int:
+    """Physical cores behind CPUs: threads of one core share its memory bandwidth and count once."""
+    return len({frozenset(siblings.get(cpu, (cpu,))) for cpu in cpus})
+
+
+def read_siblings(cpus: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
+    """The threads of each CPU's core; unknown ones are left out."""
+    found = {}
+    for cpu in cpus:
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        with suppress(OSError, ValueError):
+            found[cpu] = parse_cpu_list(path.read_text())
+    return found
+
+
+def bind_to_gpus(cuda_visible_devices: str, *, gpus_per_node: int) -> None:
+    """Bind this process, with all threads that it has, to the CPUs next to its GPUs; one line in the log says what
+    was done, or why nothing was."""
+    names = visible_names(cuda_visible_devices)
+    gpus = read_local_gpus() if names else ()
+    binding = choose_binding(names, gpus, os.sched_getaffinity(0), gpus_per_node=gpus_per_node)
+    if binding.cpus is not None:
+        try:
+            _set_affinity(binding.cpus)
+        except OSError as error:
+            binding = Binding(None, f"not bound to CPUs {cpu_list(binding.cpus)}: {error}")
+    if binding.said:
+        logger.info("%s", binding.said)
+
+
+def _set_affinity(cpus: Collection[int]) -> None:
+    """Of all threads: the calls of a Ray actor are made in another one than its constructor, and a new thread inherits
+    from the one that starts it."""
+    os.sched_setaffinity(0, cpus)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cpus)

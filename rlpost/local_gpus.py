@@ -1,0 +1,130 @@
+"""The NVIDIA GPUs of this host: in which order they come, and which CPUs are next to each.
+
+Input: NVML, else what the driver and the kernel show under /proc and /sys. Output: ``LocalGpu`` values in the order of
+their place on the PCI bus. Nothing raises: what cannot be read is None, and no driver means no GPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MASK_BITS = 64  # NVML fills words of unsigned long
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGpu:
+    """One GPU; ``migs`` are the UUIDs of its MIG devices, ``cpus`` those of its NUMA node."""
+
+    index: int
+    uuid: str
+    migs: tuple[str, ...] = ()
+    cpus: frozenset[int] | None = None
+
+
+def visible_names(cuda_visible_devices: str) -> list[str]:
+    """The names in a value of CUDA_VISIBLE_DEVICES."""
+    return [name.strip() for name in cuda_visible_devices.split(",") if name.strip()]
+
+
+def find_gpu(name: str, gpus: Sequence[LocalGpu]) -> LocalGpu | None:
+    """The GPU that CUDA_VISIBLE_DEVICES means by ``name``: an index, a UUID or the beginning of one, or a MIG device.
+
+    CUDA counts GPUs as NVML does where they are of one kind, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    if name.isdigit():
+        return next((gpu for gpu in gpus if gpu.index == int(name)), None)
+    found = [gpu for gpu in gpus if gpu.uuid.startswith(name) or name in gpu.migs]
+    return found[0] if len(found) == 1 else None
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """CPUs of a list as the kernel writes it: ``0-15,64-79``."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def cpus_of_mask(words: Sequence[int]) -> frozenset[int]:
+    """CPUs of a mask as NVML fills it: word 0 has CPUs 0 to 63."""
+    return frozenset(
+        number * _MASK_BITS + bit for number, word in enumerate(words) for bit in range(_MASK_BITS) if word >> bit & 1
+    )
+
+
+def read_local_gpus(root: Path = Path("/")) -> tuple[LocalGpu, ...]:
+    """The GPUs that this process may see; empty without NVIDIA's driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return tuple(_from_driver(root))
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        found = tuple(_from_driver(root))
+        if found:
+            logger.info("NVML does not start (%s): GPUs are known by what the driver writes into /proc", error)
+        return found
+    try:
+        return tuple(_from_nvml(pynvml, root))
+    except pynvml.NVMLError as error:
+        logger.info("NVML fails (%s): GPUs are known by what the driver writes into /proc", error)
+        return tuple(_from_driver(root))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _from_nvml(nvml: Any, root: Path) -> Iterator[LocalGpu]:
+    num_words = _last_cpu(root) // _MASK_BITS + 1
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        cpus: frozenset[int] | None = None
+        with suppress(nvml.NVMLError):
+            cpus = cpus_of_mask([int(word) for word in nvml.nvmlDeviceGetCpuAffinity(handle, num_words)])
+        if not cpus:  # NVML knows no affinity here, as in some virtual machines
+            with suppress(nvml.NVMLError):
+                pci = nvml.nvmlDeviceGetPciInfo(handle)
+                cpus = _cpus_of_bus(root, f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0")
+        yield LocalGpu(index, str(nvml.nvmlDeviceGetUUID(handle)), tuple(_migs(nvml, handle)), cpus)
+
+
+def _migs(nvml: Any, handle: Any) -> Iterator[str]:
+    """UUIDs of the GPU's MIG devices; none where it has no MIG."""
+    with suppress(nvml.NVMLError):
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(nvml.NVMLError):  # a place where no device was made
+                yield str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
+
+
+def _from_driver(root: Path) -> Iterator[LocalGpu]:
+    """By /proc/driver/nvidia/gpus/BUS/information, in the order of the bus. It lists all GPUs of the host, also those
+    that a cgroup hides, so an index means nothing there: only UUIDs do, and ``index`` is -1."""
+    with suppress(OSError):
+        for folder in sorted((root / "proc/driver/nvidia/gpus").iterdir()):
+            uuid = re.search(r"GPU UUID:\s*(GPU-\S+)", (folder / "information").read_text())
+            if uuid:
+                yield LocalGpu(-1, uuid[1], cpus=_cpus_of_bus(root, folder.name))
+
+
+def _cpus_of_bus(root: Path, bus: str) -> frozenset[int] | None:
+    try:
+        return parse_cpu_list((root / f"sys/bus/pci/devices/{bus}/local_cpulist").read_text()) or None
+    except (OSError, ValueError):
+        return None
+
+
+def _last_cpu(root: Path) -> int:
+    """The highest number that a CPU of this host may have."""
+    try:
+        return max(parse_cpu_list((root / "sys/devices/system/cpu/possible").read_text()))
+    except (OSError, ValueError):
+        return 1023

@@ -1,0 +1,93 @@
+"""Whether an engine gives up the memory of its CUDA graphs with the tag ``cuda_graph``. Pure.
+
+Input: the settings of an engine and the variables that are set. Output: what to add to both, or why they contradict.
+
+SGLang 0.5.17 to 0.5.23 capture graphs in memory that the tag releases only with the variable
+``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it the backend that
+captures prefill on CUDA by default raises (``BreakableCudaGraphBackend``), so prefill runs without graphs. A
+value that the user sets wins, and the other of the two follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+PREFILL = "cuda_graph_backend_prefill"
+RELEASABLE = ("full", "disabled")
+"""Backends whose graphs the tag releases, or that have none; the others raise with the variable or ignore it."""
+
+_TRUE, _FALSE = ("1", "true"), ("0", "false")  # SGLang's get_bool_env_var
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """What to add to an engine's environment and to its ServerArgs."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def graph_settings(
+    server_args: Mapping[str, Any], environ: Mapping[str, str], *, known: Collection[str] | None
+) -> GraphSettings:
+    """What lets the engine release its graphs, or nothing where it does not use the memory saver or cannot.
+
+    Args:
+        server_args: fields of ServerArgs that are given.
+        known: names of the fields that the installed SGLang has; None where that is unknown.
+    """
+    if not server_args.get("enable_memory_saver") or (known is not None and PREFILL not in known):
+        return GraphSettings()
+    if (environ.get(VARIABLE) or "1").lower() not in _TRUE or _backends_against(server_args):
+        return GraphSettings()
+    is_given = "prefill" in _given_backends(server_args)
+    return GraphSettings({VARIABLE: environ.get(VARIABLE) or "1"}, {} if is_given else {PREFILL: "disabled"})
+
+
+def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *, offloads: bool) -> list[str]:
+    """Settings of the user that contradict each other, one line each. ``offloads``: engines give up memory."""
+    value = environ.get(VARIABLE, "")
+    if value and value.lower() not in (*_TRUE, *_FALSE):
+        return [f"cluster.environment (--environment) {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
+    if not offloads or value.lower() not in _TRUE or not server_args.get("enable_memory_saver", True):
+        return []
+    return [
+        f"{flag} {backend}: SGLang cannot capture these graphs in memory that it gives up, which "
+        f"{VARIABLE}={value} (--environment) asks for; use {' or '.join(RELEASABLE)}, or leave the variable "
+        "out: then the graphs keep their memory while the trainer works"
+        for flag, backend in _backends_against(server_args).items()
+    ]
+
+
+def _given_backends(server_args: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """By phase, what decides its backend as SGLang ranks it: the JSON over the setting over the switch to turn it off
+    (``parse_cuda_graph_config``); the flag and the value."""
+    found: dict[str, tuple[str, str]] = {}
+    table = server_args.get("cuda_graph_config")
+    for phase in ("decode", "prefill"):
+        for switch in ("disable_cuda_graph", f"disable_{phase}_cuda_graph"):
+            if server_args.get(switch):
+                found[phase] = (_flag(switch), "disabled")
+        setting = f"cuda_graph_backend_{phase}"
+        if server_args.get(setting) is not None:
+            found[phase] = (_flag(setting), str(server_args[setting]))
+        of_phase = table.get(phase) if isinstance(table, Mapping) else None
+        if isinstance(of_phase, Mapping) and "backend" in of_phase:
+            found[phase] = (_flag("cuda_graph_config") + f" {phase}.backend", str(of_phase["backend"]))
+    return found
+
+
+def _backends_against(server_args: Mapping[str, Any]) -> dict[str, str]:
+    """Flags that choose a backend whose graphs cannot be released, with its name."""
+    given = _given_backends(server_args).values()
+    against = {flag: backend for flag, backend in given if backend not in RELEASABLE}
+    if server_args.get("debug_cuda_graph"):  # makes decode's backend the breakable one
+        against[_flag("debug_cuda_graph")] = "true"
+    return against
+
+
+def _flag(name: str) -> str:
+    return "--sglang-" + name.replace("_", "-")

@@ -1,0 +1,100 @@
+"""Ranks are dealt by the GPUs of their workers before they set up, and engines get the GPUs of their ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from rlpost.actor import device
+from rlpost.config.load import load
+from rlpost.local_gpus import LocalGpu
+from rlpost.orchestration import engines, stages
+from rlpost.orchestration.placement import Offer, place, service_ports
+from rlpost.orchestration.stages import ClusterStages
+
+SETTINGS = {
+    "colocate": True, "nodes": 2, "num_gpus_per_node": 2, "actor_num_gpus_per_node": 2,
+    "rollout_num_gpus_per_engine": 2,
+}  # fmt: skip
+
+
+class Actors:
+    """Four workers with a GPU each, as Ray started them; writes down who was set up as which rank."""
+
+    def __init__(self, gpus: list[str]) -> None:
+        self.workers = list(gpus)
+        self.ranks: dict[int, str] = {}
+
+    async def call(self, method, *arguments):
+        answers = {
+            "gpu_position": lambda gpu: int(gpu) if gpu else None,
+            "visible_gpu": lambda gpu: gpu,
+            "data_parallel_rank": lambda gpu: 0,
+        }
+        return [answers.get(method, lambda gpu: None)(gpu) for gpu in self.workers]
+
+    async def reorder(self, order):
+        self.workers = [self.workers[index] for index in order]
+
+    async def call_each(self, method, arguments):
+        assert method == "setup"
+        self.ranks = {rank: gpu for gpu, (rank, *_) in zip(self.workers, arguments, strict=True)}
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+
+class Group:
+    """Takes the place of the workers of an engine."""
+
+    made: ClassVar[list[Group]] = []
+
+    def __init__(self, makes, slots, *, names, log_dir, envs) -> None:
+        self.envs = envs
+        Group.made.append(self)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "of_engines"),
+    [
+        (["1", "0", "0", "1"], ["0", "1", "0", "1"], ["0,1", "0,1"]),
+        (["0", "1", "0", "1"], ["0", "1", "0", "1"], ["0,1", "0,1"]),
+        (["", "", "", ""], ["", "", "", ""], [None, None]),
+    ],
+)
+def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monkeypatch):
+    config = load([], {"cluster": SETTINGS}).config
+    placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
+    ports = service_ports(20000, 100, num_engines=2, num_stages=1)
+    actors = Actors(gpus)
+    monkeypatch.setattr(stages, "Training", lambda *given, **more: None)
+    monkeypatch.setattr(engines, "WorkerGroup", Group)
+    monkeypatch.setattr(Group, "made", [])
+    cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(ip="10.0.0.0")])
+
+    async def start() -> None:
+        made = ClusterStages.__new__(ClusterStages)
+        made._config, made._actors, made._stop, made._break_even = config, actors, None, None
+        await made._start_actors(placement, ports, Path("/checkpoint"))
+        fleet = engines.Fleet(config, cluster, placement, ports)
+        visible = await actors.call("visible_gpu")
+        for index in range(2):
+            fleet._group(index, visible)
+
+    asyncio.run(start())
+    assert [actors.ranks[rank] for rank in range(4)] == ranks
+    assert [group.envs[0].get("CUDA_VISIBLE_DEVICES") for group in Group.made] == of_engines
+
+
+@pytest.mark.parametrize(
+    ("visible", "position"),
+    [("3", 3), ("", None), ("GPU-bb", 1), ("GPU-zz", None), ("0,1", None)],
+)
+def test_a_rank_knows_where_its_gpu_stands(visible, position, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(device, "read_local_gpus", lambda: (LocalGpu(-1, "GPU-aa"), LocalGpu(-1, "GPU-bb")))
+    assert device.position() == position

@@ -1,0 +1,104 @@
+"""GPUs of a host by NVML, and by the files of the driver where there is none."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rlpost.local_gpus import LocalGpu, cpus_of_mask, find_gpu, parse_cpu_list, read_local_gpus, visible_names
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+def nvml(*, masks=None, fails=None):
+    """pynvml on a host with two GPUs beside two sockets; the second one has a MIG device."""
+
+    def init():
+        if fails:
+            raise NVMLError(fails)
+
+    def affinity(handle, num_words):
+        if masks is None:
+            raise NVMLError("Not Supported")
+        assert num_words == 4, "for CPUs 0 to 255"
+        return masks[handle]
+
+    def mig(handle, number):
+        if handle == 0 or number:
+            raise NVMLError("Not Found")
+        return "mig"
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=init,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: "MIG-77" if handle == "mig" else f"GPU-{handle}{handle}",
+        nvmlDeviceGetCpuAffinity=affinity,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(domain=0, bus=0x3B + handle, device=0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 2 if handle else 0,
+        nvmlDeviceGetMigDeviceHandleByIndex=mig,
+    )
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A root folder with what the kernel and the driver show."""
+    (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
+    (tmp_path / "sys/devices/system/cpu/possible").write_text("0-255\n")
+    for bus, uuid, cpus in (("0000:3b:00.0", "GPU-00", "0-63"), ("0000:3c:00.0", "GPU-11", "64-127")):
+        pci, driver = tmp_path / f"sys/bus/pci/devices/{bus}", tmp_path / f"proc/driver/nvidia/gpus/{bus}"
+        pci.mkdir(parents=True)
+        driver.mkdir(parents=True)
+        (pci / "local_cpulist").write_text(cpus + "\n")
+        (driver / "information").write_text(f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {bus}\n")
+    return tmp_path
+
+
+def test_cpus_are_nvml_s(host, monkeypatch):
+    masks = [[(1 << 64) - 1, 0, 0, 0], [0, (1 << 64) - 1, 1, 0]]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(masks=masks))
+    first, second = read_local_gpus(host)
+    assert first == LocalGpu(0, "GPU-00", (), parse_cpu_list("0-63"))
+    assert second == LocalGpu(1, "GPU-11", ("MIG-77",), parse_cpu_list("64-128"))
+
+
+@pytest.mark.parametrize("masks", [None, [[0] * 4] * 2])
+def test_where_nvml_knows_none_they_are_those_of_the_bus(host, monkeypatch, masks):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(masks=masks))
+    assert [gpu.cpus for gpu in read_local_gpus(host)] == [parse_cpu_list("0-63"), parse_cpu_list("64-127")]
+
+
+def test_without_nvml_a_uuid_still_finds_its_gpu_and_an_index_none(host, monkeypatch):
+    """The driver lists the GPUs of other jobs as well, so an index would be a guess."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(fails="Driver/library version mismatch"))
+    gpus = read_local_gpus(host)
+    assert find_gpu("GPU-11", gpus).cpus == parse_cpu_list("64-127")
+    assert find_gpu("0", gpus) is None and find_gpu("1", gpus) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_local_gpus(host) == gpus, "without the bindings"
+
+
+def test_a_host_without_a_driver_has_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(fails="Shared Library Not Found"))
+    assert read_local_gpus(tmp_path) == ()
+    monkeypatch.delitem(sys.modules, "pynvml")
+    assert isinstance(read_local_gpus(tmp_path), tuple), "with the real bindings, wherever this runs"
+
+
+def test_names_of_cuda_visible_devices():
+    gpus = (LocalGpu(0, "GPU-abc1"), LocalGpu(1, "GPU-abd2", ("MIG-77",)))
+    assert visible_names(" 0, GPU-abc1 ,") == ["0", "GPU-abc1"] and visible_names("") == []
+    assert find_gpu("1", gpus) is gpus[1] and find_gpu("GPU-abc", gpus) is gpus[0]
+    assert find_gpu("MIG-77", gpus) is gpus[1]
+    assert find_gpu("GPU-ab", gpus) is None, "two begin so"
+    assert find_gpu("NoDevFiles", gpus) is None
+
+
+def test_masks_are_words_of_64_cpus():
+    assert cpus_of_mask([0b101, 0, 1 << 63]) == {0, 2, 191}
