@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.files import sync, write_whole
@@ -109,7 +110,7 @@ def mark(folder: Path, run: Path, identity: str) -> None:
     sync(path)
 
 
-def _read_marker(folder: Path) -> dict[str, object] | None:
+def _read_marker(folder: Path) -> dict[str, Any] | None:
     try:
         marker = json.loads((folder / MARKER).read_text())
     except (FileNotFoundError, ValueError):

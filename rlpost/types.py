@@ -81,7 +81,10 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All siblings of one prompt, in order of their index."""
+    """The siblings of one prompt that have a reward, in order of their index.
+
+    An index is missing where the grading of that answer was lost; without any sample the prompt was given up.
+    """
 
     prompt_id: int
     samples: tuple[ScoredSample, ...]

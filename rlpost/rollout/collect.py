@@ -239,7 +239,7 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        wanted = self._choices.wanted(written)
+        wanted = bool(written.samples) and self._choices.wanted(written)  # without samples it was given up
         self._journal.finished(written, wanted=wanted)
         self._book.finished(written, wanted=wanted)
         if not wanted:
