@@ -151,7 +151,9 @@ class TrainSample:
     """A sequence to train on: prompt and response with one advantage for the whole response, or one a token of it.
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
-    ``response_length`` entries.
+    ``response_length`` entries. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is what it adds
+    to the samples that the batch is averaged over: of several samples that are one answer together, the weights add up
+    to 1 and the first alone counts.
     """
 
     token_ids: tuple[int, ...]
@@ -159,6 +161,8 @@ class TrainSample:
     loss_mask: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     advantage: float | tuple[float, ...]
+    weight: float = 1.0
+    count: int = 1
 
     @property
     def response_length(self) -> int:

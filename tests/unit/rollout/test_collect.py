@@ -15,7 +15,11 @@ from rlpost.rollout import connection
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
-from rlpost.rollout.filters import check_reward_nonzero_std, group_filter
+from rlpost.rollout.filters import (
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+    group_filter,
+)
 from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
@@ -393,6 +397,22 @@ def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() ->
 def test_the_paths_of_other_trainers_name_our_filters() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert group_filter(path) is check_reward_nonzero_std
+    assert group_filter(f"{path}_with_fallback") is check_reward_nonzero_std_with_fallback
+
+
+@pytest.mark.parametrize(("start_size", "num_dropped"), [(3, 0), (5, 2)])
+def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
+    start_size: int, num_dropped: int
+) -> None:
+    """All groups have equal rewards; no more of them are dropped than are left over."""
+
+    async def work(collector: Collector, book: Book) -> None:
+        assert len(await collector.batch()) == 3
+        assert book.newest_id == start_size - 1
+        assert collector.counts()["rollout/num_filtered"] == num_dropped
+
+    wanted = check_reward_nonzero_std_with_fallback
+    asyncio.run(collecting(FakeEngine(), work, Rules(3, start_size, 9), wanted=wanted))
 
 
 def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:
