@@ -38,6 +38,7 @@ from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.export_folder import export_problems
 from rlpost.reward.grader import check_reward
+from rlpost.rollout.filters import check_filters
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
 
@@ -51,6 +52,7 @@ def check(config: Config, *, run: Path | None = None) -> None:
     """
     if unset := variable_problems(config):
         raise ConfigError("\n".join(unset))
+    rollout = config.rollout
     problems = [
         *layout_problems(config),
         *batch_problems(config),
@@ -68,6 +70,7 @@ def check(config: Config, *, run: Path | None = None) -> None:
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
+        *_collect(lambda: check_filters(rollout.dynamic_sampling_filter_path, rollout.buffer_filter_path)),
         *container_problems(config),
         *_option_problems(config),
         *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
