@@ -54,7 +54,8 @@ class EngineDied(RolloutError):
 class GradingLost(RlpostError):
     """An answer could not be graded for a reason that lies outside it: a server is down, a sandbox is gone.
 
-    A reward function of the user's may raise it: the answer is then left out of its group instead of scoring 0.
+    A reward function or an answer function of the user's may raise it: the answer is then left out of its group instead
+    of scoring 0, or of ending the run.
     """
 
 

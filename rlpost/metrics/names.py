@@ -58,6 +58,7 @@ METRICS = tuple(
         ("rollout/reward_timeouts", "answers", "that the reward function did not score in time"),
         ("rollout/reward_errors", "answers", "on which the reward function failed"),
         ("rollout/reward_lost", "answers", "left out, because what grades them was away or killed"),
+        ("rollout/answers_lost", "answers", "left out, because the answer function raised GradingLost"),
         ("rollout/num_regenerated", "groups", "generated again, because too few of their answers had a reward"),
         ("rollout/bad_prompts", "prompts", "skipped, because their line cannot be used"),
         ("rollout/long_prompts", "prompts", "skipped, because they are longer than the settings allow (docs/data.md)"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlpost.errors import Preempted, RolloutError
+from rlpost.errors import GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout import connection
+from rlpost.rollout import connection, generate
 from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.evaluate import evaluate, pass_at_k
 from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter, RouterAddress, generate_groups
@@ -245,7 +245,8 @@ def test_a_group_with_fewer_than_two_answers_left_is_generated_again(n: int, num
     found = written(lambda turn, sample: turn == 0 and sample.index < num_lost, n=n)
     group, (counted, after), num_requests = found
     assert len(group.samples) == (n if again else n - num_lost) and num_requests == n * (1 + again)
-    assert counted == {"rollout/num_regenerated": again, "rollout/wasted_tokens": 3 * n * again}
+    wasted = {"rollout/num_regenerated": again, "rollout/wasted_tokens": 3 * n * again}
+    assert counted == {"rollout/answers_lost": 0} | wasted
     assert set(after.values()) == {0}
 
 
@@ -253,6 +254,41 @@ def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
     """Its own metadata may be what the server fails on; the run goes on with other prompts."""
     group, _, num_requests = written(lambda turn, sample: True, n=2)
     assert group == SampleGroup(7, ()) and num_requests == 2 * MAX_GENERATIONS
+
+
+def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:
+    """A group of a function whose sandbox is gone in some of its calls, by index and by the number of the call."""
+    calls = itertools.count()
+
+    async def function(draft: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        if is_lost(draft.index, next(calls)):
+            raise GradingLost("the sandbox is gone")
+        await draft.write()
+        return draft.sample()
+
+    async def work() -> tuple[Any, Mapping[str, float]]:
+        engine = FakeEngine()
+        async with serving(engine), Connection(router(engine)) as connection:
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, SAMPLING, n=n, grader=grader, function=function)
+            return await writer.write(Unfinished(prompts(7)[0])), writer.counters()
+
+    return asyncio.run(work())
+
+
+def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
+    group, counted = with_sandbox(lambda index, call: index == 1, n=3)
+    assert [scored.sample.index for scored in group.samples] == [0, 2]
+    assert counted["rollout/answers_lost"] == 1 and counted["rollout/num_regenerated"] == 0
+    group, counted = with_sandbox(lambda index, call: call < 3, n=3)
+    assert len(group.samples) == 3
+    assert counted["rollout/answers_lost"] == 3 and counted["rollout/num_regenerated"] == 1
+
+
+def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MAX_LOST_IN_A_ROW", 5)
+    with pytest.raises(RolloutError, match="the last 5 answers were lost; the last: the sandbox is gone"):
+        with_sandbox(lambda index, call: True, n=4)
 
 
 def test_evaluation_leaves_out_what_was_not_graded() -> None:
