@@ -70,7 +70,13 @@ def check(config: Config, *, run: Path | None = None) -> None:
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
-        *_collect(lambda: check_filters(rollout.dynamic_sampling_filter_path, rollout.buffer_filter_path)),
+        *_collect(
+            lambda: check_filters(
+                dynamic_sampling_filter_path=rollout.dynamic_sampling_filter_path,
+                buffer_filter_path=rollout.buffer_filter_path,
+                custom_generate_function_path=rollout.custom_generate_function_path,
+            )
+        ),
         *container_problems(config),
         *_option_problems(config),
         *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),

@@ -107,13 +107,17 @@ def generate_function(path: str | None) -> GenerateFunction | None:
     return _called_with(path, "draft", "prompt", "sampling", key="rollout.custom_generate_function_path")
 
 
-def check_filters(*paths: str | None) -> None:
-    """Whether names that belong to slime are among those that stand for ours. Raises ConfigError for one that is not:
-    slime itself is not installed where rlpost runs."""
-    for path in paths:
-        if path is not None and path.startswith("slime.") and path not in OURS:
-            near = suggestion(path, OURS)
-            raise ConfigError(f"{path}: no function of slime's that is known here{near}; known: {', '.join(OURS)}")
+def check_filters(**paths: str | None) -> None:
+    """Whether names that belong to slime, by setting, are among those that stand for ours. Raises ConfigError with one
+    line for each that is not: slime itself is not installed where rlpost runs."""
+    unknown = [
+        f"rollout.{key} = {path}: none of slime's functions that rlpost knows{suggestion(path, OURS)}; give one of "
+        f"{', '.join(OURS)}, or a function of yours"
+        for key, path in paths.items()
+        if path is not None and path.startswith("slime.") and path not in OURS
+    ]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
 
 
 def _called_with(path: str, *arguments: str, key: str) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(l
 
 
 def test_a_name_of_slimes_that_stands_for_nothing_here_is_refused_with_the_nearest():
-    check_filters(f"{HUB}.check_reward_nonzero_std", "slime.rollout.data_source.pop_first")
-    check_filters(None, "my.package.function")
-    with pytest.raises(ConfigError, match=r"did you mean '.*check_reward_nonzero_std'"):
-        check_filters(f"{HUB}.check_reward_nonzero_stdev")
+    check_filters(one=f"{HUB}.check_reward_nonzero_std", other="slime.rollout.data_source.pop_first")
+    check_filters(one=None, other="my.package.function")
+    with pytest.raises(ConfigError, match=r"^rollout\.one = slime.*did you mean '.*check_reward_nonzero_std'"):
+        check_filters(one=f"{HUB}.check_reward_nonzero_stdev")
