@@ -13,6 +13,7 @@ from functools import partial
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
+from rlpost.config.flags import fields
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.data.cursor import PromptCursor
@@ -70,7 +71,8 @@ class Generation:
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
         self._grader = self._closed_at_the_end(StoppableGrader(make_grader(config), stop))
-        self._wanted = group_filter(rollout.dynamic_sampling_filter_path)
+        settings = {key: getattr(getattr(config, group), key) for key, group in fields().items()}
+        self._wanted = group_filter(rollout.dynamic_sampling_filter_path, settings)
         self._first = buffer_filter(rollout.buffer_filter_path)
         self._function = generate_function(rollout.custom_generate_function_path)
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
@@ -107,8 +109,10 @@ class Generation:
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
-            return {**self._grader.counters(), **prompts.counters()}
+            of_writer = {} if writer is None else writer.counters()
+            return {**self._grader.counters(), **prompts.counters(), **of_writer}
 
+        writer: GroupWriter | None = None
         if isinstance(self.tokenizer, SupervisedTokenizer):
             return Supervised(book, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
         if config.debug.load_debug_rollout_data is not None:

@@ -24,12 +24,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from rlpost.algorithm.plugin import load_function
+from rlpost.errors import GradingLost
 from rlpost.reward.registry import reward_function
 from rlpost.types import Prompt, Sample
 
 LENGTH = struct.Struct(">Q")
 MAX_MEMORY = 4 << 30  # bytes of address space for one of our own rewards; a user's function may need more
 LIBRARIES = {"deepscaler": ("sympy", "pylatexenc.latex2text"), "math": ("math_verify",), "ifeval": ("langdetect",)}
+
+_LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
+"""Not BrokenPipeError: a program under test that does not read its input causes it."""
+_LONGEST_CHAIN = 20  # causes of one error
 
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
@@ -89,13 +94,24 @@ def main() -> None:
                 loaded[what] = scorer(*what)
             answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
         except Exception as error:  # a user's function, or sympy on hostile text: anything
-            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000], "lost": _is_lost(error)}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if what[0] == "rm" and not samples:
             resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a function failed because something that it needs is away: it raised GradingLost, or a connection
+    failed, which HTTP libraries report as an error of their own whose cause that is."""
+    found: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if isinstance(found, GradingLost) or type(found) in _LOST_CONNECTION:
+            return True
+        found = None if found is None else found.__cause__ or found.__context__
+    return False
 
 
 def _read(stream: BinaryIO) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.checks.functions import SETTINGS, function_problems
+from rlpost.config.checks.functions import ARGUMENTS, SETTINGS, function_problems
 from rlpost.config.eval_sets import EvalSet
 from rlpost.config.flags import fields, groups
 from rlpost.config.groups.base import FunctionPath
@@ -18,9 +18,9 @@ from elsewhere import brought as score
 try:
     import numpy as np
 except ImportError:
-    def spare(): pass
+    def spare(prompt, sample): pass
 if True:
-    async def generate(draft): inner = 1
+    async def generate(prompt, sample=None): inner = 1
 class Callable:
     def method(self): pass
 made = lambda hidden: (walrus := hidden)
@@ -52,6 +52,53 @@ def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_n
     assert function_problems(reward("package.of_the_nodes.score")) == []
 
 
+FUNCTIONS = """\
+import functools
+def one(group): pass
+def two(waiting, num_groups): pass
+def three(draft, prompt, sampling): pass
+def any_number(*arguments, **more): pass
+def spare(group, threshold=0.5): pass
+def named(group, *, threshold): pass
+def slimes(args, samples, **kwargs): pass
+def slimes_buffer(args, rollout_id, buffer, num_samples): pass
+@functools.cache
+def decorated(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("dynamic_sampling_filter_path", "one", None),
+        ("dynamic_sampling_filter_path", "spare", None),
+        ("dynamic_sampling_filter_path", "any_number", None),
+        ("dynamic_sampling_filter_path", "decorated", None),
+        ("dynamic_sampling_filter_path", "slimes", None),
+        ("dynamic_sampling_filter_path", "two", "two(waiting, num_groups) is called as two(group)"),
+        ("dynamic_sampling_filter_path", "named", "named(group, *, threshold) is called as named(group)"),
+        ("buffer_filter_path", "two", None),
+        ("buffer_filter_path", "one", "one(group) is called as one(waiting, num_groups)"),
+        ("buffer_filter_path", "slimes_buffer", "written for slime; here it is called as slimes_buffer(waiting, num"),
+        ("custom_generate_function_path", "three", None),
+        ("custom_generate_function_path", "two", "is called as two(draft, prompt, sampling)"),
+        (
+            "custom_rm_path",
+            "slimes",
+            "slimes(args, samples) is written for slime; here it is called as slimes(pr",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(tmp_path, key, name, words):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    found = function_problems(Config.model_validate({"rollout": {key: f"{tmp_path}/mine.py:{name}"}}))
+    if words is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.startswith(f"rollout.{key} = ") and words in problem
+
+
 def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     keys = [key for key, field in EvalSet.model_fields.items() if _has(field, FunctionPath.__metadata__[0])]
@@ -64,6 +111,7 @@ def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
 
 def test_every_setting_that_names_a_function_is_looked_at():
     (marker,) = FunctionPath.__metadata__
+    assert set(ARGUMENTS) == {key for _, key in SETTINGS}
     named = {(group, key) for key, group in fields().items() if _has(groups()[group].model_fields[key], marker)}
     assert named == set(SETTINGS)
 
