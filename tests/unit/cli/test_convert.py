@@ -1,9 +1,23 @@
 """Where a converting process stands, and how layers are spread over the ranks."""
 
+import logging
+import warnings
+from collections.abc import Iterator
+
 import pytest
 
 from rlpost.cli.convert import Place, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
 from tests.unit.cli.projects import make_project
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A conversion sets the level of the log and filters warnings, of the whole process."""
+    logger = logging.getLogger("rlpost")
+    level = logger.level
+    with warnings.catch_warnings():
+        yield
+    logger.setLevel(level)
 
 
 def test_torchrun_says_where_a_process_stands():
