@@ -54,6 +54,7 @@ DIFFERENT = {  # key: why a recipe does not say what its source says
     "dynamic_sampling_filter_path": "the same function here",
     "buffer_filter_path": "the same function here",
     "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
+    "no_save_optim": "a resume is exact: Adam's state is saved, through a bounded buffer",
     "use_wandb": "needs a key: --use-wandb",
     "rotary_base": "a million in the published config.json; the source's number is an example of how to override it",
     "moe_token_drop_policy": "which tokens to drop; none are dropped",
