@@ -32,6 +32,8 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand
 TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
 }  # as Tensor.type() spells them
+DEVICE = "cpu"
+"""Where Megatron's tensors of CUDA go. Tests of placement say "meta": what is on the CPU then was left there."""
 
 
 def install() -> None:
@@ -111,12 +113,10 @@ class _Proxy(types.ModuleType):
 def _torch_proxy() -> types.ModuleType:
     import torch
 
-    cpu = torch.device("cpu")
-
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device")).startswith("cuda"):
-                kwargs["device"] = cpu
+                kwargs["device"] = torch.device(DEVICE)
             kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _torch_proxy() -> types.ModuleType:
     cuda = _Proxy(
         torch.cuda,
         {
-            "current_device": lambda: cpu,
+            "current_device": lambda: torch.device(DEVICE),
             "synchronize": nothing,
             "empty_cache": nothing,
             "manual_seed": lambda seed: torch.manual_seed(seed),
