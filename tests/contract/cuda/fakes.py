@@ -7,6 +7,7 @@ trainer and Megatron-core put on the GPU lands on the device "meta", so that wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -59,3 +60,20 @@ def faked_world(rank: int, size: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
         yield
+
+
+@contextmanager
+def listening(name: str) -> Iterator[list[str]]:
+    """The warnings of a logger within."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, logger = Kept(logging.WARNING), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

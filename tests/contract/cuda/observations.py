@@ -30,6 +30,7 @@ from torch import nn  # noqa: E402
 from rlpost.actor import optimizer, parallel  # noqa: E402
 from rlpost.actor.conversion import Converter  # noqa: E402
 from rlpost.actor.description import ModelDescription, read_description  # noqa: E402
+from rlpost.actor.layer_specs import implementation_name  # noqa: E402
 from rlpost.actor.megatron_checkpoint import METADATA  # noqa: E402
 from rlpost.actor.model import build_model, inventory_of  # noqa: E402
 from rlpost.actor.parallel import Rendezvous  # noqa: E402
@@ -37,22 +38,19 @@ from rlpost.actor.settings import ActorSettings  # noqa: E402
 from rlpost.config.load import JOBS, files_of, load  # noqa: E402
 from rlpost.orchestration.actor_settings import actor_settings  # noqa: E402
 from rlpost.weights.exporter import Exporter  # noqa: E402
+from tests.contract.cuda.observations_table import (  # noqa: E402
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    OF_EXPERTS,
+    SETTINGS,
+)
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: (ranks, settings)
-    "one": (1, {}),
-    "tp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp": (2, {"pipeline_model_parallel_size": 2}),
-}
-EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep": (2, {"expert_model_parallel_size": 2}),
-    "etp 1": (2, LAYOUTS["tp"][1] | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}),
-}
 Found = dict[str, Any]
 
 
-def observe_recipe(name: str) -> Found:
+def observe_recipe(name: str, given: dict[str, Any]) -> Found:
     """What a recipe's trainer builds on its first rank."""
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), given).config
     return built(actor_settings(config), config.actor_world_size)
 
 
@@ -78,7 +76,7 @@ def has_transformer_engine() -> bool:
 
 def built(settings: ActorSettings, size: int) -> Found:
     """Model, wrapped model, optimizer and exporter of rank 0; or the error."""
-    with fakes.faked_cuda(), fakes.faked_world(0, size):
+    with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
         try:
             description = read_description(settings.hf_checkpoint, settings.model_args)
             description.check_layout(settings)
@@ -95,8 +93,11 @@ def built(settings: ActorSettings, size: int) -> Found:
             "optimizer": plain(adam.config),
             "ddp": plain(wrapped[0].ddp_config),
             "keys": kept,
+            "implementation": implementation_name(chunks),
             "modules": sorted({type(module).__name__ for module in chunks[0].modules()}),
             "exported": exported(chunks, description),
+            "adam": [type(one.optimizer).__name__ for one in each(adam) if one.optimizer],
+            "warnings": said,
             "on_cpu": {
                 "model": left_behind(chunks),
                 "optimizer": sorted({kind for kind, tensor in state_of(adam) if on_cpu(tensor)}),
@@ -152,9 +153,14 @@ def tensors_of(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if torch.is_tensor(value))
 
 
+def each(adam: Any) -> list[Any]:
+    """The optimizers of a chain."""
+    return getattr(adam, "chained_optimizers", [adam])
+
+
 def state_of(adam: Any) -> Iterator[tuple[str, Any]]:
     """What the optimizers of a chain work on, by kind."""
-    for one in getattr(adam, "chained_optimizers", [adam]):
+    for one in each(adam):
         for group in one.optimizer.param_groups if one.optimizer else ():
             yield from (("parameters", tensor) for tensor in group["params"])
         for kind in ("shard_float16_groups", "shard_fp32_groups", "shard_fp32_from_float16_groups"):
@@ -183,11 +189,17 @@ def plain(config: Any) -> dict[str, Any]:
 
 def main(assets: str, families: str) -> None:
     """Print everything."""
-    logging.disable(logging.CRITICAL)
+    logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
     recipes = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
+    without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
     found = {
-        "recipes": {name: observe_recipe(name) for name in recipes},
+        "recipes": {name: observe_recipe(name, {}) for name in recipes},
+        "recipes without kernels": {name: observe_recipe(name, without_kernels) for name in OF_EXPERTS},
+        "settings": {
+            name: built(ActorSettings(f"{families}/{family}", **({"bf16": None} | settings)), 1)
+            for name, (family, settings) in SETTINGS.items()
+        },
         "families": {folder.name: observe_family(folder) for folder in sorted(Path(families).iterdir())},
     }
     print("OBSERVED " + json.dumps(found))
