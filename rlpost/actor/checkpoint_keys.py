@@ -5,8 +5,8 @@ folder has. Two things differ:
 
 1. Megatron-core 0.16.1 names the norm before experts, where there is no TransformerEngine, as if it were fused with a
    dense MLP; so did this trainer once.
-2. ``_extra_state``, which TransformerEngine's modules have and others may lack. Without FP8 it is empty, so one that the
-   checkpoint does not have is taken as empty.
+2. ``_extra_state``, which TransformerEngine's modules have and others may lack. Without FP8 it is empty, so one that
+   the checkpoint does not have is taken as empty.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
         lack = _lack(settings)
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
-            warned = [need for need in lacking if not need.is_required]
+            # who chooses local modules has chosen what they cost
+            warned = [need for need in lacking if not need.is_required and settings.transformer_impl != LOCAL]
         else:
             warned = [need for need in lacking if need.is_required]
         if not problems and _is_first_rank():

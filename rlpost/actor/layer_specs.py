@@ -28,6 +28,7 @@ LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 _MLP_NORM = "pre_mlp_layernorm."
 
+
 def has_transformer_engine() -> bool:
     """Whether TransformerEngine's modules can be used here."""
     return bool(gpt_layer_specs.HAVE_TE and torch.cuda.is_available())

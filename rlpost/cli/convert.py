@@ -137,7 +137,7 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None, conver
     return 0
 
 
-NO_KERNELS: dict[str, Any] = {"moe_grouped_gemm": None, "moe_permute_fusion": False}
+NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_fusion": True}
 """Settings of a model that is only converted: nothing is computed, so no kernel is missed."""
 
 
@@ -151,6 +151,4 @@ def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     if all(getattr(perf, name) == 1 for name in SIZES):
         update |= spread(hf["num_hidden_layers"], num_ranks)
     model = config.model.model_copy(update=NO_KERNELS)
-    return config.model_copy(
-        update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model}
-    )
+    return config.model_copy(update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model})

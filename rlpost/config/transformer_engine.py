@@ -31,7 +31,9 @@ class Need:
 
     def problem(self, lack: str) -> str:
         """A message that refuses the setting; ``lack`` says why TransformerEngine is not there."""
-        return f"{self.setting} needs TransformerEngine ({self.reason}), {lack}; install it ({PAGE}) or {self.otherwise}"
+        return (
+            f"{self.setting} needs TransformerEngine ({self.reason}), {lack}; install it ({PAGE}) or {self.otherwise}"
+        )
 
     def warning(self, lack: str) -> str:
         """A message that says what goes without it."""

@@ -1,8 +1,9 @@
 """CUDA, and a world of ranks, faked in one process for a model that is built and not computed with.
 
-Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole process. ``faked_cuda``: torch says that there is CUDA, and what the
-trainer and Megatron-core put on the GPU lands on the device "meta", so that what is left on the CPU shows.
-``faked_world``: any rank of a world of any size; its groups exist and its collectives do nothing.
+Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole process. ``faked_cuda``:
+torch says that there is CUDA, and what the trainer and Megatron-core put on the GPU lands on the device "meta", so that
+what is left on the CPU shows. ``faked_world``: any rank of a world of any size; its groups exist and its collectives do
+nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 import pytest
 
-from rlpost.cli.convert import Place, device_of, place, spread
+from rlpost.cli.convert import Place, _prepared, device_of, place, spread
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.transformer_engine import needs_transformer_engine
+from tests.unit.jobs.assets import make_assets
 
 
 def test_torchrun_says_where_a_process_stands():
@@ -46,3 +49,11 @@ def test_layers_are_spread_over_as_many_ranks_as_have_work(num_layers, num_ranks
     else:
         each, rest = divmod(num_layers - last, stages - 1)
         assert rest == 0 and 0 < last < each
+
+
+def test_a_model_that_is_only_converted_misses_no_kernel(tmp_path, monkeypatch):
+    """--model qwen3_30b_a3b asks for those of TransformerEngine, which a node that converts need not have."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
+    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {}).config
+    assert any(need.is_required for need in needs_transformer_engine(config))
+    assert needs_transformer_engine(_prepared(config, None, 8)) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, weight_parameter
 
 
@@ -60,9 +61,7 @@ class Linear(TransformerEngineBaseModule):
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         dim = 1 if parallel_mode == "row" else 0
-        self.weight = weight_parameter(
-            self.out_features, self.in_features, dim=dim, device=device, dtype=params_dtype
-        )
+        self.weight = weight_parameter(self.out_features, self.in_features, dim=dim, device=device, dtype=params_dtype)
         self.bias = None
         if bias:
             self.bias = torch.nn.Parameter(torch.empty(self.out_features, device=device, dtype=params_dtype))
@@ -118,11 +117,17 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Without parameters, as long as its softmax is the usual one."""
+    """Without parameters, as long as its softmax is the usual one; its extra state may be missing."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
+        self.register_load_state_dict_post_hook(_may_lack_extra_state)
+
+
+def _may_lack_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    missing = incompatible_keys.missing_keys
+    missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
 
 
 class Fp8Padding(torch.nn.Module):

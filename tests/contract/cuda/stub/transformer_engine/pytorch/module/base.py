@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from transformer_engine.pytorch.kernels import absent
 
 get_dummy_wgrad = absent("get_dummy_wgrad")
