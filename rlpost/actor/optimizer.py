@@ -63,6 +63,11 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
     dtype = device.weight_dtype(settings.bf16)
     placement, precision = _placement(settings), _precision(settings)
     is_hybrid = bool(placement)
+    if is_hybrid and dtype != torch.bfloat16:
+        raise ConfigError(  # of float32 weights it gets views of leaves (distrib_optimizer.py of 0.16.1), not leaves
+            "optimizer.optimizer_cpu_offload (--optimizer-cpu-offload) = true needs weights in bfloat16: Megatron's "
+            "HybridDeviceOptimizer takes no float32; give --bf16 true, or leave --optimizer-cpu-offload out"
+        )
     made = configured(OptimizerConfig, settings.megatron)(
         optimizer="adam",
         lr=settings.lr,
