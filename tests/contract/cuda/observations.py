@@ -12,33 +12,33 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-warnings.simplefilter("ignore")
+# isort: off
+from tests.contract.cuda import fakes  # before the first import of Megatron-core
+# isort: on
 
-from tests.contract.cuda import fakes  # noqa: E402, I001  before the first import of Megatron-core
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from torch import nn  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import nn
 
-from rlpost.actor import optimizer, parallel  # noqa: E402
-from rlpost.actor.conversion import Converter  # noqa: E402
-from rlpost.actor.description import ModelDescription, read_description  # noqa: E402
-from rlpost.actor.layer_specs import implementation_name  # noqa: E402
-from rlpost.actor.megatron_checkpoint import METADATA  # noqa: E402
-from rlpost.actor.model import build_model, inventory_of  # noqa: E402
-from rlpost.actor.parallel import Rendezvous  # noqa: E402
-from rlpost.actor.settings import ActorSettings  # noqa: E402
-from rlpost.config.load import JOBS, files_of, load  # noqa: E402
-from rlpost.orchestration.actor_settings import actor_settings  # noqa: E402
-from rlpost.weights.exporter import Exporter  # noqa: E402
-from tests.contract.cuda.observations_table import (  # noqa: E402
+from rlpost.actor import optimizer, parallel
+from rlpost.actor.conversion import Converter
+from rlpost.actor.description import ModelDescription, read_description
+from rlpost.actor.layer_specs import implementation_name
+from rlpost.actor.megatron_checkpoint import METADATA
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.weights.exporter import Exporter
+from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     OF_EXPERTS,

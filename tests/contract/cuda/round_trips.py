@@ -10,30 +10,31 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-warnings.simplefilter("ignore")
+import torch
 
-import torch  # noqa: E402
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values  # noqa: E402
-from torch.distributed.checkpoint import CheckpointException  # noqa: E402
+# isort: off
+import rlpost.actor  # noqa: F401  it puts its stand-in for CUDA before Megatron-core
+# isort: on
 
-import rlpost.actor  # noqa: E402, F401  before the first import of Megatron-core
-from rlpost.actor import device, megatron_checkpoint, parallel  # noqa: E402
-from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint  # noqa: E402
-from rlpost.actor.description import read_description  # noqa: E402
-from rlpost.actor.model import build_model, inventory_of  # noqa: E402
-from rlpost.actor.parallel import Rendezvous  # noqa: E402
-from rlpost.actor.settings import ActorSettings  # noqa: E402
-from rlpost.actor.torch_dist_folder import find_checkpoint  # noqa: E402
-from rlpost.weights.exporter import Exporter, weights_hash  # noqa: E402
-from tests.ports import free_port  # noqa: E402
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from torch.distributed.checkpoint import CheckpointException
+
+from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
+from rlpost.actor.description import read_description
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.weights.exporter import Exporter, weights_hash
+from tests.ports import free_port
 
 WAYS = (("local", "transformer_engine"), ("transformer_engine", "local"), ("older", "transformer_engine"),
         ("older", "local"), ("local", "local"))  # fmt: skip

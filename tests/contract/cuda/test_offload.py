@@ -1,4 +1,7 @@
-"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer, with the model's buffers for a GPU."""
+"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer, on a CPU.
+
+The buffers of the model stand for the memory of a GPU.
+"""
 
 from __future__ import annotations
 
