@@ -50,7 +50,9 @@ def restart_from_weights(actor: Any, *, folder: str, samples: Sequence[TrainSamp
     }
 
 
-def train_with_adam_in_host_memory(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict[str, Any]:
+def train_with_adam_in_host_memory(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
+) -> dict[str, Any]:
     """Train with Megatron's HybridDeviceOptimizer in place of the actor's own, as on CUDA without TransformerEngine.
 
     The model's buffers count as the GPU's memory, everything else is the host's.
@@ -73,7 +75,7 @@ def train_with_adam_in_host_memory(actor: Any, steps: Sequence[Sequence[TrainSam
         config = optimizer.optimizer_config(settings)
     with mock.patch.object(optimizer, "optimizer_config", lambda _: config):
         actor.optimizer = optimizer.build(actor.model, settings)
-    result = train(actor, steps)
+    result = train(actor, steps, files=files or Files())
     parts = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
     assert all(isinstance(part, HybridDeviceOptimizer) and part.gpu_optimizer is None for part in parts)
     kept = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
