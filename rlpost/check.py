@@ -32,7 +32,7 @@ from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems
-from rlpost.config.transformer_engine import needs_transformer_engine
+from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
@@ -101,11 +101,16 @@ def _package_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine where this environment is one for GPUs and does not have it."""
-    if not _is_for_gpus() or importlib.util.find_spec("transformer_engine") is not None:
+    """Settings that need TransformerEngine where this environment is one for GPUs, and does not have it or may not use
+    it."""
+    if not _is_for_gpus():
         return []
-    lack = "which is not installed in this environment"
-    return [need.problem(lack) for need in needs_transformer_engine(config) if need.is_required]
+    required = [need for need in needs_transformer_engine(config) if need.is_required]
+    if importlib.util.find_spec("transformer_engine") is None:
+        return [need.problem("which is not installed in this environment") for need in required]
+    if config.perf.transformer_impl == "local":
+        return [need.problem(RULED_OUT) for need in required if need.is_of_layers]
+    return []
 
 
 def _is_for_gpus() -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlpost.actor.description import ModelDescription
 from rlpost.actor.layer_specs import LOCAL, has_transformer_engine
 from rlpost.actor.settings import ActorSettings
-from rlpost.config.transformer_engine import Need, needs
+from rlpost.config.transformer_engine import RULED_OUT, Need, needs
 from rlpost.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
     problems = _packages_missing(settings) + _wrong_rotation(description, settings)
     if implementation == LOCAL:
         lacking = _needs(description, settings)
-        lack = _lack(settings)
+        lack = _lack()
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
             # who chooses local modules has chosen what they cost
@@ -103,20 +103,22 @@ def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> l
 
 
 def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]:
-    """What this model needs TransformerEngine for; settings of experts do not count where there are none."""
+    """What this model needs TransformerEngine for that local layers lack; settings of experts do not count where there
+    are none."""
     fields = description.fields
     model = dict(settings.model_args)
     if "num_moe_experts" not in fields:
         model = {name: value for name, value in model.items() if not name.startswith("moe_")}
     model |= {"num_experts": fields.get("num_moe_experts"), "rotary_interleaved": fields.get("rotary_interleaved")}
-    return list(needs(model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron))
+    found = needs(model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron)
+    return [need for need in found if need.is_of_layers or not has_transformer_engine()]
 
 
-def _lack(settings: ActorSettings) -> str:
+def _lack() -> str:
     if not torch.cuda.is_available():
         return "and there is no CUDA here"
     if has_transformer_engine():
-        return f"which --transformer-impl {settings.transformer_impl} rules out"
+        return RULED_OUT
     return "which is not installed on this node"
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from rlpost.config.tree import Config
 
 PAGE = "docs/actor.md"
+RULED_OUT = "which --transformer-impl local rules out"
 OPTIMIZER_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -28,6 +29,11 @@ class Need:
     otherwise: str
     """The remedy without it, or where it is not required what happens then."""
     is_required: bool
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether its layers serve it, which ``--transformer-impl local`` rules out; its Adam is had all the same."""
+        return not self.setting.startswith("optimizer.")
 
     def problem(self, lack: str) -> str:
         """A message that refuses the setting; ``lack`` says why TransformerEngine is not there."""

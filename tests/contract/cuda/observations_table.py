@@ -17,6 +17,14 @@ NARROW = {"main_params_dtype": "fp16", "main_grads_dtype": "bf16", "exp_avg_dtyp
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "adam in narrow types": ("qwen3", {"use_precision_aware_optimizer": True, **NARROW}),
+    "adam in narrow types, local layers": (
+        "qwen3",
+        {"use_precision_aware_optimizer": True, "transformer_impl": "local", **NARROW},
+    ),
+    "experts, every kernel, local layers": (
+        "qwen3-moe",
+        {"transformer_impl": "local", "model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True}},
+    ),
     "adam on the host": ("qwen3", OFFLOADED),
     "adam on the host, types of its own": ("qwen3", OFFLOADED | {"use_precision_aware_optimizer": True, **NARROW}),
     "whole adam on every rank": ("qwen3-moe", {"use_distributed_optimizer": False}),

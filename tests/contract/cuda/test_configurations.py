@@ -79,6 +79,11 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
 
 REFUSED = {  # settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
     "adam in narrow types": ("optimizer.exp_avg_dtype (--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "adam in narrow types, local layers": ("(--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "experts, every kernel, local layers": (
+        "= true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
+        "= true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
+    ),
     "adam on the host": (None, None),
     "adam on the host, types of its own": ("no optimizer_cpu_offload, which keeps float32",) * 2,
     "the engine": ("perf.transformer_impl (--transformer-impl) = transformer_engine: it is not installed", None),

@@ -87,9 +87,16 @@ def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe,
     check.check_installed(config)
 
 
-def test_where_it_is_installed_nothing_is_said(monkeypatch):
-    config = load(files_of(JOBS / "recipes/glm45_355b.toml", {}), {}).config
+def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for(monkeypatch):
+    """Its Adam is had with local layers too."""
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: real("json" if "engine" in name else name))
-    check.check_installed(config)
+    adam = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    recipe = files_of(JOBS / "recipes/glm45_355b.toml", {})
+    check.check_installed(load(recipe, {"optimizer": adam}).config)
+    with pytest.raises(ConfigError) as caught:
+        check.check_installed(load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config)
+    grouped, permuted = str(caught.value).splitlines()
+    assert "moe_grouped_gemm" in grouped and "which --transformer-impl local rules out" in grouped
+    assert "moe_permute_fusion" in permuted
