@@ -6,6 +6,7 @@ there, before training (``check_installed``). All problems are reported at once.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -34,6 +35,7 @@ from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.places import variable_problems
 from rlpost.config.plan.reference import reference_note
+from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
@@ -128,7 +130,28 @@ def _package_problems(config: Config) -> list[str]:
         f"{setting}: the package {package} is not installed; pip install {package}"
         for is_on, setting, package in wanted
         if is_on and importlib.util.find_spec(package.replace("-", "_")) is None
-    ]
+    ] + _transformer_engine_problems(config)
+
+
+def _transformer_engine_problems(config: Config) -> list[str]:
+    """Settings that need TransformerEngine where this environment is one for GPUs, and does not have it or may not use
+    it."""
+    if not _is_for_gpus():
+        return []
+    required = [need for need in needs_transformer_engine(config) if need.is_required]
+    if importlib.util.find_spec("transformer_engine") is None:
+        return [need.problem("which is not installed in this environment") for need in required]
+    if config.perf.transformer_impl == "local":
+        return [need.problem(RULED_OUT) for need in required if need.is_of_layers]
+    return []
+
+
+def _is_for_gpus() -> bool:
+    """Whether torch is here and built for more than a CPU, which its version tells without importing it."""
+    try:
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _collect(probe: Any) -> list[str]:

@@ -1,24 +1,32 @@
 """Which modules a layer is made of: TransformerEngine's where it is installed and there is CUDA, else our own.
 
-In: Megatron's configuration and the family. Out: the specification of the layers of a pipeline stage. This is the one
-place that knows the difference; both name their weights so that ``rlpost.weights.names.canonical`` understands them.
-What is TransformerEngine's runs on CUDA only and has no test without it.
+Input: Megatron's configuration and the family. Output: the specification of the layers of a pipeline stage. This is the
+one place that knows the difference. Invariants: both name their weights so that ``rlpost.weights.names.canonical``
+understands them, and both have the same keys in a checkpoint. That TransformerEngine's side is built so is tested
+against a stub of it (``tests/contract/cuda``); what it computes has no test without a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor.attention import PackedAttention
-from rlpost.actor.norm import RMSNorm
+from rlpost.actor.norm import RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
 from rlpost.weights.family import Family
+
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+"""Whose modules the layers are made of, as ``--transformer-impl`` spells it."""
+
+_MLP_NORM = "pre_mlp_layernorm."
 
 
 def has_transformer_engine() -> bool:
@@ -31,19 +39,26 @@ def chosen_implementation(given: str | None) -> str:
 
     Raises ConfigError when TransformerEngine is asked for and cannot be used.
     """
-    if given == "transformer_engine" and not has_transformer_engine():
+    if given == TRANSFORMER_ENGINE and not has_transformer_engine():
         raise ConfigError(
             "perf.transformer_impl (--transformer-impl) = transformer_engine: it is not installed on this node or "
             "there is no CUDA; install it or leave the setting out"
         )
-    return given or ("transformer_engine" if has_transformer_engine() else "local")
+    return given or (TRANSFORMER_ENGINE if has_transformer_engine() else LOCAL)
+
+
+def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
+    """Whose modules a model is made of, ``local`` or ``transformer_engine``, found by looking at them."""
+    kinds = {type(module) for chunk in chunks for module in chunk.modules()}
+    packages = {kind.__module__.partition(".")[0] for each in kinds for kind in each.__mro__}
+    return TRANSFORMER_ENGINE if TRANSFORMER_ENGINE in packages else LOCAL
 
 
 def block_spec(
     config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of a virtual pipeline stage (None without interleaving) and the norm at their end."""
-    with_engine = implementation == "transformer_engine"
+    with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine, normalization=config.normalization, vp_stage=stage
     )
@@ -53,13 +68,37 @@ def block_spec(
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             attention.core_attention = PackedAttention
             if config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
+                attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
+            if layer.submodules.mlp.module is MoELayer:
+                _separate_norm_of_experts(layer)
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)
     if not with_engine:
-        block.layer_norm = RMSNorm
+        block.layer_norm = SeparateRMSNorm
     return block
+
+
+def _separate_norm_of_experts(layer: ModuleSpec) -> None:
+    """Name the norm before experts in a checkpoint as TransformerEngine does, which fuses only that of a dense MLP.
+
+    Megatron's local specification gives both the name of the fused one (``gpt_layer_specs.py`` of 0.16.1), so that
+    neither implementation could read what the other wrote.
+    """
+    layer.submodules.pre_mlp_layernorm = SeparateRMSNorm
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {key: to for key, to in names.items() if key != _MLP_NORM}
+
+
+def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
+    """Correct along which dimension the second weight of a TransformerEngine expert is sharded.
+
+    Megatron shards experts itself and has TransformerEngine build them as if they were whole, so that it marks every
+    weight with dimension 0. The second one is sharded along its columns.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name and ".linear_fc2.weight" in name and hasattr(parameter, "partition_dim"):
+            parameter.partition_dim = 1
 
 
 @cache

@@ -34,6 +34,8 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import parallel, random_state
+from rlpost.actor.checkpoint_keys import fit_to_checkpoint, stored_key
+from rlpost.actor.layer_specs import implementation_name
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.host_stream import HostBuffer, HostStream
 from rlpost.actor.torch_dist.optimizer_state import KEYS, ParameterState
@@ -170,7 +172,8 @@ class Saver:
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, Any]:
         """Plain values only: they are read with ``weights_only``."""
-        found: dict[str, Any] = dataclasses.asdict(progress) | {"content_metadata": dict(METADATA)}
+        found: dict[str, Any] = dataclasses.asdict(progress)
+        found["content_metadata"] = METADATA | {"transformer_impl": implementation_name(self._model)}
         if with_random_state:
             found["layout"] = random_state.layout()
         if self._optimizer is not None:
@@ -240,7 +243,7 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
 
 def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
     """Fill the model, and return all that was read."""
-    loaded = _read(lambda: dist_checkpointing.load(state, str(folder)), folder)
+    loaded = _read(lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder)
     for key, chunk in _keyed(chunks):
         chunk.load_state_dict(loaded[key])
     return loaded
@@ -286,9 +289,10 @@ def _as_stored(chunk: Chunk, stored: Stored) -> Chunk | None:
     float32: the model's count.
     """
     main = f"{OPTIMIZER_PREFIX}param."
+    chunk = dataclasses.replace(chunk, key=stored_key(chunk.key, stored))
     if chunk.key in stored or not chunk.key.startswith(main):
         return chunk
-    key = f"{OPTIMIZER_PREFIX}fp32_param.{chunk.key.removeprefix(main)}"
+    key = stored_key(f"{OPTIMIZER_PREFIX}fp32_param.{chunk.key.removeprefix(main)}", stored)
     return dataclasses.replace(chunk, key=key) if key in stored else None
 
 

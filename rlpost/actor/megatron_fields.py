@@ -23,12 +23,25 @@ def configured(kind: type[T], options: Mapping[str, Any]) -> Callable[..., T]:
     """The constructor of a dataclass, with those options that are fields of it over the arguments that it gets.
 
     Raises:
-        ConfigError: an option has not the type of its field.
+        ConfigError: an option has not the type of its field; from the constructor, that Megatron-core refuses its
+            arguments, in whatever way it does.
     """
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind) if known & options.keys() else {}
     given = {name: _typed(name, value, hints[name]) for name, value in options.items() if name in known}
-    return lambda **ours: kind(**{**ours, **given})
+
+    def construct(**ours: Any) -> T:
+        try:
+            return kind(**{**ours, **given})
+        except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            options_given = ", ".join(f"{name} = {value}" for name, value in given.items())
+            among = f" (options of Megatron-core that were given: {options_given})" if given else ""
+            raise ConfigError(
+                f"Megatron-core's {kind.__name__} refuses these settings: {error or type(error).__name__}{among}; "
+                "change what it names"
+            ) from error
+
+    return construct
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

@@ -125,7 +125,7 @@ def _torch_proxy() -> types.ModuleType:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)
+    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)  # an event as well
     no_stream.record_event = lambda *args: no_stream
     cuda = _Proxy(
         torch.cuda,

@@ -6,8 +6,7 @@ pipeline stage, its weights not yet set.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,15 @@ from megatron.core.transformer.moe import moe_utils
 
 from rlpost.actor import device, parallel
 from rlpost.actor.description import ModelDescription
-from rlpost.actor.layer_specs import block_spec, chosen_implementation
+from rlpost.actor.kernels import kernel_fields
+from rlpost.actor.layer_specs import (
+    TRANSFORMER_ENGINE,
+    block_spec,
+    chosen_implementation,
+    mark_shards_of_experts,
+)
 from rlpost.actor.megatron_fields import configured
 from rlpost.actor.settings import ActorSettings
-from rlpost.errors import ConfigError
 from rlpost.weights.inventory import Inventory
 
 if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 reads the name even without TransformerEngine
@@ -30,10 +34,13 @@ if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 reads the na
 
 
 def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
-    """This rank's chunks of the model, on the current device. Needs parallel state.
+    """Build this rank's chunks of the model, on the current device. Needs parallel state.
 
     The memory of the weights is not set: importing or loading a checkpoint fills all of it. All parameters have the
     dtype of the settings, the router's too, as the checkpoints of all families have it; its bias stays float32.
+
+    Raises:
+        ConfigError: a kernel that was asked for cannot be had here, or Megatron-core refuses the settings.
     """
     num_stages = description.num_virtual_stages(settings)
     implementation = chosen_implementation(settings.transformer_impl)
@@ -42,9 +49,27 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
     for stage in [None] if num_stages is None else range(num_stages):
         spec = block_spec(config, description.family, implementation=implementation, stage=stage)
         chunks.append(_chunk(config, description, spec, stage))
-        for parameter in chunks[-1].parameters():
-            parameter.data = parameter.data.to(config.params_dtype)
+        _settle(chunks[-1], config.params_dtype)
+        if implementation == TRANSFORMER_ENGINE:
+            mark_shards_of_experts(chunks[-1])
     return chunks
+
+
+def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
+    """Give every parameter its type, and the device.
+
+    Megatron makes the router's weight in host memory and moves it in its first forward pass (``router.py`` of 0.16.1).
+    What never computes, a converter, would leave it there and broadcast it over NCCL.
+    """
+    for module in chunk.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            settled = parameter.data.to(device=device.current(), dtype=dtype)
+            if settled.device == parameter.device:
+                parameter.data = settled
+                continue
+            moved = torch.nn.Parameter(settled, requires_grad=parameter.requires_grad)
+            vars(moved).update(vars(parameter))  # the marks that say how it is sharded and reduced
+            setattr(module, name, moved)
 
 
 def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
@@ -102,11 +127,7 @@ def _transformer_config(
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Fused kernels of Apex and TransformerEngine, which may be absent.
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        transformer_impl=implementation,
         # perform_initialization=False would also leave out the marks of tensor-parallel parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
@@ -115,37 +136,8 @@ def _transformer_config(
         calculate_per_token_loss=True,
         **_layout_fields(settings, description.num_virtual_stages(settings)),
         pipeline_dtype=dtype,
-        **(description.fields | _implementation_fields(description, settings.model_args, implementation)),
+        **(description.fields | kernel_fields(description, settings, implementation=implementation)),
     )
-
-
-def _implementation_fields(
-    description: ModelDescription, given: Mapping[str, Any], implementation: str
-) -> dict[str, Any]:
-    """How to compute, where there is a choice. Kernels that need TransformerEngine are not asked for without it.
-
-    Raises ConfigError when tokens are to travel by DeepEP and it is not installed.
-    """
-    if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise ConfigError(
-            "model.moe_token_dispatcher_type (--moe-token-dispatcher-type) = flex: DeepEP (the package deep_ep) is not "
-            "installed on this node; install it or choose alltoall"
-        )
-    with_engine, interleaved = implementation == "transformer_engine", description.fields.get("rotary_interleaved")
-    fields = {
-        "apply_rope_fusion": with_engine and not interleaved and not given.get("no_rope_fusion", False),
-        "moe_token_dispatcher_type": given.get(
-            "moe_token_dispatcher_type", "alltoall"
-        ),  # Megatron's own: equal lengths
-    }
-    if "num_moe_experts" not in description.fields:
-        return fields
-    return fields | {
-        "moe_router_dtype": given.get("moe_router_dtype", "fp32"),
-        "moe_enable_deepep": given.get("moe_enable_deepep", False),
-        "moe_grouped_gemm": with_engine and given.get("moe_grouped_gemm", True),
-        "moe_permute_fusion": with_engine and given.get("moe_permute_fusion", False),
-    }
 
 
 def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> dict[str, Any]:

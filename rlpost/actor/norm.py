@@ -28,3 +28,17 @@ class RMSNorm(torch.nn.Module):
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(hidden.dtype)
+
+
+class SeparateRMSNorm(RMSNorm):
+    """The same where TransformerEngine has a separate module too, instead of one fused with the linear layer after it.
+
+    Such a module has an extra state in every checkpoint, even where it is empty, and refuses one without it. So this
+    one writes an empty one.
+    """
+
+    def get_extra_state(self) -> None:
+        """Return what is written under ``_extra_state``: nothing."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore what was read: TransformerEngine keeps scales of FP8 there, which nothing here computes in."""

@@ -44,7 +44,30 @@ def wrap(chunks: Sequence[torch.nn.Module], settings: ActorSettings) -> list[Dis
 
 def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> MegatronOptimizer:
     """Adam over the wrapped chunks. Raises ConfigError for a precision that needs what is not installed."""
+    optimizer = get_megatron_optimizer(optimizer_config(settings), list(model))
+    config = model[0].config
+    config.finalize_model_grads_func = step.finalize_summed_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if settings.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return optimizer
+
+
+def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
+    """Megatron's settings of Adam.
+
+    Raises:
+        ConfigError: a precision needs what is not installed.
+    """
     dtype = device.weight_dtype(settings.bf16)
+    placement, precision = _placement(settings), _precision(settings)
+    is_hybrid = bool(placement)
+    if is_hybrid and dtype != torch.bfloat16:
+        raise ConfigError(  # of float32 weights it gets views of leaves (distrib_optimizer.py of 0.16.1), not leaves
+            "optimizer.optimizer_cpu_offload (--optimizer-cpu-offload) = true needs weights in bfloat16: Megatron's "
+            "HybridDeviceOptimizer takes no float32; give --bf16 true, or leave --optimizer-cpu-offload out"
+        )
     made = configured(OptimizerConfig, settings.megatron)(
         optimizer="adam",
         lr=settings.lr,
@@ -57,17 +80,24 @@ def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> 
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=settings.use_distributed_optimizer,
         overlap_param_gather=settings.overlap_param_gather,
-        **_placement(settings),
-        **_precision(settings),
+        **placement,
+        **({} if is_hybrid else precision),
     )
-    optimizer = get_megatron_optimizer(made, list(model))
-    config = model[0].config
-    config.finalize_model_grads_func = step.finalize_summed_grads
-    config.grad_scale_func = optimizer.scale_loss
-    if settings.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in model]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return optimizer
+    return _laid_out_for_hybrid(made) if is_hybrid else made
+
+
+def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
+    """Say that gradients come as HybridDeviceOptimizer takes them, which needs nothing of TransformerEngine.
+
+    The constructor of Megatron-core 0.16.1 asks for TransformerEngine's version when ``use_precision_aware_optimizer``
+    is given, and ends with a TypeError without it (``optimizer_config.py:383``, ``utils.py:346``), before it finds out
+    that the optimizer steps in host memory and returns. So the fields are set as it would set them for a version below
+    2.1: the remainders of weights, which it would switch off, are an encoding of TransformerEngine's own Adam.
+    """
+    made.use_precision_aware_optimizer = True
+    made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    made.store_param_remainders = False
+    return made
 
 
 def _placement(settings: ActorSettings) -> dict[str, Any]:

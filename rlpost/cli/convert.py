@@ -162,6 +162,10 @@ def _main(
     return 0
 
 
+NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_fusion": True}
+"""Settings of a model that is only converted: nothing is computed, so no kernel is missed."""
+
+
 def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     """The settings with what is not given filled in: precision as in config.json, layers over all ranks."""
     checkpoint = config.checkpoint.model_copy(update={"hf_checkpoint": origin or config.checkpoint.hf_checkpoint})
@@ -171,4 +175,5 @@ def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
         update["bf16"] = (hf.get("dtype") or hf.get("torch_dtype")) == "bfloat16"
     if all(getattr(perf, name) == 1 for name in SIZES):
         update |= spread(hf["num_hidden_layers"], num_ranks)
-    return config.model_copy(update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update)})
+    model = config.model.model_copy(update=NO_KERNELS)
+    return config.model_copy(update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model})

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlpost.cli.submit import PROJECT, job_spec
-from rlpost.config.checks.transformer_engine import transformer_engine_reasons
 from rlpost.config.keys import without_keys
 from rlpost.config.load import files_of, load
+from rlpost.config.transformer_engine import needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.environment import for_script
@@ -62,7 +62,7 @@ def words_of_recipes(words: Sequence[str]) -> list[str]:
 
 
 def _needs_of(config: Config) -> list[str]:
-    reasons = transformer_engine_reasons(config)
+    reasons = [need.flag for need in needs_transformer_engine(config) if need.is_required]
     return [f"--te-for={','.join(reasons)}"] if reasons else []
 
 

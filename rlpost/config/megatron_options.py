@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from rlpost.errors import suggestion
 
@@ -48,6 +49,15 @@ OURS = {
 }
 """Fields that the trainer sets itself, and what from."""
 
+NO_EFFECT = {
+    "cross_entropy_fusion_impl": "the trainer computes log-probs itself",
+    "cross_entropy_loss_fusion": "the trainer computes log-probs itself",
+    "masked_softmax_fusion": "attention has kernels of its own, with the softmax in them",
+    "memory_efficient_layer_norm": "norms are TransformerEngine's or the trainer's",
+    "persist_layer_norm": "norms are TransformerEngine's or the trainer's",
+}
+"""Fields that nothing here reads, and why; to switch one off is no mistake."""
+
 
 @functools.cache
 def option_names() -> frozenset[str] | None:
@@ -60,13 +70,16 @@ def option_names() -> frozenset[str] | None:
     return frozenset(name for one, file in CLASSES.items() for name in _fields(folder / file, one))
 
 
-def option_problems(names: Iterable[str]) -> list[str]:
-    """One line for each name that Megatron-core does not have, or that follows from other settings."""
+def option_problems(options: Mapping[str, Any]) -> list[str]:
+    """One line for each option that Megatron-core does not have, that follows from other settings, or that asks for
+    something that nothing here does."""
     problems, known = [], option_names()
-    for name in names:
+    for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if name in OURS:
             problems.append(f"{flag}: this follows from {OURS[name]}; leave it out")
+        elif name in NO_EFFECT and value:
+            problems.append(f"megatron.{name} ({flag}) = {value}: has no effect, {NO_EFFECT[name]}; leave it out")
         elif known is not None and name not in known:
             near = suggestion(name, known - OURS.keys())
             problems.append(f"megatron.{name} ({flag}): the installed Megatron-core has no such field{near}")

@@ -54,8 +54,7 @@ def make_family(folder: Path, name: str) -> None:
     """Save the tiny model of a family; norms are not all one and biases not all zero."""
     import transformers
 
-    kind, options = (FAMILIES | FROM_OUTSIDE)[name]
-    config = getattr(transformers, f"{kind}Config")(**(COMMON | options))
+    kind, config = _config(name)
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -63,6 +62,20 @@ def make_family(folder: Path, name: str) -> None:
             if "inv_freq" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
     model.save_pretrained(folder)
+
+
+def make_family_config(folder: Path, name: str) -> None:
+    """Save the configuration of a family's tiny model, without weights."""
+    kind, config = _config(name)
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(folder)
+
+
+def _config(name: str) -> tuple[str, Any]:
+    import transformers
+
+    kind, options = (FAMILIES | FROM_OUTSIDE)[name]
+    return kind, getattr(transformers, f"{kind}Config")(**(COMMON | options))
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, my_batch, train
@@ -45,3 +48,44 @@ def restart_from_weights(actor: Any, *, folder: str, samples: Sequence[TrainSamp
         "hash": actor.weights_hash(),
         "metrics": dict(actor.train_step(my_batch(actor, samples, 64)).metrics),
     }
+
+
+def train_with_adam_in_host_memory(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
+) -> dict[str, Any]:
+    """Train with Megatron's HybridDeviceOptimizer in place of the actor's own, as on CUDA without TransformerEngine.
+
+    The model's buffers count as the GPU's memory, everything else is the host's.
+    """
+    import torch
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from rlpost.actor import optimizer
+
+    on_gpu = {
+        buffer.param_data.untyped_storage().data_ptr()
+        for chunk in actor.model
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    }
+    torch.Tensor.is_of_the_model = property(lambda tensor: tensor.untyped_storage().data_ptr() in on_gpu)
+    method = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    method.__code__ = _renamed(method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"})
+    settings = dataclasses.replace(actor.settings, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        config = optimizer.optimizer_config(settings)
+    with mock.patch.object(optimizer, "optimizer_config", lambda _: config):
+        actor.optimizer = optimizer.build(actor.model, settings)
+    result = train(actor, steps, files=files or Files())
+    parts = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
+    assert all(isinstance(part, HybridDeviceOptimizer) and part.gpu_optimizer is None for part in parts)
+    kept = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
+    return result | {
+        "num_optimizers": sum(len(part.cpu_optimizers) for part in parts),
+        "kept_in_model": sum(tensor.is_of_the_model for tensor in kept),
+    }
+
+
+def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
+    """The same code, that inside it included, with other names of attributes."""
+    inner = tuple(_renamed(each, names) if isinstance(each, types.CodeType) else each for each in code.co_consts)
+    return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=inner)

@@ -83,7 +83,7 @@ def test_settings_that_move_the_optimizer_to_the_host_change_nothing_where_there
 
 def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
     import rlpost.actor.layer_specs as layer_specs
-    from rlpost.actor.model import _implementation_fields
+    from rlpost.actor.kernels import kernel_fields
     from rlpost.actor.optimizer import _precision
 
     if layer_specs.has_transformer_engine():
@@ -92,8 +92,11 @@ def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*leave the setting out"):
         layer_specs.chosen_implementation("transformer_engine")
     narrow = ActorSettings("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+    sparse = SimpleNamespace(fields={"num_moe_experts": 8})
     with pytest.raises(ConfigError, match=r"flex: DeepEP .*choose alltoall"):
-        _implementation_fields(None, {"moe_token_dispatcher_type": "flex"}, "local")
+        kernel_fields(
+            sparse, ActorSettings("", model_args={"moe_token_dispatcher_type": "flex"}), implementation="local"
+        )
     with pytest.raises(ConfigError, match=r"exp_avg_dtype = bf16: needs CUDA .*choose fp32"):
         _precision(narrow)
 

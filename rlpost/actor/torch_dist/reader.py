@@ -41,7 +41,7 @@ class Stored:
         }
         self._places: dict[object, _StorageInfo] = metadata.storage_data
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._tensors
 
     def read_into(self, chunks: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> None:

@@ -61,10 +61,18 @@ def optimizer_problems(config: Config) -> list[str]:
 def _dtype_rules(config: Config) -> list[tuple[bool, str]]:
     given = config.optimizer
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    narrow = [name for name in names if getattr(given, name) != "fp32"]
     return [
         (
-            getattr(given, name) != "fp32" and not given.use_precision_aware_optimizer,
+            not given.use_precision_aware_optimizer,
             f"{name} = {getattr(given, name)} needs use_precision_aware_optimizer",
         )
-        for name in names
+        for name in narrow
+    ] + [
+        (
+            given.optimizer_cpu_offload,
+            f"{name} = {getattr(given, name)}: optimizer_cpu_offload keeps float32 in host memory; give fp32 or leave "
+            "optimizer_cpu_offload out",
+        )
+        for name in narrow
     ]

@@ -123,9 +123,10 @@ class ModelConfig(Group):
     """How tokens travel to their experts; flex needs --moe-enable-deepep."""
     moe_enable_deepep: bool = False
     """Send tokens with DeepEP, which must be installed on the nodes."""
-    moe_grouped_gemm: bool = True
-    """Compute the experts of a rank together; needs TransformerEngine, without it they go one after the other."""
+    moe_grouped_gemm: bool | None = None
+    """Compute the experts of a rank together, for which true needs TransformerEngine on GPUs; where it is installed
+    unless given. Otherwise they run one after the other."""
     moe_permute_fusion: bool = False
-    """Sort tokens by expert with a fused kernel of TransformerEngine."""
+    """Sort tokens by expert with a fused kernel of TransformerEngine, which it needs on GPUs."""
     override_hf_config: tuple[str, ...] = ()
     """Names of this table whose values win over config.json instead of having to agree with it."""

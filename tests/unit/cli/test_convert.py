@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlpost.cli.convert import Place, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
+from rlpost.cli.convert import Place, _prepared, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.transformer_engine import needs_transformer_engine
 from tests.unit.cli.projects import make_project
+from tests.unit.jobs.assets import make_assets
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +76,11 @@ def test_a_conversion_never_writes_over_what_is_there(tmp_path, capsys):
     assert hf_to_torch_dist(["--hf-checkpoint", str(model), "--save", str(model)]) == 1
     assert f"--save {model} is there and not empty" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_a_model_that_is_only_converted_misses_no_kernel(tmp_path, monkeypatch):
+    """--model qwen3_30b_a3b asks for those of TransformerEngine, which a node that converts need not have."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
+    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {}).config
+    assert any(need.is_required for need in needs_transformer_engine(config))
+    assert needs_transformer_engine(_prepared(config, None, 8)) == ()

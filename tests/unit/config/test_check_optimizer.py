@@ -46,6 +46,10 @@ def test_the_settings_of_published_recipes_have_no_problems():
             {"optimizer_cpu_offload": True, "perf": {"use_distributed_optimizer": False}},
             ["optimizer_cpu_offload needs perf.use_distributed_optimizer"],
         ),
+        (
+            {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+            ["exp_avg_dtype = bf16", "optimizer_cpu_offload keeps float32", "give fp32 or leave"],
+        ),
     ],
 )
 def test_what_cannot_be_is_named_with_its_numbers(given, words):

@@ -77,6 +77,16 @@ def test_what_follows_from_our_settings_is_refused_with_them():
     assert "the trainer's loss" in refusal(check_installed, config("--moe-z-loss-coeff 1e-3"))
 
 
+def test_what_nothing_here_reads_is_refused_and_may_be_switched_off():
+    text = refusal(check_installed, config("--masked-softmax-fusion --cross-entropy-fusion-impl te"))
+    softmax, entropy = text.splitlines()
+    assert softmax.startswith("megatron.masked_softmax_fusion (--masked-softmax-fusion) = True: has no effect")
+    assert "(--cross-entropy-fusion-impl) = te" in entropy and all(line.endswith("leave it out") for line in (
+        softmax, entropy))  # fmt: skip
+    check_installed(config("--masked-softmax-fusion false"))
+    assert megatron_options.NO_EFFECT.keys() <= megatron_options.option_names()
+
+
 def test_without_megatron_its_options_wait_for_the_node_and_typos_of_ours_do_not(no_megatron, monkeypatch):
     found = config("--moe-input-jitter-ep 1")
     assert found.megatron.options == {"moe_input_jitter_ep": 1}

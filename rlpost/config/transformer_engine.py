@@ -1,0 +1,174 @@
+"""What a run needs TransformerEngine for, by setting, and what it costs or takes to do without it. Pure.
+
+Input: settings. Output: a ``Need`` for each setting that cannot be had without TransformerEngine, and for each that is
+slower without it. Whether TransformerEngine is there is for the caller to know: the login node where it has the
+environment of the nodes, the image doctor, and the trainer itself when it builds its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlpost.config.tree import Config
+
+PAGE = "docs/actor.md"
+RULED_OUT = "which --transformer-impl local rules out"
+OPTIMIZER_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A setting that TransformerEngine serves."""
+
+    setting: str
+    """``table.key (--flag) = value``."""
+    reason: str
+    """What TransformerEngine does for it."""
+    otherwise: str
+    """The remedy without it, or where it is not required what happens then."""
+    is_required: bool
+
+    @property
+    def flag(self) -> str:
+        """The setting as it is given: ``--flag value``."""
+        flag, _, value = self.setting.partition("(")[2].partition(")")
+        return f"{flag} {value.removeprefix(' = ')}"
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether its layers serve it, which ``--transformer-impl local`` rules out; its Adam is had all the same."""
+        return not self.setting.startswith("optimizer.")
+
+    def problem(self, lack: str) -> str:
+        """A message that refuses the setting; ``lack`` says why TransformerEngine is not there."""
+        return (
+            f"{self.setting} needs TransformerEngine ({self.reason}), {lack}; install it ({PAGE}) or {self.otherwise}"
+        )
+
+    def warning(self, lack: str) -> str:
+        """A message that says what goes without it."""
+        return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
+
+
+class OptimizerSettings(Protocol):
+    """The settings of the optimizer that matter here, wherever they lie."""
+
+    @property
+    def use_precision_aware_optimizer(self) -> bool:
+        """Whether Adam keeps other types than float32."""
+
+    @property
+    def optimizer_cpu_offload(self) -> bool:
+        """Whether its state lies in host memory, where Megatron's own optimizer keeps float32."""
+
+
+MEGATRON_OPTIONS = {
+    "apply_rope_fusion": "its kernel rotates queries and keys",
+    "attention_backend": "it has attention of this kind",
+    "delay_wgrad_compute": "its linear layers put off the gradients of weights",
+    "fp4": "its linear layers compute in FP4",
+    "fp8": "its linear layers compute in FP8",
+    "fused_single_qkv_rope": "its kernel rotates queries and keys together",
+    "log_max_attention_logit": "its attention reports the largest logit",
+    "moe_router_fusion": "its kernel routes tokens",
+    "qk_clip": "its attention reports the largest logit",
+    "symmetric_ar_type": "its linear layers reduce in symmetric memory",
+    "tp_comm_overlap": "its linear layers overlap communication with computation",
+    "use_te_activation_func": "it has the activation",
+}
+"""Fields of Megatron-core that its modules without TransformerEngine ignore, or fail with; and what they are for."""
+_OFF = (False, None, "auto", "none", "local", "flash")
+"""Values of such a field that ask for nothing; attention without TransformerEngine is FlashAttention's too."""
+
+
+def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
+    """What a run with these settings needs TransformerEngine for: requirements first, then what is slower without."""
+    return needs(
+        config.model.model_dump(),
+        config.optimizer,
+        transformer_impl=config.perf.transformer_impl,
+        megatron=config.megatron.options,
+    )
+
+
+def needs(
+    model: Mapping[str, Any],
+    optimizer: OptimizerSettings,
+    *,
+    transformer_impl: str | None,
+    megatron: Mapping[str, Any],
+) -> tuple[Need, ...]:
+    """The same from parts of the settings: the table [model] by name, and options of Megatron-core by field."""
+    found = [*_of_implementation(transformer_impl), *_of_optimizer(optimizer), *_of_model(model), *_of(megatron)]
+    return tuple(sorted(found, key=lambda need: not need.is_required))
+
+
+def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
+    if transformer_impl == "transformer_engine":
+        yield Need(
+            "perf.transformer_impl (--transformer-impl) = transformer_engine",
+            "its modules make the layers",
+            "leave the setting out",
+            is_required=True,
+        )
+
+
+def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
+    """HybridDeviceOptimizer, which steps in host memory, keeps float32 and needs nothing of TransformerEngine."""
+    if not optimizer.use_precision_aware_optimizer or optimizer.optimizer_cpu_offload:
+        return
+    for name in OPTIMIZER_TYPES:
+        if (given := getattr(optimizer, name)) != "fp32":
+            yield Need(
+                f"optimizer.{name} (--{_dashed(name)}) = {given}",
+                "its Adam keeps other types than float32",
+                f"give --{_dashed(name)} fp32",
+                is_required=True,
+            )
+
+
+def _of_model(model: Mapping[str, Any]) -> Iterable[Need]:
+    one_by_one = "the experts of a rank then run one after the other, which is several times slower"
+    grouped = model.get("moe_grouped_gemm")
+    if grouped:
+        yield Need(
+            "model.moe_grouped_gemm (--moe-grouped-gemm) = true",
+            "its kernel computes the experts of a rank together",
+            f"give --moe-grouped-gemm false: {one_by_one}",
+            is_required=True,
+        )
+    elif grouped is None and model.get("num_experts"):
+        yield Need(
+            "model.moe_grouped_gemm (--moe-grouped-gemm), not given",
+            "its kernel computes the experts of a rank together",
+            one_by_one,
+            is_required=False,
+        )
+    if model.get("moe_permute_fusion"):
+        yield Need(
+            "model.moe_permute_fusion (--moe-permute-fusion) = true",
+            "its kernel sorts tokens by expert",
+            "give --moe-permute-fusion false: torch then sorts them, in more kernels and with more memory",
+            is_required=True,
+        )
+    if not model.get("no_rope_fusion") and not model.get("rotary_interleaved"):
+        yield Need(
+            "model.no_rope_fusion (--no-rope-fusion) = false",
+            "its kernel rotates queries and keys",
+            "without it each layer waits for the GPU to read the lengths of the sequences",
+            is_required=False,
+        )
+
+
+def _of(megatron: Mapping[str, Any]) -> Iterable[Need]:
+    for name, reason in MEGATRON_OPTIONS.items():
+        value = megatron.get(name)
+        if value in _OFF:
+            continue
+        yield Need(f"megatron.{name} (--{_dashed(name)}) = {value}", reason, "leave it out", is_required=True)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,80 @@
+"""CUDA, and a world of ranks, faked in one process for a model that is built and not computed with.
+
+Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole process. ``faked_cuda``:
+torch says that there is CUDA, and what the trainer and Megatron-core put on the GPU lands on the device "meta", so that
+what is left on the CPU shows. ``faked_world``: any rank of a world of any size; its groups exist and its collectives do
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlpost.actor import megatron_on_cpu
+
+# Before the first import of Megatron-core: what its optimizers are to expect of Tensor.type().
+megatron_on_cpu.TYPE_NAMES.update({name: name.replace(".cuda.", ".meta.") for name in megatron_on_cpu.TYPE_NAMES})
+
+from rlpost.actor import device, parallel  # noqa: E402
+
+META = torch.device("meta")
+
+
+@contextmanager
+def faked_cuda() -> Iterator[None]:
+    """Within, there is CUDA; the GPU is "meta"."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
+        stack.enter_context(mock.patch.object(device, "current", lambda: META))
+        stack.enter_context(mock.patch.object(megatron_on_cpu, "DEVICE", "meta"))
+        yield
+
+
+@contextmanager
+def faked_world(rank: int, size: int) -> Iterator[None]:
+    """Within, ``parallel.initialise`` joins a world of ``size`` that consists of this process."""
+    join, new_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        join("fake", rank=rank, world_size=size, store=FakeStore())
+
+    def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
+        """The others say the same, unless the caller has filled in what they say."""
+        found[:] = [mine if said is None else said for said in found]
+        found[rank if group is None else group.rank()] = mine
+
+    def fake_group(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **(options | {"backend": "fake"}))
+
+    with ExitStack() as stack:
+        stack.callback(parallel.destroy)
+        stack.enter_context(mock.patch.object(dist, "init_process_group", init_process_group))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
+        stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
+        yield
+
+
+@contextmanager
+def listening(name: str) -> Iterator[list[str]]:
+    """The warnings of a logger within."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, logger = Kept(logging.WARNING), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,209 @@
+"""``python -m tests.contract.cuda.observations ASSETS FAMILIES``: what the trainer builds where there is CUDA, as JSON.
+
+For every recipe of jobs/recipes at its own layout, and every family at several: Megatron's configurations, the keys of
+the checkpoint, and what is left on the CPU. A process of its own, because whether TransformerEngine is installed is
+known to Megatron-core from its import on: with ``stub/`` in PYTHONPATH it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# isort: off
+from tests.contract.cuda import fakes  # before the first import of Megatron-core
+# isort: on
+
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import nn
+
+from rlpost.actor import optimizer, parallel
+from rlpost.actor.conversion import Converter
+from rlpost.actor.description import ModelDescription, read_description
+from rlpost.actor.layer_specs import implementation_name
+from rlpost.actor.megatron_checkpoint import METADATA
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.weights.exporter import Exporter
+from tests.contract.cuda.observations_table import (
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    OF_EXPERTS,
+    SETTINGS,
+)
+
+Found = dict[str, Any]
+
+
+def observe_recipe(name: str, given: dict[str, Any]) -> Found:
+    """What a recipe's trainer builds on its first rank."""
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), given).config
+    return built(actor_settings(config), config.actor_world_size)
+
+
+def observe_family(folder: Path) -> dict[str, Found]:
+    """What a family builds at several layouts, and what its converter does."""
+    layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
+    if "tied" in folder.name:  # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
+        layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
+    implementations: list[str] = ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
+    return {
+        f"{kind}, {name}": built(ActorSettings(str(folder), bf16=True, transformer_impl=kind, **layout), size)
+        for kind in implementations
+        for name, (size, layout) in layouts.items()
+    } | {"converter": converted(ActorSettings(str(folder), bf16=True))}
+
+
+def has_transformer_engine() -> bool:
+    """The stub's."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+def built(settings: ActorSettings, size: int) -> Found:
+    """Model, wrapped model, optimizer and exporter of rank 0; or the error."""
+    with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
+        try:
+            description = read_description(settings.hf_checkpoint, settings.model_args)
+            description.check_layout(settings)
+            stages = description.num_virtual_stages(settings)
+            parallel.initialise(Rendezvous(0, size, "127.0.0.1", 1), settings, num_virtual_stages=stages)
+            chunks = build_model(description, settings)
+            kept = keys(chunks)
+            wrapped = optimizer.wrap(chunks, settings)
+            adam = optimizer.build(wrapped, settings)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {
+            "model": plain(chunks[0].config),
+            "optimizer": plain(adam.config),
+            "ddp": plain(wrapped[0].ddp_config),
+            "keys": kept,
+            "implementation": implementation_name(chunks),
+            "modules": sorted({type(module).__name__ for module in chunks[0].modules()}),
+            "exported": exported(chunks, description),
+            "adam": [type(one.optimizer).__name__ for one in each(adam) if one.optimizer],
+            "warnings": said,
+            "on_cpu": {
+                "model": left_behind(chunks),
+                "optimizer": sorted({kind for kind, tensor in state_of(adam) if on_cpu(tensor)}),
+                "buffers": sorted({kind for kind, tensor in buffers_of(wrapped) if on_cpu(tensor)}),
+            },
+        }
+
+
+def converted(settings: ActorSettings) -> Found:
+    """What the converter builds, which wraps nothing."""
+    with fakes.faked_cuda(), fakes.faked_world(0, 1):
+        try:
+            converter = Converter(settings, Rendezvous(0, 1, "127.0.0.1", 1))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        left = left_behind(converter.chunks)
+        return {"on_cpu": {"model": left}, "exported": exported(converter.chunks, converter.description)}
+
+
+def exported(chunks: list[Any], description: ModelDescription) -> dict[str, Any]:
+    """Of what the exporter gathers of the layers that are here: shapes, and what of it is on the CPU."""
+    exporter = Exporter(inventory_of(chunks, description))
+    shapes, on_the_cpu = {}, []
+    for bucket in exporter.plan(1 << 40):
+        for name, tensor in exporter.gather(bucket, on_all_stages=False).items():
+            shapes[name] = list(tensor.shape)
+            on_the_cpu += [name] if on_cpu(tensor) else []
+    return {"shapes": shapes, "on_cpu": on_the_cpu}
+
+
+def keys(chunks: list[Any]) -> dict[str, list[int]]:
+    """Key and global shape of every part in the checkpoint."""
+    found = {}
+    for chunk in chunks:
+        state = chunk.sharded_state_dict(metadata=dict(METADATA))
+        apply_factories(state)
+        for part in nested_values(state):
+            kind = "tensor" if isinstance(part, ShardedTensor) else "object"
+            found[f"{kind} {part.key}"] = list(part.global_shape)
+    return found
+
+
+def left_behind(chunks: list[Any]) -> list[str]:
+    """Tensors that are no GPU's: parameters, buffers, and plain attributes of modules."""
+    return sorted({name for chunk in chunks for name, tensor in tensors_of(chunk) if on_cpu(tensor)})
+
+
+def tensors_of(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    """By name."""
+    yield from chunk.named_parameters()
+    yield from chunk.named_buffers()
+    for path, module in chunk.named_modules():
+        yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if torch.is_tensor(value))
+
+
+def each(adam: Any) -> list[Any]:
+    """The optimizers of a chain."""
+    return getattr(adam, "chained_optimizers", [adam])
+
+
+def state_of(adam: Any) -> Iterator[tuple[str, Any]]:
+    """What the optimizers of a chain work on, by kind."""
+    for one in each(adam):
+        for group in one.optimizer.param_groups if one.optimizer else ():
+            yield from (("parameters", tensor) for tensor in group["params"])
+        for kind in ("shard_float16_groups", "shard_fp32_groups", "shard_fp32_from_float16_groups"):
+            yield from ((kind, tensor) for group in getattr(one, kind, ()) for tensor in group if tensor is not None)
+
+
+def buffers_of(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Where weights and gradients lie."""
+    for chunk in wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield "gradients", buffer.grad_data
+            yield from (("weights", tensor) for tensor in [buffer.param_data] if tensor is not None)
+
+
+def on_cpu(tensor: Any) -> bool:
+    """Whether it is not where the GPU's are."""
+    return bool(tensor.device.type == "cpu")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """The fields that JSON has words for; others as text."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    simple = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, simple) else str(value) for name, value in values.items()}
+
+
+def main(assets: str, families: str) -> None:
+    """Print everything."""
+    logging.getLogger("megatron").setLevel(logging.CRITICAL)
+    os.environ["RLPOST_ASSETS"] = assets
+    recipes = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
+    without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
+    found = {
+        "recipes": {name: observe_recipe(name, {}) for name in recipes},
+        "recipes without kernels": {name: observe_recipe(name, without_kernels) for name in OF_EXPERTS},
+        "settings": {
+            name: built(ActorSettings(f"{families}/{family}", **({"bf16": None} | settings)), 1)
+            for name, (family, settings) in SETTINGS.items()
+        },
+        "families": {folder.name: observe_family(folder) for folder in sorted(Path(families).iterdir())},
+    }
+    print("OBSERVED " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""``python -m tests.contract.cuda.round_trips FAMILIES FOLDER``: checkpoints written with one implementation and read
+with the other, as JSON: for each family and way, what went wrong.
+
+The modules of the stub hold real weights on the CPU here; nothing is computed with them. ``older`` is the form in which
+a model without TransformerEngine was written once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+# isort: off
+import rlpost.actor  # noqa: F401  it puts its stand-in for CUDA before Megatron-core
+# isort: on
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from torch.distributed.checkpoint import CheckpointException
+
+from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
+from rlpost.actor.description import read_description
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.weights.exporter import Exporter, weights_hash
+from tests.ports import free_port
+
+WAYS = (("local", "transformer_engine"), ("transformer_engine", "local"), ("older", "transformer_engine"),
+        ("older", "local"), ("local", "local"))  # fmt: skip
+SEPARATE_NORMS = ("q_layernorm.", "k_layernorm.", "pre_mlp_layernorm.", "final_layernorm.")
+
+
+def main(families: str, folder: str) -> None:
+    """Print what each way of each family came to: None, or the error."""
+    found: dict[str, dict[str, str | None]] = {}
+    for family in sorted(Path(families).iterdir()):
+        found[family.name] = {}
+        settings = ActorSettings(str(family), bf16=True)
+        parallel.initialise(Rendezvous(0, 1, "127.0.0.1", free_port()), settings, num_virtual_stages=None)
+        for written, read in WAYS:
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                found[family.name][f"{written} to {read}"] = outcome(settings, written, read, place)
+        parallel.destroy()
+    print("OBSERVED " + json.dumps(found))
+
+
+def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str | None:
+    """Write a model and read it into another; None when that has the same weights."""
+    description = read_description(settings.hf_checkpoint)
+    source, target = build(description, written.replace("older", "local")), build(description, read)
+    for seed, chunk in ((1, source), (2, target)):
+        torch.manual_seed(seed)
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            tensor.data.normal_()
+    with as_it_was(source) if written == "older" else nullcontext():
+        megatron_checkpoint.save_weights(place, chunks=[source])
+    try:
+        load(target, find_checkpoint(place))
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return f"{type(error).__name__}: {str(error)[-500:]}"
+    ours, theirs = (hash_of(chunk, description) for chunk in (target, source))
+    return None if ours == theirs else "other weights"
+
+
+def build(description: Any, implementation: str) -> Any:
+    """The only chunk."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.object(device, "current", on_the_cpu):
+        return build_model(description, ActorSettings("", bf16=True, transformer_impl=implementation))[0]
+
+
+def on_the_cpu() -> torch.device:
+    """Where the GPU's tensors are here."""
+    return torch.device("cpu")
+
+
+def load(chunk: Any, folder: Any) -> None:
+    """As ``megatron_checkpoint`` does it."""
+    state = {"model": chunk.sharded_state_dict(metadata=dict(megatron_checkpoint.METADATA))}
+    loaded = dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder))
+    chunk.load_state_dict(loaded["model"])
+
+
+def hash_of(chunk: Any, description: Any) -> str:
+    """Of all its weights under their names outside."""
+    return weights_hash(Exporter(inventory_of([chunk], description)), max_bytes=1 << 30)
+
+
+@contextmanager
+def as_it_was(chunk: Any) -> Iterator[None]:
+    """Within, the chunk has the keys that it had once."""
+    made = chunk.sharded_state_dict
+
+    def older(**options: Any) -> dict[str, Any]:
+        state = made(**options)
+        _, state = extract_matching_values(
+            state, lambda part: part.key.endswith("_extra_state") and any(norm in part.key for norm in SEPARATE_NORMS)
+        )
+        for part in nested_values(state):
+            part.key = part.key.replace(NORM_OF_EXPERTS, ONCE)
+        return state
+
+    with mock.patch.object(chunk, "sharded_state_dict", older):
+        yield
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

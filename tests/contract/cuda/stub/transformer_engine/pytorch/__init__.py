@@ -1,0 +1,17 @@
+"""The modules, and the packages beside them that Megatron-core imports from."""
+
+from transformer_engine.pytorch import distributed, ops
+from transformer_engine.pytorch.module import (
+    DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNormLinear,
+    Linear,
+    RMSNorm,
+)
+
+__all__ = [
+    "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNormLinear", "Linear", "RMSNorm",
+    "distributed", "ops",
+]  # fmt: skip

@@ -1,0 +1,11 @@
+"""Operations; Megatron-core names these two in annotations."""
+
+import torch
+
+
+class FusibleOperation(torch.nn.Module):
+    """One."""
+
+
+class Sequential(torch.nn.Module):
+    """Several."""

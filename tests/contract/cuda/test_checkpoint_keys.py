@@ -1,0 +1,54 @@
+"""A checkpoint that was written without TransformerEngine is read with it, and the reverse; an older one by both."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.cuda.conftest import FAMILIES, run
+from tests.contract.families import make_family_config
+
+pytestmark = pytest.mark.timeout(300)
+CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe")
+"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared experts."""
+WAYS = (
+    "local to transformer_engine", "transformer_engine to local", "older to transformer_engine", "older to local",
+    "local to local",
+)  # fmt: skip
+
+
+def pairs(observe, family):
+    """What each layout of a family is with either implementation."""
+    found = observe("transformer_engine")["families"][family]
+    layouts = [name.removeprefix("local, ") for name in found if name.startswith("local, ")]
+    assert len(layouts) >= 2
+    return [(found[f"local, {name}"], found[f"transformer_engine, {name}"]) for name in layouts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_implementations_have_the_same_keys_with_the_same_global_shapes(observe, family):
+    """Tensors and objects, dense layers and those with experts, at every layout."""
+    for ours, theirs in pairs(observe, family):
+        assert ours["keys"] == theirs["keys"]
+        assert any(key.startswith("object ") for key in ours["keys"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_implementations_export_tensors_of_the_same_names_and_shapes(observe, family):
+    """Also of experts that are sharded themselves, whose shards TransformerEngine marks as those of rows."""
+    for ours, theirs in pairs(observe, family):
+        assert ours["exported"]["shapes"] == theirs["exported"]["shapes"]
+
+
+@pytest.fixture(scope="module")
+def round_trips(tmp_path_factory):
+    root = tmp_path_factory.mktemp("round_trips")
+    for name in CONVERTED:
+        make_family_config(root / "families" / name, name)
+    (root / "checkpoints").mkdir()
+    words = str(root / "families"), str(root / "checkpoints")
+    return run("tests.contract.cuda.round_trips", *words, with_engine=True)
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_weights_come_back_bit_for_bit_whichever_implementation_wrote_them(round_trips, family):
+    assert round_trips[family] == dict.fromkeys(WAYS)

@@ -1,0 +1,129 @@
+"""Megatron's configurations where there is CUDA, with and without TransformerEngine: of every recipe and family."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.config.load import JOBS
+from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
+from tests.contract.cuda.observations_table import OF_EXPERTS
+
+pytestmark = pytest.mark.timeout(300)
+RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
+ROTATES_NEIGHBOURS = ("glm_z1_9b", "glm4-0414")
+
+
+def fields(found, table, *names):
+    assert "error" not in found, found["error"]
+    return tuple(found[table][name] for name in names)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_asks_for(observe, recipe):
+    found = observe("transformer_engine")["recipes"][recipe]
+    experts, rotated = recipe in OF_EXPERTS, recipe not in ROTATES_NEIGHBOURS
+    assert found["implementation"] == "transformer_engine"
+    assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, rotated)
+    assert fields(found, "model", "moe_grouped_gemm", "moe_permute_fusion") == (experts, experts)
+    assert ("TEGroupedMLP" in found["modules"]) == experts
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_fuses_itself(observe, recipe):
+    found = observe("local")["recipes"][recipe]
+    if recipe in OF_EXPERTS:
+        grouped, permuted = found["error"].splitlines()
+        assert grouped.startswith("ConfigError: model.moe_grouped_gemm (--moe-grouped-gemm) = true needs Transformer")
+        assert permuted.startswith("model.moe_permute_fusion (--moe-permute-fusion) = true needs TransformerEngine")
+        assert all("not installed on this node; install it (docs/actor.md) or" in line for line in (grouped, permuted))
+        return
+    assert found["implementation"] == "local"
+    assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, False)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("recipe", OF_EXPERTS)
+def test_adam_in_host_memory_needs_no_transformer_engine(observe, implementation, recipe):
+    """The remedy for the kernels is taken; the optimizer is Megatron's hybrid one, laid out as it wants gradients."""
+    found = observe(implementation)["recipes without kernels"][recipe]
+    assert "SequentialMLP" in found["modules"] and found["implementation"] == implementation
+    assert fields(found, "optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d") == (True, True)
+    laid_out = ("use_precision_aware_optimizer", "use_distributed_optimizer", "store_param_remainders")
+    assert fields(found, "optimizer", *laid_out) == (True, True, False)
+    assert set(found["adam"]) == {"HybridDeviceOptimizer"}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("recipe", ["qwen3_4b", "glm_z1_9b", "tiny"])
+def test_a_recipe_trains_in_bfloat16_and_sums_in_float32(observe, implementation, recipe):
+    found = observe(implementation)["recipes"][recipe]
+    assert fields(found, "model", "bf16", "params_dtype", "pipeline_dtype") == (True, *["torch.bfloat16"] * 2)
+    assert fields(found, "optimizer", "bf16", "params_dtype") == (True, "torch.bfloat16")
+    assert fields(found, "ddp", "grad_reduce_in_fp32", "use_distributed_optimizer") == (True, True)
+    assert set(found["adam"]) == {"FusedAdam" if implementation == "transformer_engine" else "AdamW"}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_built_at_every_layout(observe, implementation, family):
+    for name, found in observe(implementation)["families"][family].items():
+        if name == "converter":
+            assert "error" not in found
+            continue
+        kind = name.partition(",")[0]
+        rotated = kind == "transformer_engine" and family not in ROTATES_NEIGHBOURS
+        assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, rotated), name
+        assert found["implementation"] == kind
+        assert ("TEDotProductAttention" in found["modules"]) == (kind == "transformer_engine")
+
+
+REFUSED = {  # settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
+    "adam in narrow types": ("optimizer.exp_avg_dtype (--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "adam in narrow types, local layers": ("(--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "experts, every kernel, local layers": (
+        "= true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
+        "= true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
+    ),
+    "adam on the host": (None, None),
+    "adam on the host, types of its own": ("no optimizer_cpu_offload, which keeps float32",) * 2,
+    "the engine": ("perf.transformer_impl (--transformer-impl) = transformer_engine: it is not installed", None),
+    "experts, no word of kernels": (None, None),
+    "experts, every kernel": ("model.moe_permute_fusion (--moe-permute-fusion) = true needs TransformerEngine", None),
+    "no rope fusion": (None, None),
+    "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
+    "fused gradients": ("a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",) * 2,
+    "fp8": ("megatron.fp8 (--fp8) = hybrid needs TransformerEngine", None),
+    "unfused swiglu": (None, None),
+    "what Megatron refuses": ("TransformerConfig refuses these settings: DeepEP backend is only supported",) * 2,
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_was_asked_for_is_had_or_refused_in_words_of_the_settings(observe, implementation, name):
+    expected = REFUSED[name][IMPLEMENTATIONS[implementation]]
+    found = observe(implementation)["settings"][name]
+    if expected is None:
+        assert "error" not in found, found["error"]
+    else:
+        assert found["error"].startswith("ConfigError: ") and expected in found["error"]
+
+
+def test_single_settings_reach_megatron(observe):
+    found = observe("transformer_engine")["settings"]
+    types = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    narrow = ("torch.float16", "torch.bfloat16", "torch.uint8", "torch.float16")
+    assert fields(found["adam in narrow types"], "optimizer", *types) == narrow
+    assert fields(found["no rope fusion"], "model", "apply_rope_fusion") == (False,)
+    assert fields(found["unfused swiglu"], "model", "bias_activation_fusion") == (False,)
+    assert fields(found["fp8"], "model", "fp8") == ("hybrid",)
+    unspoken = found["experts, no word of kernels"]
+    assert fields(unspoken, "model", "moe_grouped_gemm", "moe_permute_fusion") == (True, False)
+
+
+def test_what_is_slower_without_transformer_engine_is_said_once_with_its_cost(observe):
+    """By the first rank, where nothing was asked for; and not at all where it is there."""
+    said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
+    assert [line for line in said if "moe_grouped_gemm" in line and "several times slower" in line] == said[:1]
+    assert [line for line in said if "waits for the GPU" in line] == said[1:]
+    assert observe("transformer_engine")["settings"]["experts, no word of kernels"]["warnings"] == []

@@ -1,0 +1,102 @@
+"""What a run needs TransformerEngine for is known from its settings, and refused where it is known not to be there."""
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+
+from rlpost import check
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.megatron_options import option_names
+from rlpost.config.transformer_engine import MEGATRON_OPTIONS, needs_transformer_engine
+from rlpost.errors import ConfigError
+
+
+def needed(**groups):
+    """The settings that require it, and those that are slower without."""
+    found = needs_transformer_engine(load([], groups).config)
+    required = [need.setting for need in found if need.is_required]
+    return required, [need.setting for need in found if not need.is_required]
+
+
+ROTATION = "model.no_rope_fusion (--no-rope-fusion) = false"
+
+
+def test_a_dense_model_needs_nothing_and_is_slower_without_one_kernel():
+    assert needed() == ([], [ROTATION])
+    assert needed(model={"no_rope_fusion": True}) == needed(model={"rotary_interleaved": True}) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "setting"),
+    [
+        ({"perf": {"transformer_impl": "transformer_engine"}}, "perf.transformer_impl (--transformer-impl) = "),
+        ({"model": {"moe_grouped_gemm": True}}, "model.moe_grouped_gemm (--moe-grouped-gemm) = true"),
+        ({"model": {"moe_permute_fusion": True}}, "model.moe_permute_fusion (--moe-permute-fusion) = true"),
+        (
+            {"optimizer": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}},
+            "optimizer.exp_avg_dtype (--exp-avg-dtype) = bf16",
+        ),
+        ({"megatron": {"fp8": "hybrid"}}, "megatron.fp8 (--fp8) = hybrid"),
+        ({"megatron": {"attention_backend": "fused"}}, "megatron.attention_backend (--attention-backend) = fused"),
+    ],
+)
+def test_each_setting_that_requires_it_is_named_by_flag_and_value(groups, setting):
+    (required,), _ = needed(**groups)
+    assert required.startswith(setting)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"perf": {"transformer_impl": "local"}},
+        {"optimizer": {"use_precision_aware_optimizer": True}},
+        {"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}},
+        {"megatron": {"fp8": False, "attention_backend": "flash", "moe_router_fusion": False}},
+        {"model": {"moe_grouped_gemm": False}},
+    ],
+)
+def test_what_is_had_without_it_does_not_require_it(groups):
+    """Adam in host memory is Megatron's; FlashAttention is torch's."""
+    assert needed(**groups)[0] == []
+
+
+def test_experts_of_which_nothing_is_said_are_slower_without_it():
+    _, slower = needed(model={"num_experts": 8})
+    assert slower == ["model.moe_grouped_gemm (--moe-grouped-gemm), not given", ROTATION]
+
+
+def test_the_options_are_fields_of_megatron():
+    assert MEGATRON_OPTIONS.keys() <= option_names()
+
+
+@pytest.mark.parametrize("recipe", ["glm45_355b", "qwen3_30b_a3b", "qwen3_4b"])
+def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe, monkeypatch):
+    """Where it is the nodes' own, without a container; one for a CPU alone is not asked."""
+    config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), {}).config
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name))
+    if recipe == "qwen3_4b":
+        return check.check_installed(config)
+    with pytest.raises(ConfigError) as caught:
+        check.check_installed(config)
+    grouped, permuted = str(caught.value).splitlines()
+    assert grouped.startswith("model.moe_grouped_gemm (--moe-grouped-gemm) = true needs TransformerEngine")
+    assert "not installed in this environment; install it (docs/actor.md) or give --moe-permute-fusion f" in permuted
+    monkeypatch.undo()
+    check.check_installed(config)
+
+
+def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for(monkeypatch):
+    """Its Adam is had with local layers too."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: real("json" if "engine" in name else name))
+    adam = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    recipe = files_of(JOBS / "recipes/glm45_355b.toml", {})
+    check.check_installed(load(recipe, {"optimizer": adam}).config)
+    with pytest.raises(ConfigError) as caught:
+        check.check_installed(load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config)
+    grouped, permuted = str(caught.value).splitlines()
+    assert "moe_grouped_gemm" in grouped and "which --transformer-impl local rules out" in grouped
+    assert "moe_permute_fusion" in permuted
