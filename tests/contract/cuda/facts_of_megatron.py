@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from rlpost.actor import host_copies
+from rlpost.actor.megatron_checkpoint import METADATA
+from rlpost.actor.torch_dist import optimizer_state
 from tests.contract.cuda.library_source import Fact, Source
 
 CORE = "megatron/core"
@@ -89,7 +90,7 @@ def hybrid_has_master_params(source: Source) -> None:
     one = SimpleNamespace(config=config, optimizer=hybrid, model_param_group_index_map={"weight": (0, 0)})
     states = source.run(DISTRIBUTED, "_get_main_param_and_optimizer_states", HybridDeviceOptimizer=type(hybrid))
     found = states(one, "weight")
-    assert set(host_copies.KEYS) == set(found) and found["param"] is main
+    assert set(optimizer_state.KEYS) == set(found) and found["param"] is main
 
 
 def hybrid_takes_new_weights(source: Source) -> None:
@@ -105,7 +106,7 @@ def hybrid_takes_new_weights(source: Source) -> None:
 
 
 def fully_reshardable_by_name(source: Source) -> None:
-    named = f"elif sharding_type == '{host_copies.FORMAT}':"
+    named = f"elif sharding_type == {METADATA['distrib_optim_sharding_type']!r}:"
     assert named in source.lines(DISTRIBUTED, "load_state_dict")
     assert named in source.lines(DISTRIBUTED, "sharded_state_dict")
     made = source.lines(DISTRIBUTED, "sharded_param_state_fully_reshardable")
@@ -174,7 +175,7 @@ def buffers_lie_on_the_current_device(source: Source) -> None:
 
 
 OPTIMIZER, MEMORY, MODEL = "rlpost/actor/optimizer.py", "rlpost/actor/memory.py", "rlpost/actor/model.py"
-CHECKPOINT, COPIES = "rlpost/actor/megatron_checkpoint.py", "rlpost/actor/host_copies.py"
+CHECKPOINT, COPIES = "rlpost/actor/megatron_checkpoint.py", "rlpost/actor/torch_dist/optimizer_state.py"
 LAYER_SPECS, STAGES = "rlpost/actor/layer_specs.py", "rlpost/orchestration/stages.py"
 
 FACTS = (

@@ -64,7 +64,7 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             tensor.data.normal_()
     with as_it_was(source) if written == "older" else nullcontext():
-        megatron_checkpoint.save_weights(place, chunks=[source])
+        megatron_checkpoint.save_weights(place, chunks=[source], buffer_bytes=settings.save_buffer_bytes)
     try:
         load(target, find_checkpoint(place))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
