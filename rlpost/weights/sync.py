@@ -10,9 +10,7 @@ over HTTP by somebody else (``rlpost.rollout.weight_update``).
 
 Both gather the next bucket while the engines load this one.
 
-The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". The
-group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
-because torch has no public way to form a group with processes outside the world.
+The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket".
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.errors import SyncError
 from rlpost.types import Bucket
+from rlpost.weights.engine_group import EngineGroup
 from rlpost.weights.exporter import Exporter, describe
 from rlpost.weights.inventory import Entry
 from rlpost.weights.quantise import BlockFp8
@@ -89,7 +86,7 @@ class Buckets:
 
 
 class Broadcast:
-    """Sends buckets to engines elsewhere; one on every rank, all called alike."""
+    """Sends buckets to engines elsewhere. All but ``abort`` is collective: call on every rank, in order."""
 
     def __init__(self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float) -> None:
         """Args: ``gathers``: whether this rank and the source of its stage hold parts of the same copy of the model;
@@ -100,7 +97,7 @@ class Broadcast:
         self.is_source = is_source
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)
-        self.group: dist.ProcessGroup | None = None
+        self.group: EngineGroup | None = None
         self.memory = FlatMemory()
         self.gathered: torch.Tensor | None = None
         """Of the bucket that is sent next, on its source."""
@@ -114,43 +111,33 @@ class Broadcast:
             return
         if self.group is not None:
             raise SyncError(f"a group with engines exists already; disconnect before connecting {group_name!r}")
-        world_size = 1 + num_engine_ranks
-        host = f"[{master_addr}]" if ":" in master_addr else master_addr
-        try:
-            store, _, _ = next(rendezvous(f"tcp://{host}:{master_port}", 0, world_size, timeout=self.timeout))
-            store.set_timeout(self.timeout)
-            self.group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                Backend(self.backend),
-                PrefixStore(group_name, store),
-                group_name=group_name,
-                backend_options=None,
-                timeout=self.timeout,
-            )
-        except (dist.DistError, RuntimeError) as error:
-            raise SyncError(
-                f"group {group_name!r} with {num_engine_ranks} engine ranks could not be formed at "
-                f"{master_addr}:{master_port} within {self.timeout.total_seconds():.0f} s: {error}"
-            ) from error
-        _world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
+        self.group = EngineGroup.form(
+            (master_addr, master_port),
+            name=group_name,
+            num_engine_ranks=num_engine_ranks,
+            backend=self.backend,
+            timeout=self.timeout,
+        )
 
     def send(self, index: int) -> None:
         """Broadcast bucket ``index``, then gather the one after it while the engines load this one. Every trainer rank
         calls this, for all buckets in order; the first is gathered here.
 
-        Raises SyncError when an engine does not take part in time.
+        Raises SyncError when an engine does not take part in time, or after ``abort``.
         """
         if index == 0:
             self.gathered = None  # of an update that was broken off
             self._gather(index)
         flat, self.gathered = self.gathered, None
+        failure = None
         if flat is not None:
-            self._broadcast(index, flat)
+            failure = self._broadcast(index, flat)
             del flat  # before the next one takes memory
+        # Also after a failure: the other ranks of the stage do not know of it and gather with this one.
         if index + 1 < len(self.buckets):
             self._gather(index + 1)
+        if failure is not None:
+            raise failure
 
     def _gather(self, index: int) -> None:
         """A collective of the ranks that hold the bucket; on the source alone its bytes are kept."""
@@ -160,22 +147,31 @@ class Broadcast:
         if self.is_source:
             self.gathered = self.memory.filled(tensors.values())
 
-    def _broadcast(self, index: int, flat: torch.Tensor) -> None:
+    def _broadcast(self, index: int, flat: torch.Tensor) -> SyncError | None:
+        """Send a bucket; returns what went wrong."""
         if self.group is None:
-            raise SyncError("no engine is connected; call connect before send")
+            return SyncError("no engine is connected; call connect before send")
         try:
-            dist.broadcast(flat, group=self.group, group_src=0)
-        except (dist.DistError, RuntimeError) as error:
-            raise SyncError(
-                f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines "
-                f"within {self.timeout.total_seconds():.0f} s: {error}"
-            ) from error
+            self.group.broadcast(flat)
+        except SyncError as error:
+            self.memory = FlatMemory()  # an operation that was abandoned may still read the old one
+            return SyncError(
+                f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines: {error}"
+            )
+        return None
+
+    def abort(self) -> None:
+        """Let ``send`` fail soon instead of at its deadline, for an engine failed. Not collective; may be called from
+        another thread while ``send`` runs."""
+        group = self.group
+        if group is not None:
+            group.cancel()
 
     def disconnect(self) -> None:
         """Leave the group, so that another can be formed; harmless when there is none."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
+        group, self.group = self.group, None
+        if group is not None:
+            group.leave()
 
 
 class Sharing:
