@@ -20,6 +20,7 @@ from rlpost.weights import delta
 from rlpost.weights.delta import Header, Manifest, Words, Written
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.inventory import Entry
+from rlpost.weights.quantise import BlockFp8
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,13 @@ class _Watched(Exporter):
         self._exporter = exporter
         self._show = show
 
-    def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        return self._exporter.plan(max_bytes)
+    def plan(self, max_bytes: int, *, quantisation: BlockFp8 | None = None) -> tuple[tuple[Entry, ...], ...]:
+        return self._exporter.plan(max_bytes, quantisation=quantisation)
 
-    def gather(self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
-        tensors = self._exporter.gather(bucket, on_all_stages=on_all_stages)
+    def gather(
+        self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True, quantisation: BlockFp8 | None = None
+    ) -> dict[str, torch.Tensor]:
+        tensors = self._exporter.gather(bucket, on_all_stages=on_all_stages, quantisation=quantisation)
         self._show(tensors)
         return tensors
 
