@@ -123,19 +123,20 @@ class Inventory:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
 
     def _of_all_stages(self, mine: list[Entry]) -> list[Entry]:
-        """All entries: the embedding, the layers in order, then what follows them."""
+        """All entries: the embedding, the layers in order, then what follows them. Within a layer the experts come last
+        and each one's weights together, whichever of Megatron's modules for experts it is."""
         stages = [mine]
         if self.groups.pipeline.size() > 1:
             stages = [[] for _ in range(self.groups.pipeline.size())]
             dist.all_gather_object(stages, mine, group=self.groups.pipeline)
         entries = [entry for stage in stages for entry in stage]
 
-        def place(entry: Entry) -> float:
+        def place(entry: Entry) -> tuple[float, int]:
             name = entry.rules[0].megatron
-            number = names.layer_number(name)
+            number, expert = names.layer_number(name), names.expert_number(name)
             if number is not None:
-                return number
-            return -1 if name == EMBEDDING else float("inf")
+                return number, -1 if expert is None else expert
+            return -1 if name == EMBEDDING else float("inf"), -1
 
         return sorted(entries, key=place)
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,7 +20,6 @@ from rlpost.weights import delta
 from rlpost.weights.delta import Header, Manifest, Words, Written
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.inventory import Entry
-from rlpost.weights.quantise import BlockFp8
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +112,11 @@ class _Watched(Exporter):
         self._exporter = exporter
         self._show = show
 
-    def plan(self, max_bytes: int, *, quantisation: BlockFp8 | None = None) -> tuple[tuple[Entry, ...], ...]:
-        return self._exporter.plan(max_bytes, quantisation=quantisation)
+    def plan(self, max_bytes: int, **how: Any) -> tuple[tuple[Entry, ...], ...]:
+        return self._exporter.plan(max_bytes, **how)
 
-    def gather(
-        self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True, quantisation: BlockFp8 | None = None
-    ) -> dict[str, torch.Tensor]:
-        tensors = self._exporter.gather(bucket, on_all_stages=on_all_stages, quantisation=quantisation)
+    def gather(self, bucket: tuple[Entry, ...], **how: Any) -> dict[str, torch.Tensor]:
+        tensors = self._exporter.gather(bucket, **how)
         self._show(tensors)
         return tensors
 

@@ -158,10 +158,23 @@ def test_a_checkpoint_without_the_optimizer_is_the_weights():
 
 
 def test_fp8_engines_take_half_the_weights_and_half_the_traffic():
+    """A tenth of the traffic is the embedding, which stays in bfloat16."""
     narrow, wide = planned("qwen3_4b_fp8"), planned("qwen3_4b")
-    assert 2 * narrow.sync_bytes == wide.sync_bytes
+    embedding = 2 * wide.shape.vocab * wide.shape.hidden
+    matrices = narrow.update.total_bytes - embedding, wide.update.total_bytes - embedding
+    assert 2 * matrices[0] == pytest.approx(matrices[1], rel=0.001)
     assert narrow.engine.weights < 0.51 * wide.engine.weights
     assert narrow.engine.kv_cache > wide.engine.kv_cache
+
+
+def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
+    shown = io.StringIO()
+    made = planned("glm45_355b")
+    Console(file=shown, width=110).print(plan.table(made, 2.0))
+    text = " ".join(shown.getvalue().split())
+    assert "weight update 705.6 GB to each of 2 engines a step: 173 buckets of at most 4.3 GB" in text
+    assert "346 requests that the driver relays; 12.8 GB of a GPU for buckets" in text
+    assert ("buffers", made.update.gpu_bytes) in made.phases[1].parts
 
 
 def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part():
