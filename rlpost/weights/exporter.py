@@ -60,7 +60,7 @@ class Exporter:
         has them, and no other need call. With ``quantisation`` as it makes them. A collective."""
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            if quantisation is not None and quantisation.names.issuperset(entry.hugging_face):
+            if quantisation is not None and all(name in quantisation.names for name in entry.hugging_face):
                 found = gather_quantised(self.inventory, entry, quantisation, on_all_stages=on_all_stages)
                 tensors.update(found)
                 continue
