@@ -2,9 +2,9 @@
 
 In: weights, and batches of samples with advantages. Out: log-probs, optimizer steps, checkpoints, and weights for the
 engines. A plain class in one process a rank; every method except the constructor is collective: all ranks call it, in
-the same order; ``boundaries`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not depend on the layout or on
-micro-batching; metrics are global means and equal on every rank; a checkpoint has all that the next step depends on,
-the random generators of every rank included.
+the same order; ``boundaries`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not
+depend on the layout or on micro-batching; metrics are global means and equal on every rank; a checkpoint has all that
+the next step depends on, the random generators of every rank included.
 """
 
 from __future__ import annotations
