@@ -54,17 +54,26 @@ class Exporter:
 
     @torch.no_grad()
     def gather(
-        self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True, quantisation: BlockFp8 | None = None
+        self,
+        bucket: tuple[Entry, ...],
+        *,
+        on_all_stages: bool = True,
+        quantisation: BlockFp8 | None = None,
+        wanted: bool = True,
     ) -> dict[str, torch.Tensor]:
         """Full Hugging Face tensors of a bucket, on the device; without ``on_all_stages`` only its own pipeline stage
-        has them, and no other need call. With ``quantisation`` as it makes them. A collective."""
+        has them, and no other need call. With ``quantisation`` as it makes them. A rank that takes part for the others
+        alone, not ``wanted``, gets none. A collective."""
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if quantisation is not None and all(name in quantisation.names for name in entry.hugging_face):
-                found = gather_quantised(self.inventory, entry, quantisation, on_all_stages=on_all_stages)
+                found = gather_quantised(
+                    self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
+                )
                 tensors.update(found)
                 continue
-            for rule, full in zip(entry.rules, self._full(entry, on_all_stages), strict=True):
+            fulls = self._full(entry, on_all_stages)
+            for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
                 parts = layouts.split(full, rule.layout, self.inventory.dims)
                 for name, part in zip(rule.hugging_face, parts, strict=True):
                     tensors.update({name: part} if quantisation is None else quantisation.tensors(name, part))

@@ -27,17 +27,23 @@ Parts = list[torch.Tensor]
 
 
 def gather_quantised(
-    inventory: Inventory, entry: Entry, quantisation: BlockFp8, *, on_all_stages: bool
+    inventory: Inventory, entry: Entry, quantisation: BlockFp8, *, on_all_stages: bool, wanted: bool = True
 ) -> Mapping[str, torch.Tensor]:
-    """All tensors of an entry by name, as ``BlockFp8.shapes`` says. A collective, see ``Exporter.gather``."""
+    """All tensors of an entry by name, as ``BlockFp8.shapes`` says; none unless ``wanted``. A collective, see
+    ``Exporter.gather``."""
     groups, held = inventory.groups, inventory.part(entry)
     shapes = entry.shapes[: len(entry.rules[0].hugging_face)]
     likes = _likes(shapes, quantisation.block)
+    goes_to_stages = groups.pipeline.size() > 1 and on_all_stages
+    is_needed = wanted or goes_to_stages or len(entry.rules) > 1
     packed: list[torch.Tensor] = []
     if held is not None:
-        own = pack(_of_one_rule(inventory, held, shapes, quantisation))
+        parts = _of_one_rule(inventory, held, shapes, quantisation, is_needed=is_needed)
+        if parts is None:
+            return {}
+        own = pack(parts)
         packed = [own] if len(entry.rules) == 1 else all_gather(own, groups.expert)
-    if groups.pipeline.size() > 1 and on_all_stages:
+    if goes_to_stages:
         if held is None:
             device = next(iter(inventory.held.values())).tensor.device
             size = sum(num_bytes(shape, dtype) for shape, dtype in likes)
@@ -45,6 +51,8 @@ def gather_quantised(
         for flat in packed:
             dist.broadcast(flat, group=groups.pipeline, group_src=entry.owner)
     tensors: dict[str, torch.Tensor] = {}
+    if not wanted:
+        return tensors
     for rule, flat in zip(entry.rules, packed, strict=True):
         parts, count = unpack(flat, likes), len(shapes)
         for name, scales, values in zip(rule.hugging_face, parts[:count], parts[count:], strict=True):
@@ -66,17 +74,27 @@ def shards_are_whole_blocks(
     return all(shape[dim] % (size * block[dim]) == 0 for shape in shapes)
 
 
-def _of_one_rule(inventory: Inventory, held: Held, shapes: tuple[Shape, ...], quantisation: BlockFp8) -> Parts:
+def _of_one_rule(
+    inventory: Inventory, held: Held, shapes: tuple[Shape, ...], quantisation: BlockFp8, *, is_needed: bool
+) -> Parts | None:
+    """The full tensors of all tensor-parallel ranks; None, after the collective, where they are not needed."""
     local, block, groups = held.tensor.detach(), quantisation.block, inventory.dims.num_query_groups
-    if held.dim is None or not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
-        shards = [local] if held.dim is None else all_gather(local, held.group)
-        full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
+    if held.dim is None:
+        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block) if is_needed else None
+    if not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
+        shards = all_gather(local, held.group)
+        if not is_needed:
+            return None
+        full = layouts.join(shards, held.rule.layout, dim=held.dim)
         return _quantised(layouts.split(full, held.rule.layout, inventory.dims), block)
     size = held.group.size()
     dims = replace(inventory.dims, num_query_groups=groups // size)
     own = pack(_quantised(layouts.split(local, held.rule.layout, dims), block))
-    of_shard = [_cut(shape, held.dim, size) for shape in shapes]
-    of_ranks = [unpack(flat, _likes(tuple(of_shard), block)) for flat in all_gather(own, held.group)]
+    flats = all_gather(own, held.group)
+    if not is_needed:
+        return None
+    likes = _likes(tuple(_cut(shape, held.dim, size) for shape in shapes), block)
+    of_ranks = [unpack(flat, likes) for flat in flats]
     return [_joined(parts, held.dim) for parts in zip(*of_ranks, strict=True)]
 
 

@@ -82,6 +82,10 @@ class Buckets:
         tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation)
         return {name: tensors[name] for name in self._plan[index].names}
 
+    def take_part(self, index: int) -> None:
+        """Gather a bucket within its own stage for another rank: the same collective, of which nothing is kept."""
+        self.exporter.gather(self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False)
+
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
         return max(sum(_sizes(bucket)) for bucket in self._plan)
@@ -145,9 +149,11 @@ class Broadcast:
         """A collective of the ranks that hold the bucket; on the source alone its bytes are kept."""
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
-        tensors = self.buckets.gather(index, on_all_stages=False)
         if self.is_source:
+            tensors = self.buckets.gather(index, on_all_stages=False)
             self.gathered = self.memory.filled(tensors.values())
+        else:
+            self.buckets.take_part(index)
 
     def _broadcast(self, index: int, flat: torch.Tensor) -> SyncError | None:
         """Send a bucket; returns what went wrong."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpost.weights import layouts
+from rlpost.weights import layouts, quantised_gather
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.families import family
 from rlpost.weights.inventory import Groups, Inventory
@@ -47,6 +47,8 @@ class Case:
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
+    only_first: bool = False
+    """Whether the second rank wants nothing, as one that is not the source of a broadcast."""
 
 
 def full(name: str) -> torch.Tensor:
@@ -123,10 +125,11 @@ def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
         chunks = [model(rank, case)]
         inventory = Inventory(chunks, family=family("Qwen3MoeForCausalLM"), dims=DIMS, groups=groups, tied=False)
         exporter = Exporter(inventory)
-        given.update(all_gather=0, broadcast=0)
+        given.update(all_gather=0, broadcast=0, quantised=0)
         found: dict[str, Any] = {}
+        wanted = not (case.only_first and rank)
         for bucket in exporter.plan(10**9, quantisation=blocks):
-            tensors = exporter.gather(bucket, quantisation=blocks)
+            tensors = exporter.gather(bucket, quantisation=blocks, wanted=wanted)
             found |= {name: (str(t.dtype), t.contiguous().view(torch.uint8).numpy()) for name, t in tensors.items()}
         results.put((case.name, rank, found, dict(given)))
     dist.barrier()
@@ -134,8 +137,15 @@ def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
 
 
 def count_bytes() -> dict[str, int]:
-    """From now on: what this rank gives to gathers and broadcasts."""
-    given = {"all_gather": 0, "broadcast": 0}
+    """From now on: what this rank gives to gathers and broadcasts, and how many elements it quantises."""
+    given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
+    quantise = quantised_gather.quantise
+
+    def counted_quantise(weight: torch.Tensor, block: tuple[int, int]) -> Any:
+        given["quantised"] += weight.numel()
+        return quantise(weight, block)
+
+    quantised_gather.quantise = counted_quantise
     all_gather, broadcast = dist.all_gather, dist.broadcast
 
     def counted_gather(outputs: Any, tensor: torch.Tensor, **how: Any) -> Any:

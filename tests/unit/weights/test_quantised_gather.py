@@ -14,7 +14,11 @@ from tests.unit.weights.quantised_ranks import WORLD, Case, full, hugging_face, 
 
 FP8_AND_SCALES = 1 + 4 / 128**2
 """Bytes of an element and its part of a scale; shards that end within a block have a few more."""
-CASES = (Case("tp2 ep2", tensor=2, expert=2), Case("pp2", pipeline=2))
+CASES = (
+    Case("tp2 ep2", tensor=2, expert=2),
+    Case("pp2", pipeline=2),
+    Case("one wants it", tensor=2, expert=2, only_first=True),
+)
 ALIGNED = ("linear_qkv", "linear_proj")
 ACROSS_BLOCKS = ("0.mlp.linear_fc1", "0.mlp.linear_fc2")
 
@@ -41,7 +45,7 @@ def gathered():
     for process in ranks:
         process.start()
     try:
-        found = [results.get() for _ in range(WORLD * len(CASES))]
+        found = sorted((results.get() for _ in range(WORLD * len(CASES))), key=lambda one: one[:2])
     finally:
         for process in ranks:
             process.join(20)
@@ -77,3 +81,14 @@ def test_stages_are_sent_fp8_of_the_one_that_holds_the_weights(gathered, wanted)
     in_full = elements("word_embeddings", "output_layer", "router", "layernorm") * 2
     for _, given in ranks:
         assert given["broadcast"] == pytest.approx(quantised + in_full, rel=0.001)
+
+
+def test_a_rank_that_wants_nothing_quantises_what_it_gives_to_others_alone(gathered, wanted):
+    """Of what is quantised after the gather, and where its shard is no whole blocks, nothing."""
+    first, second = gathered["one wants it"]
+    assert_bit_equal([first], wanted)
+    assert second[0] == {}
+    assert first[1]["all_gather"] == second[1]["all_gather"]
+    own = elements("experts", *ALIGNED) // WORLD
+    assert second[1]["quantised"] == own
+    assert first[1]["quantised"] == own + elements(*ACROSS_BLOCKS)
