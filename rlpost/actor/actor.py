@@ -2,9 +2,9 @@
 
 In: weights, and batches of samples with advantages. Out: log-probs, optimizer steps, checkpoints, and weights for the
 engines. A plain class in one process a rank; every method except the constructor is collective: all ranks call it, in
-the same order; ``boundaries`` alone are for a second thread. Invariants: the loss does not depend on the layout or on
-micro-batching; metrics are global means and equal on every rank; a checkpoint has all that the next step depends on,
-the random generators of every rank included.
+the same order; ``boundaries`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not
+depend on the layout or on micro-batching; metrics are global means and equal on every rank; a checkpoint has all that
+the next step depends on, the random generators of every rank included.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, StepResult, TrainBatch
+from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
@@ -90,7 +91,9 @@ class Actor:
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
             self.exporter,
-            bucket_bytes=settings.update_weight_buffer_size,
+            limit=settings.update_weight_buffer_size,
+            num_engines=settings.num_engines,
+            device_bytes=parallel.smallest(device.total_memory()),
             quantisation=HuggingFaceFolder(settings.hf_checkpoint).quantisation,
         )
         self.sharing = Sharing(self.buckets)
@@ -101,9 +104,8 @@ class Actor:
             backend=device.backend(),
             timeout_s=60.0 * settings.distributed_timeout_minutes,
         )
-        self.last_sent = LastSent(
-            self.exporter, bucket_bytes=settings.update_weight_buffer_size, writes=dist.get_rank() == 0
-        )
+        self.piece_bytes = min(settings.update_weight_buffer_size, SMALLEST)
+        self.last_sent = LastSent(self.exporter, bucket_bytes=self.piece_bytes, writes=dist.get_rank() == 0)
         self.memory = DeviceMemory(self.model, self.optimizer)
         self.profiling = Profiling(rank)
         num_parameters = sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
@@ -329,7 +331,7 @@ class Actor:
     def weights_hash(self) -> str:
         """A hash of the full weights under their Hugging Face names: the same at every layout."""
         self._finish_param_sync()
-        return weights_hash(self.exporter, max_bytes=self.settings.update_weight_buffer_size)
+        return weights_hash(self.exporter, max_bytes=self.piece_bytes)
 
     def send_bucket(self, index: int) -> None:
         """Broadcast one bucket to the engines, which receive meanwhile; raises SyncError at the deadline."""

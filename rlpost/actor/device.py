@@ -129,6 +129,11 @@ def memory_in_use() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def total_memory() -> int | None:
+    """Bytes of memory that the device has; None on a CPU, which shares the machine's."""
+    return torch.cuda.get_device_properties(current()).total_memory if torch.cuda.is_available() else None
+
+
 def visible() -> str:
     """The GPU that this process was given, as CUDA_VISIBLE_DEVICES names it; empty without."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")

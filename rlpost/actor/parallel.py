@@ -101,6 +101,14 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
     return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None)
 
 
+def smallest(value: int | None) -> int | None:
+    """The same on every rank: the smallest value of all ranks; None when a rank has none. A collective."""
+    found: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    known = [each for each in found if each is not None]
+    return min(known) if len(known) == len(found) else None
+
+
 def tensor_parallel_group() -> dist.ProcessGroup:
     """The ranks among which single tensors are cut."""
     return parallel_state.get_tensor_model_parallel_group()

@@ -69,7 +69,8 @@ class ActorSettings(LossSettings):
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10
-    update_weight_buffer_size: int = 512 * 1024**2
+    update_weight_buffer_size: int = 4 * 1024**3
+    num_engines: int = 1
     actor_num_threads: int | None = None
     """None: as many as the cores give each rank of the node where the optimizer computes on them, else one."""
     bind_cpus: bool = True

@@ -26,6 +26,7 @@ from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
@@ -161,8 +162,9 @@ def table(made: Estimate, write_gbps: float) -> Table:
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, beside what Ray and Python take"),
         ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {write_gbps:g} GB/s a node"),
         ("its buffer", save_words(made, seconds)),
-        ("weight sync", f"{_gb(made.sync_bytes)} to each of {config.num_engines} engines a step"),
     ]
+    if made.update is not None:
+        rows += update_rows(config, made.update)
     for row in rows:
         shown.add_row(*row)
     return shown
@@ -176,6 +178,19 @@ def save_words(made: Estimate, seconds: float) -> str:
     if not checkpoint.async_save or size >= written:
         return words
     return f"{words};\na step within {seconds * (1 - size / written):.0f} s of a save waits (--save-buffer-gb)"
+
+
+def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
+    """What an update of the weights moves and asks."""
+    moved = f"{_gb(update.total_bytes)} to each of {config.num_engines} engines a step"
+    if config.sync.update_weight_transport == "disk":
+        return [("weight update", f"{moved}, through files")]
+    buckets = f"{update.num_buckets} buckets of at most {_gb(update.largest_bytes)}"
+    place = "of a GPU for buckets" if config.cluster.colocate else "of a GPU that sends for buckets"
+    return [
+        ("weight update", f"{moved}: {buckets}"),
+        ("", f"{update.num_requests} requests that the driver relays; {_gb(update.gpu_bytes)} {place}"),
+    ]
 
 
 def bars(made: Estimate) -> Text:

@@ -19,6 +19,7 @@ def actor_settings(config: Config) -> ActorSettings:
     grpo, given = config.grpo, config.model.model_dump()
     derived = {
         "temperature": config.rollout.rollout_temperature,
+        "num_engines": config.num_engines,
         "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
         "lr_decay_iters": config.lr_decay_iters,
         "model_args": {key: value for key, value in given.items() if value is not None},

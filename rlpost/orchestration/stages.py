@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -34,7 +35,7 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.turns import Turns
 from rlpost.orchestration.watch import Watch
-from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.orchestration.weight_sync import WeightSync, nccl_environment
 from rlpost.orchestration.workers import WorkerGroup, connect
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.weight_update import PauseMode
@@ -116,6 +117,7 @@ class ClusterStages:
     def _actor_workers(self, placement: Placement) -> WorkerGroup:
         settings, ranks = actor_settings(self._config), range(len(placement.actors))
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # the order of overlapped TP collectives relies on it
+        env |= nccl_environment(self._config, os.environ)
         return WorkerGroup(
             [partial(_make_actor, settings)] * len(ranks),
             placement.actors,

@@ -62,6 +62,9 @@ class Watch:
                     if not sick and not self._fleet.dismissed:
                         raise
                     logger.warning("%s", error)
+                    if self._weights.engines_are_stuck:
+                        sick = list(range(len(self._fleet.addresses)))
+                        logger.warning("all engines are restarted: those that answer wait in the same broadcast")
                 await before()
             await self._repair(sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready)
 

@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError, RlpostError
+from rlpost.errors import ConfigError, RlpostError, SyncError
 from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
@@ -38,6 +38,21 @@ from rlpost.weights.delta import WeightCopy
 logger = logging.getLogger(__name__)
 
 REMOVAL_S = 8.0  # of a copy of the weights; a run that stops has EXIT_S for all that is left to do
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL reads in the trainer's processes so that they and the engines agree.
+
+    In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the same node is
+    imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0 unless the environment has a value
+    already, and 1 whatever the environment says with ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
+
+    Args: ``given`` is the environment of the job, which the engines have too.
+    """
+    if config.sglang.server_args.get("enable_symm_mem"):
+        return {CUMEM: "1"}
+    return {CUMEM: given.get(CUMEM, "0")}
 
 
 class WeightSync:
@@ -60,6 +75,8 @@ class WeightSync:
         collective."""
         self._num_connections = 0
         self._group_name = ""
+        self._backend = ""
+        self._is_abandoned = False
         self.num_bytes = 0
         """Of all weights as they travel."""
         self.changed_frac: float | None = None
@@ -71,6 +88,7 @@ class WeightSync:
 
         Raises SyncError, naming the engine that did not come.
         """
+        self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         self._update = WeightUpdate(self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s)
         buckets = (await self._actors.call("buckets.plan"))[0]
@@ -120,15 +138,36 @@ class WeightSync:
             ("", 0, ranks, "") if stage is None else (*addresses[stage], ranks, stage_group(self._group_name, stage))
             for stage in stages
         ]
-        backend = (await self._actors.call("broadcast.backend"))[0]
+        self._backend = (await self._actors.call("broadcast.backend"))[0]
         await asyncio.gather(
             self._actors.call_each("broadcast.connect", own),
-            mover.connect(self._update.receivers, addresses, backend=backend),
+            mover.connect(self._update.receivers, addresses, backend=self._backend),
         )
+
+    @property
+    def engines_are_stuck(self) -> bool:
+        """Whether engines wait for good in a broadcast that was given up. On NCCL nobody tells them: the kernel spins,
+        whatever the server answers, until torch's watchdog ends the process. On gloo the broken connection does."""
+        return self._is_abandoned and self._backend == "nccl"
 
     async def _send(self, index: int) -> None:
         self.before_each()
-        await self._actors.call("send_bucket", index)
+        try:
+            await self._actors.call("send_bucket", index)
+        except asyncio.CancelledError:  # an engine failed, and the trainer would wait for it until the deadline
+            self._is_abandoned = True
+            await self._release_trainer()
+            raise
+        except SyncError:
+            self._is_abandoned = True
+            raise
+
+    async def _release_trainer(self) -> None:
+        """Make the broadcast that the trainer is in fail at once."""
+        try:
+            await self._actors.call_aside("broadcast.abort")
+        except RlpostError as error:
+            logger.warning("the trainer could not be released from a broadcast: %s", error)
 
     async def _share(self, index: int) -> list[str]:
         self.before_each()

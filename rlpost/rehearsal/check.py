@@ -16,18 +16,18 @@ from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
-    largest_bucket,
     layout_of,
     rank_parameters,
     stored_bytes,
 )
 from rlpost.config.plan.shape import Shape as ModelShape
+from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
 from rlpost.rehearsal import coverage
 from rlpost.rehearsal.facts import RankFacts, num_elements
 from rlpost.rehearsal.places import KINDS, members, place
 from rlpost.rehearsal.published import Published
-from rlpost.rehearsal.update_plan import Plan
+from rlpost.rehearsal.update_plan import GPU_BYTES, Plan
 from rlpost.types import Bucket
 
 PADDING = 64
@@ -64,7 +64,7 @@ def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected
         *parameter_problems(ranks, expected),
         *memory_problems(ranks, expected),
         *plan_problems(ranks, plans, expected),
-        *traffic_problems(plans[0], expected, width=parameter_bytes(expected.config).weights),
+        *traffic_problems(plans[0], expected),
         *sender_problems(ranks, layout),
     ]
 
@@ -183,22 +183,24 @@ def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], exp
             yield f"weight update: bucket {number} has {size} bytes, --update-weight-buffer-size is {limit}"
 
 
-def traffic_problems(plan: Plan, expected: Expected, *, width: int) -> Iterator[str]:
-    """The plan's bytes are those of the planner, and so is its largest bucket. Args: ``width``: bytes of an element of
-    the matrices of the layers."""
-    limit = expected.config.sync.update_weight_buffer_size
-    planned = largest_bucket(
-        expected.shape, expected.layout, limit=limit, width=parameter_bytes(expected.config).weights
+def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) -> Iterator[str]:
+    """Buckets and bytes of the plan are those that ``rlpost plan`` announces, the biases of experts aside, which it
+    leaves out; and the bytes are those that it counts in an engine."""
+    width = parameter_bytes(expected.config).weights
+    said = weight_update(
+        expected.config, expected.shape, expected.layout, gpu_bytes=GPU_BYTES, width=width, in_fp8=in_fp8
     )
-    largest = max(map(bucket_bytes, plan))
-    is_one_weight = planned > limit  # then it is exact; else buckets are filled as far as weights fit
-    if largest > planned or (is_one_weight and largest != planned):
-        yield f"weight update: its largest bucket has {largest} bytes, the planner says {planned}"
     buffers = expected.published.buffers
-    sent = sum(size for bucket in plan for name, size in tensor_bytes(bucket) if name not in buffers)
-    wanted = stored_bytes(expected.shape, width)
-    if sent != wanted:
-        yield f"weight update: it has {sent} bytes of trained weights, the planner says {wanted}"
+    sizes = [sum(size for name, size in tensor_bytes(bucket) if name not in buffers) for bucket in plan]
+    engine = stored_bytes(expected.shape, 1 if in_fp8 else width)
+    for what, found, wanted in (
+        ("buckets", len(plan), said.num_buckets),
+        ("bytes of trained weights", sum(sizes), said.total_bytes),
+        ("bytes in its largest bucket", max(sizes), said.largest_bytes),
+        ("bytes of trained weights in an engine", sum(sizes), engine),
+    ):
+        if found != wanted:
+            yield f"weight update: it has {found} {what}, the planner says {wanted}"
 
 
 def bucket_bytes(bucket: Bucket) -> int:

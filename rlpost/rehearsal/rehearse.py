@@ -47,6 +47,6 @@ def rehearse(config: Config, settings: ActorSettings, *, hf: Mapping[str, Any] |
     """
     description, world = description_of(settings), config.actor_world_size
     ranks = {rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)}
-    plans = update_plans(ranks, bucket_bytes=config.sync.update_weight_buffer_size)
+    plans = update_plans(ranks, config)
     compared = description.hf_config if hf is None else hf
     return Rehearsal(ranks, plans, Expected(config, hf_shape(compared), published(compared)))

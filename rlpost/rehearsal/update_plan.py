@@ -5,30 +5,33 @@ In a run the pipeline stages exchange what they hold before the plan is made; he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 
+from rlpost.config.tree import Config
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.types import Bucket
-from rlpost.weights.exporter import Exporter, in_buckets
-from rlpost.weights.inventory import Entry, in_order
+from rlpost.weights.exporter import Exporter
+from rlpost.weights.inventory import Entry, Inventory, in_order
 from rlpost.weights.quantise import BlockFp8
 from rlpost.weights.sync import Buckets
+
+GPU_BYTES = 80 * 10**9
+"""Memory that the buckets of an update are planned for."""
 
 Plan = tuple[Bucket, ...]
 
 
-class _PlanOnly(Exporter):
-    """An exporter of weights that are on no rank here: it plans and gathers nothing."""
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Weights that are on no rank here: what an exporter plans with."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self.entries = entries
-
-    def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        return in_buckets(self.entries, max_bytes)
+    entries: tuple[Entry, ...]
 
 
 def update_plans(
-    ranks: Mapping[int, RankFacts], *, bucket_bytes: int, quantisation: BlockFp8 | None = None
+    ranks: Mapping[int, RankFacts], config: Config, *, quantisation: BlockFp8 | None = None
 ) -> dict[int, Plan]:
     """The plan of each rank whose pipeline group is complete in ``ranks``; equal inputs share one plan."""
     made: dict[tuple[tuple[Entry, ...], ...], Plan] = {}
@@ -39,7 +42,13 @@ def update_plans(
             continue
         stages = tuple(ranks[peer].entries for peer in peers)
         if stages not in made:
-            exporter = _PlanOnly(in_order(stages))
-            made[stages] = Buckets(exporter, bucket_bytes=bucket_bytes, quantisation=quantisation).plan()
+            buckets = Buckets(
+                Exporter(cast(Inventory, _Entries(in_order(stages)))),
+                limit=config.sync.update_weight_buffer_size,
+                num_engines=config.num_engines,
+                device_bytes=GPU_BYTES,
+                quantisation=quantisation,
+            )
+            made[stages] = buckets.plan()
         plans[rank] = made[stages]
     return plans

@@ -100,6 +100,7 @@ class EngineClient:
         ``rlpost.weights.sync.Sharing`` makes them."""
         body = {
             "serialized_named_tensors": list(handles),
+            "load_format": "flattened_bucket",
             "flush_cache": False,
             "weight_version": None if version is None else str(version),
         }

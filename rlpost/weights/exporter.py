@@ -23,9 +23,13 @@ from safetensors.torch import save_file
 
 from rlpost.types import Bucket
 from rlpost.weights import layouts
+from rlpost.weights.bucket_plan import Travelling, deal
 from rlpost.weights.files import INDEX, SINGLE
+from rlpost.weights.flat import num_bytes, widest_first
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers
 from rlpost.weights.inventory import Entry, Inventory
+from rlpost.weights.quantise import BlockFp8
+from rlpost.weights.quantised_gather import all_gather, gather_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +45,38 @@ class Exporter:
         """All ranks that hold one copy of the model must call ``gather`` together."""
         self.inventory = inventory
 
-    def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        """All weights in buckets, as ``in_buckets``."""
-        return in_buckets(self.inventory.entries, max_bytes)
+    def plan(self, max_bytes: int, *, quantisation: BlockFp8 | None = None) -> tuple[tuple[Entry, ...], ...]:
+        """All weights, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A
+        bucket's weights are all of one pipeline stage. With ``quantisation`` its bytes are those of FP8."""
+        entries = self.inventory.entries
+        weights = [Travelling(entry.owner, travelling_bytes(entry, quantisation)) for entry in entries]
+        return tuple(tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes))
 
     @torch.no_grad()
-    def gather(self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
+    def gather(
+        self,
+        bucket: tuple[Entry, ...],
+        *,
+        on_all_stages: bool = True,
+        quantisation: BlockFp8 | None = None,
+        wanted: bool = True,
+    ) -> dict[str, torch.Tensor]:
         """Full Hugging Face tensors of a bucket, on the device; without ``on_all_stages`` only its own pipeline stage
-        has them, and no other need call. A collective."""
+        has them, and no other need call. With ``quantisation`` as it makes them. A rank that takes part for the others
+        alone, not ``wanted``, gets none. A collective."""
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            for rule, full in zip(entry.rules, self._full(entry, on_all_stages), strict=True):
+            if quantisation is not None and all(name in quantisation.names for name in entry.hugging_face):
+                found = gather_quantised(
+                    self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
+                )
+                tensors.update(found)
+                continue
+            fulls = self._full(entry, on_all_stages)
+            for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
                 parts = layouts.split(full, rule.layout, self.inventory.dims)
-                tensors.update(zip(rule.hugging_face, parts, strict=True))
+                for name, part in zip(rule.hugging_face, parts, strict=True):
+                    tensors.update({name: part} if quantisation is None else quantisation.tensors(name, part))
         return tensors
 
     def _full(self, entry: Entry, on_all_stages: bool) -> Sequence[torch.Tensor]:
@@ -62,9 +85,9 @@ class Exporter:
         groups, held = self.inventory.groups, self.inventory.part(entry)
         if held is not None:
             local = held.tensor.detach()
-            shards = [local] if held.dim is None else _all_gather(local, held.group)
+            shards = [local] if held.dim is None else all_gather(local, held.group)
             full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
-            fulls = [full] if len(entry.rules) == 1 else _all_gather(full, groups.expert)
+            fulls = [full] if len(entry.rules) == 1 else all_gather(full, groups.expert)
         if groups.pipeline.size() == 1 or not on_all_stages:
             return fulls
         if held is None:
@@ -76,35 +99,31 @@ class Exporter:
         return fulls
 
 
-def in_buckets(entries: Sequence[Entry], max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-    """All entries, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A bucket's
-    weights are all of one pipeline stage."""
-    buckets: list[list[Entry]] = []
-    remaining = 0
-    for entry in sorted(entries, key=lambda entry: entry.owner):
-        if not buckets or entry.num_bytes > remaining or entry.owner != buckets[-1][0].owner:
-            buckets.append([])
-            remaining = max_bytes
-        buckets[-1].append(entry)
-        remaining -= entry.num_bytes
-    return tuple(tuple(bucket) for bucket in buckets)
+def travelling(entry: Entry, quantisation: BlockFp8 | None) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What an entry becomes on its way: name -> (shape, torch's name of the dtype)."""
+    dtype = str(entry.dtype).removeprefix("torch.")
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, shape in zip(entry.hugging_face, entry.shapes, strict=True):
+        made.update({name: (shape, dtype)} if quantisation is None else quantisation.shapes(name, shape, dtype))
+    return made
 
 
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor.contiguous(), group=group)
-    return gathered
+def travelling_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
+    """The bytes of all that an entry becomes."""
+    if quantisation is None:
+        return entry.num_bytes
+    made = travelling(entry, quantisation).values()
+    return sum(num_bytes(shape, getattr(torch, dtype)) for shape, dtype in made)
 
 
-def describe(bucket: tuple[Entry, ...]) -> Bucket:
-    """Names, shapes and dtypes of a bucket, as an engine needs them beforehand."""
-    dtypes = [str(entry.dtype).removeprefix("torch.") for entry in bucket for _ in entry.shapes]
-    return Bucket(
-        names=tuple(name for entry in bucket for name in entry.hugging_face),
-        shapes=tuple(shape for entry in bucket for shape in entry.shapes),
-        dtypes=tuple(dtypes),
-        stage=bucket[0].owner,
-    )
+def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) -> Bucket:
+    """Names, shapes and dtypes of a bucket, as an engine needs them beforehand: those with larger elements first."""
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    for entry in bucket:
+        made.update(travelling(entry, quantisation))
+    made = widest_first(made, {name: getattr(torch, dtype).itemsize for name, (_, dtype) in made.items()})
+    shapes, dtypes = zip(*made.values(), strict=True)
+    return Bucket(tuple(made), shapes, dtypes, bucket[0].owner)
 
 
 def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:

@@ -144,15 +144,16 @@ class Inventory:
 
 
 def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
-    """The entries of all pipeline stages: the embedding, the layers in order, then what follows them."""
+    """The entries of all pipeline stages: the embedding, the layers in order, then what follows them. Within a layer
+    the experts come last and each one's weights together, whichever of Megatron's modules for experts it is."""
     entries = [entry for stage in stages for entry in stage]
 
-    def place(entry: Entry) -> float:
+    def place(entry: Entry) -> tuple[float, int]:
         name = entry.rules[0].megatron
-        number = names.layer_number(name)
+        number, expert = names.layer_number(name), names.expert_number(name)
         if number is not None:
-            return number
-        return -1 if name == EMBEDDING else float("inf")
+            return number, -1 if expert is None else expert
+        return -1 if name == EMBEDDING else float("inf"), -1
 
     return tuple(sorted(entries, key=place))
 

@@ -39,7 +39,10 @@ class BlockFp8:
         """The same with data; shapes and dtypes are those of ``shapes``."""
         if name not in self.names:
             return {name: tensor}
-        values, scales = quantise(tensor, self.block)
+        return self.named(name, *quantise(tensor, self.block))
+
+    def named(self, name: str, values: torch.Tensor, scales: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The two tensors of a weight, by the names that they travel under."""
         return {name: values, name + SUFFIX: scales}
 
 

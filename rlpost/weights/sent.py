@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -112,11 +112,11 @@ class _Watched(Exporter):
         self._exporter = exporter
         self._show = show
 
-    def plan(self, max_bytes: int) -> tuple[tuple[Entry, ...], ...]:
-        return self._exporter.plan(max_bytes)
+    def plan(self, max_bytes: int, **how: Any) -> tuple[tuple[Entry, ...], ...]:
+        return self._exporter.plan(max_bytes, **how)
 
-    def gather(self, bucket: tuple[Entry, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
-        tensors = self._exporter.gather(bucket, on_all_stages=on_all_stages)
+    def gather(self, bucket: tuple[Entry, ...], **how: Any) -> dict[str, torch.Tensor]:
+        tensors = self._exporter.gather(bucket, **how)
         self._show(tensors)
         return tensors
 

@@ -5,57 +5,68 @@ over HTTP by somebody else (``rlpost.rollout.weight_update``).
 
 - ``Broadcast``: engines on other GPUs. Each pipeline stage has a process group of its own with all engine ranks: its
   source (rank 0) and every engine rank (from 1 on). Both sides block on each other.
-- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into a piece of memory and hands out a
+- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into a piece of memory and hands out one
   handle to it (CUDA IPC; shared memory on a CPU): nothing travels.
 
 Both gather the next bucket while the engines load this one.
 
-The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". The
-group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
-because torch has no public way to form a group with processes outside the world.
+The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". Those
+with larger elements come first, because SGLang views the bytes in place and torch wants them aligned for that.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.errors import SyncError
 from rlpost.types import Bucket
-from rlpost.weights.exporter import Exporter, describe
-from rlpost.weights.inventory import Entry
+from rlpost.weights.bucket_plan import bucket_bytes
+from rlpost.weights.engine_group import EngineGroup
+from rlpost.weights.exporter import Exporter, describe, travelling_bytes
+from rlpost.weights.flat import as_bytes, num_bytes
 from rlpost.weights.quantise import BlockFp8
 
 _DEVICE = 6  # place of storage_device among the arguments of torch's rebuild_cuda_tensor
-ALIGNMENT = 16  # bytes; a tensor of any dtype may begin there
 
 
 class Buckets:
     """The weights of the trainer in buckets, as the engines want them: the same plan on every rank."""
 
-    def __init__(self, exporter: Exporter, *, bucket_bytes: int, quantisation: BlockFp8 | None = None) -> None:
-        """Args: ``bucket_bytes`` bounds a bucket, unless one weight alone is larger; without ``quantisation`` weights
-        travel in the trainer's precision."""
+    def __init__(
+        self,
+        exporter: Exporter,
+        *,
+        limit: int,
+        num_engines: int = 1,
+        device_bytes: int | None = None,
+        quantisation: BlockFp8 | None = None,
+    ) -> None:
+        """Args: ``limit`` bounds a bucket, unless one weight alone is larger; how large it is within that bound is
+        decided by ``bucket_bytes``, and ``device_bytes`` must be the same on every rank; without ``quantisation``
+        weights travel in the trainer's precision."""
         self.exporter = exporter
         self.quantisation = quantisation
-        self.entries = exporter.plan(bucket_bytes)
+        total = sum(travelling_bytes(entry, quantisation) for entry in exporter.inventory.entries)
+        size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
+        self.entries = exporter.plan(size, quantisation=quantisation)
+        self._plan = tuple(describe(bucket, quantisation) for bucket in self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def plan(self) -> tuple[Bucket, ...]:
         """Names, shapes and dtypes of each bucket."""
-        return tuple(self._described(bucket) for bucket in self.entries)
+        return self._plan
 
     @property
     def stage(self) -> int:
@@ -68,28 +79,20 @@ class Buckets:
 
     def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
         """Full tensors of a bucket, in the order of the plan. A collective of all stages, or of the bucket's own."""
-        tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages)
-        if self.quantisation is None:
-            return tensors
-        return {key: value for name in tensors for key, value in self.quantisation.tensors(name, tensors[name]).items()}
+        tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation)
+        return {name: tensors[name] for name in self._plan[index].names}
+
+    def take_part(self, index: int) -> None:
+        """Gather a bucket within its own stage for another rank: the same collective, of which nothing is kept."""
+        self.exporter.gather(self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False)
 
     def largest_bytes(self) -> int:
-        """Bytes of the largest bucket, its tensors aligned."""
-        return max(place(_bytes(bucket))[1] for bucket in self.plan())
-
-    def _described(self, entries: tuple[Entry, ...]) -> Bucket:
-        bucket = describe(entries)
-        if self.quantisation is None:
-            return bucket
-        whole: dict[str, tuple[tuple[int, ...], str]] = {}
-        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-            whole.update(self.quantisation.shapes(name, shape, dtype))
-        shapes, dtypes = zip(*whole.values(), strict=True)
-        return Bucket(tuple(whole), shapes, dtypes, bucket.stage)
+        """Bytes of the largest bucket."""
+        return max(sum(_sizes(bucket)) for bucket in self._plan)
 
 
 class Broadcast:
-    """Sends buckets to engines elsewhere; one on every rank, all called alike."""
+    """Sends buckets to engines elsewhere. All but ``abort`` is collective: call on every rank, in order."""
 
     def __init__(self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float) -> None:
         """Args: ``gathers``: whether this rank and the source of its stage hold parts of the same copy of the model;
@@ -100,7 +103,7 @@ class Broadcast:
         self.is_source = is_source
         self.backend = backend
         self.timeout = timedelta(seconds=timeout_s)
-        self.group: dist.ProcessGroup | None = None
+        self.group: EngineGroup | None = None
         self.memory = FlatMemory()
         self.gathered: torch.Tensor | None = None
         """Of the bucket that is sent next, on its source."""
@@ -114,72 +117,73 @@ class Broadcast:
             return
         if self.group is not None:
             raise SyncError(f"a group with engines exists already; disconnect before connecting {group_name!r}")
-        world_size = 1 + num_engine_ranks
-        host = f"[{master_addr}]" if ":" in master_addr else master_addr
-        try:
-            store, _, _ = next(rendezvous(f"tcp://{host}:{master_port}", 0, world_size, timeout=self.timeout))
-            store.set_timeout(self.timeout)
-            self.group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                Backend(self.backend),
-                PrefixStore(group_name, store),
-                group_name=group_name,
-                backend_options=None,
-                timeout=self.timeout,
-            )
-        except (dist.DistError, RuntimeError) as error:
-            raise SyncError(
-                f"group {group_name!r} with {num_engine_ranks} engine ranks could not be formed at "
-                f"{master_addr}:{master_port} within {self.timeout.total_seconds():.0f} s: {error}"
-            ) from error
-        _world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
+        self.group = EngineGroup.form(
+            (master_addr, master_port),
+            name=group_name,
+            num_engine_ranks=num_engine_ranks,
+            backend=self.backend,
+            timeout=self.timeout,
+        )
 
     def send(self, index: int) -> None:
         """Broadcast bucket ``index``, then gather the one after it while the engines load this one. Every trainer rank
         calls this, for all buckets in order; the first is gathered here.
 
-        Raises SyncError when an engine does not take part in time.
+        Raises SyncError when an engine does not take part in time, or after ``abort``.
         """
         if index == 0:
             self.gathered = None  # of an update that was broken off
             self._gather(index)
         flat, self.gathered = self.gathered, None
+        failure = None
         if flat is not None:
-            self._broadcast(index, flat)
+            failure = self._broadcast(index, flat)
             del flat  # before the next one takes memory
+        # Also after a failure: the other ranks of the stage do not know of it and gather with this one.
         if index + 1 < len(self.buckets):
             self._gather(index + 1)
+        if failure is not None:
+            raise failure
 
     def _gather(self, index: int) -> None:
         """A collective of the ranks that hold the bucket; on the source alone its bytes are kept."""
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
-        tensors = self.buckets.gather(index, on_all_stages=False)
         if self.is_source:
+            tensors = self.buckets.gather(index, on_all_stages=False)
             self.gathered = self.memory.filled(tensors.values())
+        else:
+            self.buckets.take_part(index)
 
-    def _broadcast(self, index: int, flat: torch.Tensor) -> None:
+    def _broadcast(self, index: int, flat: torch.Tensor) -> SyncError | None:
+        """Send a bucket; returns what went wrong."""
         if self.group is None:
-            raise SyncError("no engine is connected; call connect before send")
+            return SyncError("no engine is connected; call connect before send")
         try:
-            dist.broadcast(flat, group=self.group, group_src=0)
-        except (dist.DistError, RuntimeError) as error:
-            raise SyncError(
-                f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines "
-                f"within {self.timeout.total_seconds():.0f} s: {error}"
-            ) from error
+            self.group.broadcast(flat)
+        except SyncError as error:
+            self.memory = FlatMemory()  # an operation that was abandoned may still read the old one
+            return SyncError(
+                f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines: {error}"
+            )
+        return None
+
+    def abort(self) -> None:
+        """Let ``send`` fail soon instead of at its deadline, for an engine failed. Not collective; may be called from
+        another thread while ``send`` runs."""
+        group = self.group
+        if group is not None:
+            group.cancel()
 
     def disconnect(self) -> None:
         """Leave the group, so that another can be formed; harmless when there is none."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
+        group, self.group = self.group, None
+        if group is not None:
+            group.leave()
 
 
 class Sharing:
-    """Lays buckets open to engines on the same device; one on every rank, all called alike.
+    """Lays buckets open to engines on the same device. Collective: call on every rank, in order.
 
     The memory is two pieces, each as large as the largest bucket, used in turn: the engines load from one while the
     other is filled. An engine has copied a bucket into its model before it answers, so nothing that it still reads is
@@ -191,24 +195,21 @@ class Sharing:
         self.pieces: dict[int, torch.Tensor] = {}
 
     def share(self, index: int) -> str:
-        """Gather bucket ``index`` and return a handle: base64 of a pickled list of (name, tensor), the form of
-        SGLang's update_weights_from_tensor. Every trainer rank calls this. A handle is good for one reader (torch
-        counts references) and until the next but one call."""
+        """Gather bucket ``index`` and return a handle: base64 of what SGLang's update_weights_from_tensor takes with
+        the load format "flattened_bucket". Every trainer rank calls this. A handle is good for one reader (torch counts
+        references) and until the next but one call."""
         tensors = self.buckets.gather(index, on_all_stages=True)
-        offsets, size = place(tensor.nbytes for tensor in tensors.values())
+        size = sum(tensor.nbytes for tensor in tensors.values())
         device = next(iter(tensors.values())).device
         piece = self.pieces.get(index % 2)
         if piece is None or piece.numel() < size:
             piece = self.pieces[index % 2] = _shareable(self.buckets.largest_bytes(), device)
-        handles = []
-        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
-            view = piece[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            view.copy_(tensor)
-            handles.append((name, view))
+        flat = piece[:size]
+        torch.cat([as_bytes(tensor) for tensor in tensors.values()], out=flat)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine's stream does not know ours
         buffer = io.BytesIO()
-        _HandlePickler(buffer).dump(handles)
+        _HandlePickler(buffer).dump({"flattened_tensor": flat, "metadata": _metadata(tensors)})
         return base64.b64encode(buffer.getvalue()).decode()
 
     def release(self) -> None:
@@ -217,6 +218,18 @@ class Sharing:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+
+def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:
+    """Where each tensor lies in the bytes, as SGLang's FlattenedTensorMetadata says it. SGLang reads attributes of any
+    object that its unpickler lets pass, so its package is not needed here."""
+    metadata, start = [], 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        start = end
+    return metadata
 
 
 class _HandlePickler(ForkingPickler):
@@ -254,23 +267,9 @@ class FlatMemory:
         return torch.cat(parts, out=self.kept[:size])
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[...] -> [nbytes], uint8."""
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def place(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where pieces of these sizes begin in one piece of memory, each aligned, and how large that is; in bytes."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def _bytes(bucket: Bucket) -> list[int]:
+def _sizes(bucket: Bucket) -> list[int]:
     pairs = zip(bucket.shapes, bucket.dtypes, strict=True)
-    return [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in pairs]
+    return [num_bytes(shape, getattr(torch, dtype)) for shape, dtype in pairs]
 
 
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -44,7 +44,7 @@ from rlpost.rollout.weight_update import (
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup
 from rlpost.weights.delta import DATA, WeightCopy
 from rlpost.weights.sent import LastSent
-from rlpost.weights.sync import Broadcast, Sharing, place
+from rlpost.weights.sync import Broadcast, Sharing
 from tests.contract.conftest import Sglang
 from tests.ports import free_ports
 
@@ -262,7 +262,7 @@ class InOneProcess:
         return {name: self.weights[name] for name in self.buckets[index].names}
 
     def largest_bytes(self) -> int:
-        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
+        return max(sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets)
 
 
 class Sender:

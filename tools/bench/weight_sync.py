@@ -45,7 +45,8 @@ from rlpost.rollout.weight_update import (
     stage_group,
 )
 from rlpost.types import Bucket
-from rlpost.weights.sync import Broadcast, Sharing, as_bytes, place
+from rlpost.weights.flat import as_bytes
+from rlpost.weights.sync import Broadcast, Sharing
 from tests.ports import free_port
 from tools.bench.page import put_section
 
@@ -124,7 +125,7 @@ class Trainer:
         return {name: self.weights[name] for name in self.buckets[index].names}
 
     def largest_bytes(self) -> int:
-        return max(place(self.weights[name].nbytes for name in bucket.names)[1] for bucket in self.buckets)
+        return max(sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets)
 
     stage = 0
 

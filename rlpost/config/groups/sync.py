@@ -10,8 +10,10 @@ from rlpost.config.groups.base import FilePath, Group, Positive
 class SyncConfig(Group):
     """How new weights come from the trainer to the engines."""
 
-    update_weight_buffer_size: Positive = 512 * 1024**2
-    """Bytes of one message of weights to the engines."""
+    update_weight_buffer_size: Positive = 4 * 1024**3
+    """Most bytes of one bucket of weights to the engines. How large it is within that bound follows from the model: at
+    least 512 MiB, and more where an update would make over 256 requests of the engines; three take at most a sixth of
+    a GPU."""
     update_weight_transport: Literal["memory", "disk"] = "memory"
     """Over a process group (with --colocate: through memory of the same GPU), or through files that all nodes see."""
     update_weight_mode: Literal["full", "delta"] = "full"

@@ -17,11 +17,11 @@ from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
-    largest_bucket,
     layout_of,
     rank_parameters,
     stored_bytes,
 )
+from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
 from rlpost.config.tree import Config
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -112,7 +112,8 @@ class Estimate:
     """What the rank that writes most writes of a checkpoint."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
-    sync_bytes: int
+    update: WeightUpdate | None
+    """None without engines."""
 
     @property
     def fullest(self) -> Rank:
@@ -201,6 +202,11 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = shape.parameters.total
     fullest = max(ranks, key=lambda rank: rank.train)
+    update = None
+    if engine is not None:
+        update = weight_update(
+            config, shape, layout, gpu_bytes=gpu_bytes, width=stored.weights, in_fp8=engine_width == FP8_WIDTH
+        )
     return Estimate(
         config=config,
         shape=shape,
@@ -210,12 +216,12 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=_phases(config, shape, fullest, engine),
+        phases=_phases(config, fullest, engine, update),
         host_bytes_per_node=_host(config, layout, ranks),
         checkpoint_bytes=total * (stored.weights + state),
         checkpoint_bytes_per_rank=max(_saved(config, layout, rank.parameters) for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, layout, rank.parameters) for rank in ranks),
-        sync_bytes=stored_bytes(shape, engine_width),
+        update=update,
     )
 
 
@@ -256,17 +262,15 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
     return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
 
 
-def _phases(config: Config, shape: Shape, rank: Rank, engine: Engine | None) -> tuple[Phase, ...]:
+def _phases(config: Config, rank: Rank, engine: Engine | None, update: WeightUpdate | None) -> tuple[Phase, ...]:
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
     passing = (("activations", rank.activations), ("logits", rank.logits))
-    if engine is None or not config.cluster.colocate:
+    if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *passing, context)), *alone)
-    limit, width = config.sync.update_weight_buffer_size, parameter_bytes(config).weights
-    bucket = largest_bucket(shape, layout_of(config), limit=limit, width=width)
-    buffers = ("buffers", 3 * bucket)  # one is gathered, two lie open to the engine
+    buffers = ("buffers", update.gpu_bytes)
     shadow = () if config.offload_train else kept
     there = () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
     beside = ("engine's CUDA", ENGINE_CONTEXT)

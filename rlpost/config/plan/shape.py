@@ -200,17 +200,3 @@ def layer_matrices(shape: Shape) -> int:
     dense = 3 * shape.hidden * shape.ffn
     sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
     return sum(attention + (sparse if is_sparse else dense) for is_sparse in shape.sparse)
-
-
-def largest_bucket(shape: Shape, layout: Layout, *, limit: int, width: int) -> int:
-    """Bytes of the largest bucket of a weight update: ``limit``, unless one weight alone is larger.
-
-    The embedding is gathered whole; an expert's weight together with those that the other expert-parallel ranks have at
-    its place. Args: ``width``: bytes of an element.
-    """
-    alone = [shape.vocab * shape.hidden]
-    if not all(shape.sparse):
-        alone.append(2 * shape.hidden * shape.ffn)
-    if any(shape.sparse):
-        alone.append(layout.expert * 2 * shape.hidden * shape.expert_ffn)
-    return max(width * max(alone), min(limit, width * shape.parameters.total))

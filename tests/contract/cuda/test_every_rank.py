@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.shape import shape_of, stored_bytes
+from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.actor_settings import actor_settings
-from rlpost.rehearsal.check import Expected, plan_problems, problems, tensor_bytes
+from rlpost.rehearsal.check import Expected, plan_problems, problems, traffic_problems
 from rlpost.rehearsal.facts import Weight
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
@@ -112,10 +112,9 @@ def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path
     quantised = {name.removesuffix(SUFFIX) for name in expected.published.tensors if name.endswith(SUFFIX)}
     assert len(quantised) == 7 * expected.shape.num_layers
     fp8 = BlockFp8(frozenset(quantised), (128, 128))
-    plans = update_plans(ranks, bucket_bytes=config.sync.update_weight_buffer_size, quantisation=fp8)
+    plans = update_plans(ranks, config, quantisation=fp8)
     assert list(plan_problems(ranks, plans, expected)) == []
-    sent = sum(size for bucket in plans[0] for _, size in tensor_bytes(bucket))
-    assert sent == stored_bytes(expected.shape, 1)
+    assert list(traffic_problems(plans[0], expected, in_fp8=True)) == []
 
 
 SMALL = {
@@ -174,7 +173,7 @@ def test_a_model_that_nothing_describes_is_named(sixteen):
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
     """The rehearsal with other facts about one rank; the plan is made again."""
     ranks = {**made.ranks, rank: replace(made.ranks[rank], **facts)}
-    plans = update_plans(ranks, bucket_bytes=made.expected.config.sync.update_weight_buffer_size)
+    plans = update_plans(ranks, made.expected.config)
     return Rehearsal(ranks, plans, made.expected)
 
 
@@ -252,8 +251,8 @@ def idle_holder(made: Rehearsal) -> Rehearsal:
 
 def expert_twice_in_plan(made: Rehearsal) -> Rehearsal:
     plan = made.plans[0]
-    number, bucket = next((n, b) for n, b in enumerate(plan) if any(".experts.0." in name for name in b.names))
-    name = next(name for name in bucket.names if ".experts.0." in name)
+    number, bucket = next((n, b) for n, b in enumerate(plan) if any(".experts.1." in name for name in b.names))
+    name = next(name for one in plan for name in one.names if ".experts.0." in name)
     again = Bucket(
         tuple(name if ".experts.1." in each else each for each in bucket.names),
         bucket.shapes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
 from rlpost.config.plan.estimate import RankMemory, estimate, held_memory
 from rlpost.config.plan.layouts import bubble, nearest, suggest
-from rlpost.config.plan.shape import Layout, Parameters, Shape, largest_bucket, layers_of, rank_parameters, shape_of
+from rlpost.config.plan.shape import Layout, Parameters, Shape, layers_of, rank_parameters, shape_of
 from rlpost.errors import ConfigError
 
 GB = 10**9
@@ -176,26 +175,19 @@ def test_fp8_engines_take_half_the_matrices_and_whole_embeddings():
     """Qwen3-4B has 3.63e9 elements in matrices of FP8 (a block of 128 x 128 has a scale) and an embedding of 0.39e9."""
     narrow, wide = planned("qwen3_4b_fp8"), planned("qwen3_4b")
     matrices = 36 * (2 * 2560 * 128 * (32 + 8) + 3 * 2560 * 9728)
-    assert wide.sync_bytes - narrow.sync_bytes == matrices - 4 * matrices // (128 * 128)
+    assert wide.update.total_bytes - narrow.update.total_bytes == matrices - 4 * matrices // (128 * 128)
     assert 0.5 * wide.engine.weights + 151936 * 2560 / 2 < narrow.engine.weights < 0.56 * wide.engine.weights
     assert narrow.engine.kv_cache > wide.engine.kv_cache
 
 
-def test_buffers_of_a_weight_update_hold_the_embedding_which_is_larger_than_their_limit():
-    """A weight is never split over buckets: 151552 x 5120 elements in bfloat16, three times."""
+def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
+    shown = io.StringIO()
     made = planned("glm45_355b")
-    synchronise = next(phase for phase in made.phases if phase.name == "synchronise")
-    assert dict(synchronise.parts)["buffers"] == 3 * 2 * 151552 * 5120
-    wide = planned("glm45_355b", sync={"update_weight_buffer_size": 2 * GB})
-    assert dict(wide.phases[1].parts)["buffers"] == 3 * 2 * GB
-
-
-def test_the_experts_of_all_ranks_at_one_place_are_a_weight_of_a_bucket():
-    shape = replace(DENSE, sparse=(True,) * 4, num_experts=64, expert_ffn=16)
-    largest = partial(largest_bucket, shape, limit=10, width=2)
-    assert largest(Layout(8)) == 2 * max(30 * 8, 2 * 8 * 16)
-    assert largest(Layout(8, expert=8)) == 2 * 8 * 2 * 8 * 16
-    assert largest_bucket(DENSE, Layout(), limit=10**9, width=2) == 2 * DENSE.parameters.total
+    Console(file=shown, width=110).print(plan.table(made, 2.0))
+    text = " ".join(shown.getvalue().split())
+    assert "weight update 705.6 GB to each of 2 engines a step: 173 buckets of at most 4.3 GB" in text
+    assert "346 requests that the driver relays; 12.8 GB of a GPU for buckets" in text
+    assert ("buffers", made.update.gpu_bytes) in made.phases[1].parts
 
 
 def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part():

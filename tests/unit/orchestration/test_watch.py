@@ -57,6 +57,8 @@ class FakeFleet:
 class FakeWeights:
     """Fails as often as it is told."""
 
+    engines_are_stuck = False
+
     def __init__(self, fleet, failures=0):
         self.fleet, self.failures = fleet, failures
 
@@ -119,6 +121,16 @@ def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
     fleet = FakeFleet(sick={1})
     asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
     assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
+
+
+def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
+    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still answers."""
+    fleet = FakeFleet(sick={1})
+    watch = watch_over(fleet, failures=1)
+    watch._weights.engines_are_stuck = True
+    asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
+    everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
+    assert fleet.log == ["update 7 abort", *everyone, "connect", "update 7 abort", "admit 0", "admit 1"]
 
 
 def test_an_update_that_fails_though_all_engines_answer_is_an_error():

@@ -2,16 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlpost.config.load import load
 from rlpost.config.tree import Config
-from rlpost.errors import Preempted, SyncError
-from rlpost.orchestration import weight_sync
+from rlpost.errors import EngineDied, Preempted, SyncError
+from rlpost.orchestration import stages, weight_sync
 from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.orchestration.weight_sync import WeightSync, nccl_environment
 from rlpost.rollout.weight_update import BroadcastMover, DiskMover, Receiver, SharingMover
 from rlpost.types import Bucket, EngineAddress
 from rlpost.weights.delta import Written
@@ -69,6 +70,79 @@ def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(sync, way):
     with pytest.raises(Preempted):
         asyncio.run(movers(one)[way].move([receiver], 7))
     assert len(actors.begun) == len(actors.ended) == 2
+
+
+class Blocked:
+    """Actors of which one is in a broadcast that ends only when it is aborted, and then tells so."""
+
+    def __init__(self):
+        self.aborted = asyncio.Event()
+        self.failed = ""
+
+    async def call(self, method, *arguments):
+        if method == "broadcast.backend":
+            return ["nccl"]
+        await asyncio.shield(self.aborted.wait())
+        raise SyncError("aborted")
+
+    async def call_aside(self, method, *arguments):
+        assert method == "broadcast.abort"
+        self.aborted.set()
+        return [None]
+
+
+class Refusing(Engine):
+    """Fails over the first bucket."""
+
+    async def update_weights(self, bucket, *, group_name, version):
+        raise EngineDied("engine http://engine is gone")
+
+
+def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
+    """Not at the deadline of the broadcast, which is one of minutes."""
+    actors = Blocked()
+    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one._backend = "nccl"
+    mover = BroadcastMover(BUCKETS, one._send, group_name="g")
+    receivers = [Receiver(EngineAddress("http://a", 1), Engine()), Receiver(EngineAddress("http://b", 1), Refusing())]
+    with pytest.raises(SyncError, match="is gone"):
+        asyncio.run(asyncio.wait_for(mover.move(receivers, 7), timeout=20))
+    assert actors.aborted.is_set()
+    assert one.engines_are_stuck, "the other engine waits in the same broadcast"
+
+
+def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
+    actors = Blocked()
+    actors.aborted.set()
+    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one._backend = "gloo"
+    with pytest.raises(SyncError, match="aborted"):
+        asyncio.run(one._send(0))
+    assert not one.engines_are_stuck
+
+
+@pytest.mark.parametrize(
+    ("sglang", "given", "wanted"),
+    [
+        ({}, {}, "0"),
+        ({}, {"NCCL_CUMEM_ENABLE": "1"}, "1"),
+        ({"sglang_enable_symm_mem": True}, {}, "1"),
+        ({"sglang_enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"}, "1"),
+    ],
+)
+def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(sglang, given, wanted, tmp_path, monkeypatch):
+    """The same rule as in SGLang (tests/contract/cuda), in the environment that the actors' workers get."""
+    config = load([], {"sglang": sglang}).config
+    assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
+    envs = []
+    monkeypatch.setattr(stages, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    started = stages.ClusterStages.__new__(stages.ClusterStages)
+    started._config, started._cluster = config, SimpleNamespace(attempt_dir=str(tmp_path))
+    started._actor_workers(Placement((ACTOR, ACTOR), ()))
+    assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
 def test_a_folder_of_weights_is_not_begun(sync, tmp_path):

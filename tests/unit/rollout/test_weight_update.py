@@ -165,6 +165,7 @@ def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
         taken = [body for path, body in zip(engine.log, engine.bodies, strict=True) if "from_tensor" in path]
         for index, body in enumerate(taken):
             assert body["serialized_named_tensors"] == [f"bucket {index} of rank {rank}" for rank in ranks]
+            assert body["load_format"] == "flattened_bucket"
         assert [body["weight_version"] for body in taken] == [None, "3"]
 
 

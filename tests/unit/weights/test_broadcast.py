@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlpost.weights import sync
+from rlpost.errors import SyncError
 from rlpost.weights.sync import Broadcast
 
 
@@ -26,33 +26,51 @@ class FakeBuckets:
         return {"weight": torch.tensor([10 * self.update + index], dtype=torch.uint8)}
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    found = []
-    monkeypatch.setattr(sync.dist, "broadcast", lambda flat, **_: found.append(flat.tolist()))
-    return found
+class FakeGroup:
+    """Notes what is broadcast; fails where it is told."""
+
+    def __init__(self):
+        self.sent, self.fails = [], False
+
+    def broadcast(self, flat):
+        if self.fails:
+            raise SyncError("an engine takes no part")
+        self.sent.append(flat.tolist())
 
 
 def source(stage):
     made = Broadcast(FakeBuckets(stage), gathers=True, is_source=True, backend="gloo", timeout_s=1)
-    made.group = object()
+    made.group = FakeGroup()
     return made
 
 
 @pytest.mark.parametrize(("stage", "wanted"), [(0, [[10], [12]]), (1, [[11]])])
-def test_each_source_sends_the_buckets_of_its_stage_once(sent, stage, wanted):
+def test_each_source_sends_the_buckets_of_its_stage_once(stage, wanted):
     broadcast = source(stage)
     for index in range(3):
         broadcast.send(index)
-    assert sent == wanted
+    assert broadcast.group.sent == wanted
 
 
 @pytest.mark.parametrize(("stage", "wanted"), [(0, [[20], [22]]), (1, [[21]])])
-def test_what_was_gathered_for_an_update_that_was_broken_off_is_never_sent(sent, stage, wanted):
+def test_what_was_gathered_for_an_update_that_was_broken_off_is_never_sent(stage, wanted):
     broadcast = source(stage)
     broadcast.send(0)  # and the next one is gathered
-    sent.clear()
+    broadcast.group.sent.clear()
     broadcast.buckets.update = 2
     for index in range(3):
         broadcast.send(index)
-    assert sent == wanted
+    assert broadcast.group.sent == wanted
+
+
+def test_a_source_that_cannot_send_gathers_the_next_bucket_with_the_other_ranks_before_it_fails():
+    broadcast = source(stage=1)
+    broadcast.send(0)
+    gathered = []
+    gather = broadcast.buckets.gather
+    broadcast.buckets.gather = lambda index, **how: (gathered.append(index), gather(index, **how))[1]
+    broadcast.buckets.stages = (0, 1, 1)
+    broadcast.group.fails = True
+    with pytest.raises(SyncError, match=r"bucket 2 of 3 \(1 bytes\).*an engine takes no part"):
+        broadcast.send(1)
+    assert gathered == [2]

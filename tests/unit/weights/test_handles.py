@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import base64
 import importlib.util
 import inspect
 import io
 import pickle
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
 from rlpost.weights import sync
+from rlpost.weights.quantise import FP8
 
 
 def test_the_device_of_a_handle_is_named_by_its_uuid_and_nothing_else_changes() -> None:
@@ -28,6 +34,94 @@ def test_sglang_expects_the_uuid_at_that_place() -> None:
     place = re.search(r"^_REDUCE_TENSOR_ARG_DEVICE_INDEX = (\d+)", text, re.MULTILINE)
     assert place is not None and int(place[1]) == sync._DEVICE
     assert "isinstance(device_maybe_uuid, str)" in text
+
+
+class Buckets:
+    """One bucket: a weight in FP8 of an odd size, its scale, and one in bfloat16."""
+
+    def __init__(self) -> None:
+        values = (torch.arange(15) / 3).view(5, 3)
+        made = {"scale": torch.tensor([[0.5]]), "b": torch.arange(3, dtype=torch.bfloat16), "a": values.to(FP8)}
+        self.tensors = made
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        return {name: tensor + index if name == "b" else tensor for name, tensor in self.tensors.items()}
+
+    def largest_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def sglang_module(path: str, name: str) -> ModuleType:
+    """A module of SGLang, loaded from its file without the package."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    spec = importlib.util.spec_from_file_location(name, Path(found.submodule_search_locations[0]) / path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unpickled(handle: str) -> tuple[Any, int]:
+    """What is in a handle, and how many pieces of shared memory were opened for it."""
+    opened = []
+
+    class Counting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            if name != "rebuild_storage_filename":
+                return found
+            return lambda *given: (opened.append(given), found(*given))[1]
+
+    given = Counting(io.BytesIO(base64.b64decode(handle))).load()
+    return given, len(opened)
+
+
+def test_a_bucket_is_one_handle_which_sglang_s_own_class_reads() -> None:
+    """However many tensors it has: torch wraps a storage once for each time that it is shared."""
+    buckets = Buckets()
+    sharing = sync.Sharing(buckets)
+    reader = sglang_module("srt/weight_sync/tensor_bucket.py", "sglang_tensor_bucket")
+    for index in range(3):
+        given, num_storages = unpickled(sharing.share(index))
+        assert num_storages == 1
+        metadata = [
+            reader.FlattenedTensorMetadata(m.name, m.shape, m.dtype, m.start_idx, m.end_idx, m.numel)
+            for m in given["metadata"]
+        ]
+        bucket = reader.FlattenedTensorBucket(flattened_tensor=given["flattened_tensor"], metadata=metadata)
+        found = dict(bucket.reconstruct_tensors())
+        wanted = buckets.gather(index, on_all_stages=True)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    assert len(sharing.pieces) == 2
+
+
+def test_sglang_lets_everything_in_a_handle_pass() -> None:
+    """Its unpickler refuses whatever stands not in its list."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    module = ast.parse((Path(found.submodule_search_locations[0]) / "srt/utils/common.py").read_text())
+    (unpickler,) = [one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "SafeUnpickler"]
+    (listed,) = [
+        one.value
+        for one in unpickler.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ALLOWED_GLOBALS"
+    ]
+    allowed = ast.literal_eval(listed)
+    data = base64.b64decode(sync.Sharing(Buckets()).share(0))
+    used: set[tuple[str, str]] = set()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            used.add((module, name))
+            return super().find_class(module, name)
+
+    Noting(io.BytesIO(data)).load()
+    assert ("types", "SimpleNamespace") in used and used <= allowed
+    assert ("torch.multiprocessing.reductions", "rebuild_cuda_tensor") in allowed
 
 
 def test_a_tensor_of_the_host_is_pickled_as_torch_does_it() -> None:

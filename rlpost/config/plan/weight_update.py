@@ -1,0 +1,116 @@
+"""What an update of the engines' weights moves, in how many pieces and requests. Pure.
+
+Input: settings, the shape of the model and what a GPU has. Output: a ``WeightUpdate``. The weights are dealt to buckets
+by the function with which the trainer deals its own (``rlpost.weights.bucket_plan``); what there is to deal is listed
+here as ``rlpost.weights.inventory`` lists it: a Megatron parameter, and an expert's with those at the same place of all
+expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlpost.config.plan.shape import Layout, Shape, layers_of
+from rlpost.config.tree import Config
+from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
+
+FP8_WIDTH = 1
+FP8_BLOCK = 128
+"""Rows and columns of a block in the checkpoints of all families here; each has a scale in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8 quantise them."""
+
+    stage: int
+    shapes: tuple[tuple[int, ...], ...]
+    is_quantised: bool = False
+
+    def num_bytes(self, *, width: int, in_fp8: bool) -> int:
+        """As it travels, at ``width`` bytes an element unless it is in FP8."""
+        elements = sum(math.prod(shape) for shape in self.shapes)
+        if not (in_fp8 and self.is_quantised):
+            return elements * width
+        blocks = sum(math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes)
+        return elements + 4 * blocks
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One update of all engines."""
+
+    total_bytes: int
+    """Of all weights, once."""
+    num_buckets: int
+    largest_bytes: int
+    """Of a bucket."""
+    num_requests: int
+    """That the driver makes to move the buckets, of all engines together."""
+    gpu_bytes: int
+    """Of buckets on a GPU that trainer and engine share, or else on one that sends."""
+
+
+def weight_update(
+    config: Config, shape: Shape, layout: Layout, *, gpu_bytes: int, width: int, in_fp8: bool
+) -> WeightUpdate:
+    """The plan of an update. Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold
+    matrices in FP8."""
+    weights = [
+        Travelling(weight.stage, weight.num_bytes(width=width, in_fp8=in_fp8)) for weight in weights_of(shape, layout)
+    ]
+    total, num_engines = sum(weight.num_bytes for weight in weights), config.num_engines
+    size = bucket_bytes(
+        total, limit=config.sync.update_weight_buffer_size, num_engines=num_engines, device_bytes=gpu_bytes
+    )
+    buckets = deal(weights, size)
+    largest = max(sum(weights[index].num_bytes for index in bucket) for bucket in buckets)
+    buffers = SHARED_BUFFERS if config.cluster.colocate else SENT_BUFFERS
+    return WeightUpdate(total, len(buckets), largest, len(buckets) * num_engines, buffers * largest)
+
+
+def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
+    """All weights of a model in the order of the inventory: the embedding, the layers, what follows them."""
+    last = layout.pipeline - 1
+    owner = {layer: stage for stage in range(layout.pipeline) for layer in layers_of(layout, shape.num_layers, stage)}
+    yield Weight(0, ((shape.vocab, shape.hidden),))
+    for layer in range(shape.num_layers):
+        yield from _attention(shape, owner[layer])
+        yield from _mlp(shape, owner[layer], layout, is_sparse=shape.sparse[layer])
+    yield Weight(last, ((shape.hidden,),))
+    if not shape.tied:
+        yield Weight(last, ((shape.vocab, shape.hidden),))
+
+
+def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
+    queries, keys, hidden = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
+    rows = (queries, keys, keys)
+    norm = Weight(stage, ((hidden,),))
+    yield norm
+    yield Weight(stage, ((hidden, queries),), is_quantised=True)
+    yield Weight(stage, tuple((count, hidden) for count in rows), is_quantised=True)
+    if shape.qkv_bias:
+        yield Weight(stage, tuple((count,) for count in rows))
+    if shape.qk_norm:
+        yield from [Weight(stage, ((shape.head_dim,),))] * 2
+    yield norm
+    if shape.sandwich:
+        yield from [norm] * 2
+
+
+def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[Weight]:
+    if not is_sparse:
+        yield from _gated(stage, shape.hidden, shape.ffn)
+        return
+    yield Weight(stage, ((shape.num_experts, shape.hidden),))
+    if shape.shared_ffn:
+        yield from _gated(stage, shape.hidden, shape.shared_ffn)
+    for _ in range(shape.num_experts // layout.expert):
+        yield from _gated(stage, shape.hidden, shape.expert_ffn, copies=layout.expert)
+
+
+def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Weight]:
+    yield Weight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=True)
+    yield Weight(stage, ((hidden, ffn),) * copies, is_quantised=True)

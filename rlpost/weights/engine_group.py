@@ -1,0 +1,200 @@
+"""The process group of one trainer rank with all engine ranks: formed, used to broadcast, abandoned.
+
+Input: an address, the number of engine ranks. Output: broadcasts that end, whatever becomes of the engines.
+
+The group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
+because torch has no public way to form a group with processes outside the world.
+
+On NCCL a collective returns at once, and one whose peer is dead never completes: its kernel spins on the GPU. Hence a
+broadcast is started asynchronously, polled until it has completed on the device, and given up at a deadline or when
+``cancel`` is called from another thread. A group is left by aborting it; to destroy it would first wait for its
+operations (torch: ProcessGroupNCCL::shutdown flushes them, ProcessGroupNCCL::abort does not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+
+from rlpost.errors import SyncError
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_POLL_S = 1e-4
+LONGEST_POLL_S = 2e-3  # what a broadcast may seem to take longer than it does; costs no core
+ABORT_S = 60.0
+"""How long to wait for the end of an abort. NCCL's kernels look for it all the time; torch alone may be slow."""
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class EngineGroup:
+    """This process is rank 0; the engines' ranks follow."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
+        """Args: ``timeout`` is the deadline of each broadcast. See ``form``."""
+        self._group: dist.ProcessGroup | None = group
+        self._timeout = timeout
+        self._cancelled = threading.Event()
+
+    @classmethod
+    def form(
+        cls, address: tuple[str, int], *, name: str, num_engine_ranks: int, backend: str, timeout: timedelta
+    ) -> EngineGroup:
+        """Listen on ``address`` until all engine ranks have joined. Raises SyncError at the timeout."""
+        host, port = address
+        world_size = 1 + num_engine_ranks
+        url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        try:
+            store, _, _ = next(rendezvous(url, 0, world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            with _without_watchdog():
+                group, _ = _new_process_group_helper(
+                    world_size,
+                    0,
+                    [],
+                    Backend(backend),
+                    PrefixStore(name, store),
+                    group_name=name,
+                    backend_options=None,
+                    timeout=timeout,
+                )
+        except (dist.DistError, RuntimeError) as error:
+            raise SyncError(
+                f"group {name!r} with {num_engine_ranks} engine ranks could not be formed at "
+                f"{host}:{port} within {timeout.total_seconds():.0f} s: {error}"
+            ) from error
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        return cls(group, timeout=timeout)
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send ``flat`` to all engine ranks; returns when the device no longer reads it.
+
+        Raises SyncError when an engine does not take part within the timeout, or when ``cancel`` is called. The group
+        is aborted then, and all that is left to do with it is ``leave``.
+        """
+        started = time.monotonic()
+        launch = _Launch(self._start_of(flat))
+        try:
+            self._wait_until(launch.is_completed, started)
+            launch.work.wait()  # raises what went wrong; on NCCL it also lets go of the tensor
+        except (dist.DistError, RuntimeError, TimeoutError, _Cancelled) as error:
+            after_s = time.monotonic() - started
+            self.leave()
+            raise SyncError(f"{error or type(error).__name__} (given up after {after_s:.1f} s)") from error
+
+    def cancel(self) -> None:
+        """Give up the broadcast under way, and all later ones. May be called from any thread; returns at once."""
+        self._cancelled.set()
+
+    def leave(self) -> None:
+        """Abort the group, whatever is under way in it; harmless when it was left before."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # In a thread: torch waits for the end of an abort as long as for a broadcast. The last reference is dropped
+        # there too, because gloo cannot be aborted and its destructor waits for what is under way.
+        aborted = threading.Event()
+        threading.Thread(target=_abort, args=(group, aborted), name="abort group", daemon=True).start()
+        del group
+        if not aborted.wait(ABORT_S):
+            logger.warning("the group with the engines is still being aborted after %.0f s; it is left behind", ABORT_S)
+
+    def _start_of(self, flat: torch.Tensor) -> Callable[[], dist.Work]:
+        group = self._group
+        if group is None:
+            raise SyncError("the group with the engines was aborted; connect again before the next broadcast")
+        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+
+        def start() -> dist.Work:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                return dist.broadcast(flat, group=group, group_src=0, async_op=True)
+
+        return start
+
+    def _wait_until(self, is_done: Callable[[], bool], started: float) -> None:
+        pause, deadline = SHORTEST_POLL_S, started + self._timeout.total_seconds()
+        while not is_done():
+            if self._cancelled.wait(pause):
+                raise _Cancelled("an engine failed meanwhile")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not completed within {self._timeout.total_seconds():.0f} s")
+            pause = min(2 * pause, LONGEST_POLL_S)
+
+
+class _Cancelled(Exception):
+    pass
+
+
+class _Launch:
+    """A collective that is started in another thread: the first of a group on NCCL makes the communicator, which blocks
+    until all ranks have come and cannot be aborted before."""
+
+    def __init__(self, start: Callable[[], dist.Work]) -> None:
+        self._start: Callable[[], dist.Work] | None = start
+        self._work: dist.Work | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="start broadcast", daemon=True).start()
+
+    def _run(self) -> None:
+        start, self._start = self._start, None
+        assert start is not None
+        try:
+            self._work = start()
+        except BaseException as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Whether it has completed on the device (NCCL's event is queried), or failed.
+
+        Raises what starting it raised.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._work is not None and self._work.is_completed()
+
+    @property
+    def work(self) -> dist.Work:
+        """Once ``is_completed``."""
+        assert self._work is not None
+        return self._work
+
+
+def _abort(group: dist.ProcessGroup, aborted: threading.Event) -> None:
+    try:
+        _abort_process_group(group)
+    except (dist.DistError, RuntimeError) as error:
+        logger.warning("the group with the engines could not be aborted: %s", error)
+    finally:
+        aborted.set()
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """A group of NCCL that is formed here has no watchdog. That thread ends the whole process when a peer dies or an
+    operation times out (TORCH_NCCL_ASYNC_ERROR_HANDLING = 3); for this group the caller does its work. torch reads the
+    variable when a group is made, and only this one is to be without: training relies on the watchdog."""
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_WATCHDOG]
+        else:
+            os.environ[NO_WATCHDOG] = before

@@ -1,0 +1,96 @@
+"""A process group with the manners of NCCL, over gloo.
+
+What it has of NCCL (read in torch 2.13, ProcessGroupNCCL.cpp):
+
+- Nothing is connected when the group is made. The first collective waits for all ranks, in whatever thread it is
+  called, and cannot be aborted before they have come (ncclCommInitRank).
+- A collective returns a Work at once. One whose peer is dead never completes, for the peer's end is noticed by nobody.
+- ``wait`` orders streams and returns, completed or not. Only ``is_completed`` tells.
+- ``shutdown`` waits for what is under way; ``abort`` ends it. Here ``shutdown`` fails the test when it would hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+NAME = "nccl_like"
+HOURS = timedelta(hours=1)
+
+
+class WouldHang(AssertionError):
+    """A call that never returns on NCCL."""
+
+
+class Operation(dist._Work):
+    """A collective under way."""
+
+    def __init__(self, real: Any) -> None:
+        super().__init__()
+        self.real = real
+        self.ended = threading.Event()
+        threading.Thread(target=self._finish, daemon=True).start()
+
+    def _finish(self) -> None:
+        try:
+            self.real.wait()
+        except RuntimeError:
+            return  # gloo notices that the peer is dead; NCCL does not
+        self.ended.set()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class NcclLike(dist.ProcessGroup):
+    """One rank of the group."""
+
+    made: ClassVar[list[NcclLike]] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.store = store
+        self.gloo: Any = None
+        self.operations: list[Operation] = []
+        self.aborted = threading.Event()
+        self.connecting = threading.Event()
+        self.made.append(self)
+
+    def broadcast(self, tensors: Any, options: Any) -> Operation:
+        if self.aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        if self.gloo is None:
+            self.connecting.set()
+            self.gloo = ProcessGroupGloo(self.store, self.rank(), self.size(), HOURS)
+        self.operations.append(Operation(self.gloo.broadcast(tensors, options)))
+        return self.operations[-1]
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def shutdown(self) -> None:
+        if not self.aborted.is_set() and not all(one.is_completed() for one in self.operations):
+            raise WouldHang("shutdown waits for an operation whose peer is dead")
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self.given_name = name
+
+    @property
+    def group_name(self) -> str:
+        return self.given_name
+
+
+def register() -> None:
+    """Make ``backend="nccl_like"`` known to torch in this process."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])

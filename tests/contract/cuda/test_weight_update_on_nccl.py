@@ -1,0 +1,225 @@
+"""A trainer's broadcasts to engines on a backend with the manners of NCCL: dead peers, deadlines, a second group.
+
+The engine is a process of its own that joins as SGLang does and dies, or hangs, where a test says.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.errors import SyncError
+from rlpost.weights.sync import Broadcast
+from tests.contract.cuda.nccl_like import NAME, NcclLike, register
+from tests.ports import free_port
+
+pytestmark = pytest.mark.timeout(60)
+
+NUM_BYTES = 3 << 20
+"""Of a bucket: more than sockets hold, so that a broadcast does not complete unless the peer reads."""
+DEADLINE_S = 2.0
+FAR_S = 600.0
+SOON_S = 5.0
+
+
+class Buckets:
+    """Three buckets, each full of its own number."""
+
+    stage = 0
+
+    def __init__(self) -> None:
+        self.gathers: list[int] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def stage_of(self, index: int) -> int:
+        return 0
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        self.gathers.append(index)
+        return {"weight": torch.full((NUM_BYTES,), index, dtype=torch.uint8)}
+
+
+def engine(port: int, name: str, num_buckets: int, then: str, results: Any, backend: str) -> None:
+    """Join, take so many buckets, and put the first byte of each; then leave, die or hang."""
+    register()
+    group = join(port, name, backend)
+    seen = []
+    for _ in range(num_buckets):
+        flat = torch.empty(NUM_BYTES, dtype=torch.uint8)
+        work = torch.distributed.broadcast(flat, group=group, group_src=0, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+        assert (flat == flat[0]).all()
+        seen.append(int(flat[0]))
+    results.put(seen)
+    if then == "die":
+        time.sleep(0.2)  # the queue's thread puts
+        os._exit(9)
+    if then == "hang":
+        time.sleep(FAR_S)
+
+
+def join(port: int, name: str, backend: str) -> Any:
+    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+    group, _ = _new_process_group_helper(
+        2, 1, [], backend, PrefixStore(name, store), group_name=name, timeout=torch.distributed.default_pg_timeout
+    )
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+class Engines:
+    """Processes that end with the test."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.results: list[Any] = []
+        self.processes: list[Any] = []
+
+    def start(self, port: int, name: str, num_buckets: int, then: str, backend: str) -> Any:
+        self.results.append(self.context.Queue())
+        arguments = (port, name, num_buckets, then, self.results[-1], backend)
+        process = self.context.Process(target=engine, args=arguments, daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def last_result(self) -> list[int]:
+        """The first byte of each bucket that the engine started last has taken."""
+        return self.results[-1].get(timeout=30)
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    register()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    started = Engines()
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.join()
+
+
+def trainer(timeout_s: float, backend: str = NAME) -> Broadcast:
+    return Broadcast(Buckets(), gathers=True, is_source=True, backend=backend, timeout_s=timeout_s)
+
+
+def connect(broadcast: Broadcast, engines: Engines, name: str, num_buckets: int, then: str = "leave") -> Any:
+    port = free_port()
+    process = engines.start(port, name, num_buckets, then, broadcast.backend)
+    broadcast.connect("127.0.0.1", port, 1, name)
+    return process
+
+
+def send_all(broadcast: Broadcast, indices: Sequence[int] = range(3)) -> None:
+    for index in indices:
+        broadcast.send(index)
+
+
+def assert_a_second_group_takes_everything(broadcast: Broadcast, engines: Engines, name: str) -> None:
+    """What a repair does: leave, connect to engines that were restarted, send all buckets."""
+    broadcast.disconnect()
+    broadcast.timeout = torch.distributed.default_pg_timeout
+    connect(broadcast, engines, name, 3)
+    send_all(broadcast)
+    assert engines.last_result() == [0, 1, 2]
+    broadcast.disconnect()
+
+
+def test_every_bucket_arrives_whole_though_a_collective_returns_at_once(engines):
+    """The memory of a bucket is written over by the next one only when the device has read it."""
+    broadcast = trainer(FAR_S)
+    connect(broadcast, engines, "good", 3)
+    send_all(broadcast)
+    assert engines.last_result() == [0, 1, 2]
+    broadcast.disconnect()
+    assert NcclLike.made[-1].aborted.is_set()
+
+
+def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects_again(engines):
+    broadcast = trainer(DEADLINE_S)
+    connect(broadcast, engines, "dead", 1, "die")
+    broadcast.send(0)
+    engines.processes[-1].join()
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=rf"bucket 2 of 3 \({NUM_BYTES} bytes\).*not completed within 2 s"):
+        broadcast.send(1)
+    assert DEADLINE_S <= time.monotonic() - started < DEADLINE_S + SOON_S
+    assert NcclLike.made[-1].aborted.is_set(), "else the kernel spins on the GPU for good"
+    assert_a_second_group_takes_everything(broadcast, engines, "dead-again")
+
+
+def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(engines):
+    """The other ranks of the stage do not know of the failure: they gather the next bucket, and so must the source."""
+    broadcast = trainer(DEADLINE_S)
+    connect(broadcast, engines, "alone", 0, "hang")
+    with pytest.raises(SyncError):
+        broadcast.send(0)
+    assert broadcast.buckets.gathers == [0, 1]
+    broadcast.disconnect()
+
+
+@pytest.mark.parametrize("backend", [NAME, "gloo"])
+def test_the_driver_ends_a_broadcast_long_before_its_deadline(engines, backend):
+    """As ``WorkerGroup.call_aside`` does: from a second thread, while the first one waits."""
+    broadcast = trainer(FAR_S, backend)
+    connect(broadcast, engines, f"cancelled-{backend}", 1, "hang")
+    broadcast.send(0)
+    aside = threading.Timer(0.5, broadcast.abort)
+    aside.start()
+    started, cpu_before = time.monotonic(), time.thread_time()
+    with pytest.raises(SyncError, match=r"bucket 2 of 3 .*an engine failed meanwhile"):
+        broadcast.send(1)
+    waited_s, computed_s = time.monotonic() - started, time.thread_time() - cpu_before
+    assert 0.4 < waited_s < SOON_S
+    assert computed_s < 0.5 * waited_s, "a caller that waits takes no core"
+    assert backend == "gloo" or NcclLike.made[-1].aborted.is_set()
+    assert_a_second_group_takes_everything(broadcast, engines, f"cancelled-{backend}-again")
+
+
+def test_an_engine_that_never_joins_the_first_broadcast_does_not_hold_the_trainer(engines):
+    """NCCL makes its communicator with the first collective, which then blocks whoever calls it."""
+    broadcast = trainer(DEADLINE_S)
+    connect(broadcast, engines, "first", 0, "hang")
+    with pytest.raises(SyncError, match="bucket 1 of 3"):
+        broadcast.send(0)
+    assert NcclLike.made[-1].connecting.is_set() and NcclLike.made[-1].gloo is None
+    assert_a_second_group_takes_everything(broadcast, engines, "first-again")
+
+
+def test_a_group_that_was_given_up_sends_nothing_more(engines):
+    broadcast = trainer(FAR_S)
+    connect(broadcast, engines, "given-up", 1, "hang")
+    broadcast.abort()
+    with pytest.raises(SyncError, match="bucket 1 of 3"):
+        broadcast.send(0)
+    with pytest.raises(SyncError, match=r"bucket 2 of 3 .*connect again"):
+        broadcast.send(1)
+    broadcast.disconnect()
+
+
+def test_the_watchdog_of_torch_is_left_out_of_this_group_alone(engines, monkeypatch):
+    """It would end the trainer's process when an engine dies; torch reads the variable when a group is made."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    seen = []
+    made_before = NcclLike.__init__
+    monkeypatch.setattr(
+        NcclLike,
+        "__init__",
+        lambda *given: (seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT")), made_before(*given))[1],
+    )
+    broadcast = trainer(FAR_S)
+    connect(broadcast, engines, "watchdog", 0)
+    assert seen == ["1"] and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    broadcast.disconnect()

@@ -1,0 +1,33 @@
+"""How large buckets are, and which weights are in which."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.weights.bucket_plan import REQUESTS, SMALLEST, Travelling, bucket_bytes, deal
+
+GB = 10**9
+LIMIT = 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("total", "limit", "num_engines", "device_bytes", "wanted"),
+    [
+        (8 * GB, LIMIT, 2, 80 * GB, SMALLEST),  # a small model: few requests anyway
+        (706 * GB, LIMIT, 2, 80 * GB, LIMIT),  # the user's bound
+        (706 * GB, 10**12, 2, 141 * GB, 2 * 706 * GB // REQUESTS),  # what makes so many requests
+        (706 * GB, 10**12, 2, 80 * GB, 80 * GB // 18),  # three in a sixth of the GPU
+        (8 * GB, LIMIT, 64, None, 2 * GB),  # many engines
+        (8 * GB, 1000, 2, 80 * GB, 1000),
+    ],
+)
+def test_a_bucket_is_as_large_as_few_requests_need_and_memory_and_the_user_allow(
+    total, limit, num_engines, device_bytes, wanted
+):
+    size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
+    assert size == pytest.approx(wanted, abs=1)
+
+
+def test_weights_are_dealt_in_order_and_no_bucket_is_of_two_stages_or_too_large():
+    weights = [Travelling(stage, size) for stage, size in [(1, 4), (0, 3), (0, 3), (0, 9), (1, 2), (0, 1)]]
+    assert deal(weights, 6) == [[1, 2], [3], [5], [0, 4]]
