@@ -219,10 +219,7 @@ class Actor:
         if problem := parallel.first_problem(self._prepare(Path(folder))):
             raise CheckpointError(f"checkpoint of step {step}: {folder} cannot be made: {problem}")
         self._finish_param_sync()
-        if self._saver is None:
-            self.set_save_buffer(self.settings.save_buffer_bytes)
-        saver = self._saver
-        assert saver is not None
+        saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
         writing = self._writing = saver.start(folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
         if in_background:
             if saver.must_stay:
@@ -233,7 +230,7 @@ class Actor:
         finally:
             self._writing = None
 
-    def set_save_buffer(self, num_bytes: int) -> None:
+    def set_save_buffer(self, num_bytes: int) -> Saver:
         """Saves take ``num_bytes`` of host memory from now on, instead of ``save_buffer_gb``. A collective."""
         self._saver = Saver(
             self.chunks,
@@ -241,6 +238,7 @@ class Actor:
             buffer_bytes=num_bytes,
             residence=Residence(self.memory.resident, self.memory.lock),
         )
+        return self._saver
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Return when the state (or the weights) may change: a save in the background may still be copying it."""
