@@ -40,14 +40,19 @@ def run_ranks(
 ) -> list[Any]:
     """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank. ``before`` is called in
     each process before there is an actor."""
+    port = free_port()
+    places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
+    return in_processes(_rank_main, [(before, function, place, settings, kwargs) for place in places])
+
+
+def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Run ``main(pipe, *each)`` in a process for each; what they send, (True, result), or (False, a traceback)."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port, context = free_port(), _start_context()
+    context = _start_context()
     pipes, processes = [], []
-    for rank in range(world_size):
+    for each in arguments:
         ours, theirs = context.Pipe(duplex=False)
-        place = (rank, world_size, "127.0.0.1", port)
-        arguments = (theirs, before, function, place, settings, kwargs)
-        process = context.Process(target=_rank_main, args=arguments, daemon=True)
+        process = context.Process(target=main, args=(theirs, *each), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpost.actor.settings import ActorSettings
-from tests.contract.actor_ranks import _context, _receive
+from tests.contract.actor_ranks import in_processes
 from tests.ports import free_ports
 
 
@@ -25,23 +25,7 @@ class Conversion:
 def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -> None:
     """All conversions in one world; models, checkpoints and results lie in the folder by the names of the models."""
     ports = free_ports(2 * len(conversions))
-    pipes, processes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = _context.Pipe(duplex=False)
-        arguments = (theirs, conversions, folder, (rank, num_ranks, ports))
-        process = _context.Process(target=_rank_main, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        for rank, pipe in enumerate(pipes):
-            _receive(pipe, rank)
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+    in_processes(_rank_main, [(conversions, folder, (rank, num_ranks, ports)) for rank in range(num_ranks)])
 
 
 def _rank_main(
