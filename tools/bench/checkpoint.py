@@ -169,8 +169,10 @@ class Measured:
         path, _ = self._checkpoints.newest()
         self.seconds["resume, finding"].append(time.monotonic() - begun)
         assert path is not None
-        self._actor.load(path)
+        with PeakMemory() as peak:
+            self._actor.load(path)
         self.seconds["resume, in all"].append(time.monotonic() - begun)
+        self.memory["resume"] = max(peak.num_bytes, self.memory.get("resume", 0))
 
     def _next(self) -> RunState:
         self._step += 1
@@ -242,7 +244,8 @@ def main() -> int:
         f"{options.rounds} interleaved rounds. Through a buffer of {options.buffer_gb:g} GB a save in the background",
         f"held {bounded:.2f} GB more than before it, through one of the whole state {whole:.2f} GB; it took",
         f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training stood still for {100 * share:.1f} %",
-        f"of a save that is waited for (goal: {100 * GOAL:.0f} %). torch {torch.__version__},",
+        f"of a save that is waited for (goal: {100 * GOAL:.0f} %). A resume held",
+        f"{found.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
         f"{where}:",
         "",
         "```bash",
