@@ -120,7 +120,7 @@ CHECKS = (
     ),
     Check(
         "optimizer on the host",
-        "Adam in host memory trains as on the GPU, and its checkpoint resumes (needs TransformerEngine)",
+        "Adam in host memory trains as on the GPU, and its checkpoint resumes",
         ("tests/gpu/test_optimizer_offload.py",),
         900,
     ),
