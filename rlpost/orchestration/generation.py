@@ -31,7 +31,7 @@ from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.draft import write_answer
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
-from rlpost.rollout.generate import GroupWriter, together
+from rlpost.rollout.generate import COUNTED, GroupWriter, together
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
@@ -109,7 +109,8 @@ class Generation:
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
-            of_writer = {} if writer is None else writer.counters()
+            # A replay writes nothing, and its lines have the same names.
+            of_writer = dict.fromkeys(COUNTED, 0.0) if writer is None else writer.counters()
             return {**self._grader.counters(), **prompts.counters(), **of_writer}
 
         writer: GroupWriter | None = None
