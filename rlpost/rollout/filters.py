@@ -6,6 +6,8 @@
     --custom-generate-function-path   (draft: Draft, prompt: Prompt, sampling: SamplingParams), async, -> Sample or
                                       several: writes an answer (``rlpost.rollout.draft``)
 
+Functions with the signatures of slime do as well (``rlpost.compat.slime``).
+
 Comes in: a dotted path, or FILE.py:function. Goes out: the function. Paths that recipes for slime use mean ours.
 """
 
@@ -15,7 +17,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpost.algorithm.plugin import load_function
+from rlpost.algorithm.plugin import blaming, checked_interface, load_function
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.filters import SlimeBufferFilter, SlimeFilter
+from rlpost.compat.slime.signatures import Interface, Kind
 from rlpost.rollout.draft import GenerateFunction
 from rlpost.types import SampleGroup, Unfinished
 
@@ -43,20 +48,45 @@ def pop_first(waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfini
     return waiting[:num_groups]
 
 
-def group_filter(path: str | None) -> GroupFilter:
-    """The filter of --dynamic-sampling-filter-path; without one every group is kept. Raises ConfigError."""
-    return (lambda group: True) if path is None else _load(path, key="rollout.dynamic_sampling_filter_path")
+def group_filter(path: str | None, args: Arguments | None = None) -> GroupFilter:
+    """The filter of --dynamic-sampling-filter-path; without one every group is kept. ``args`` are for a function of
+    slime. Raises ConfigError."""
+    if path is None:
+        return lambda group: True
+    function, found = _load(path, "filter", key="rollout.dynamic_sampling_filter_path")
+    return SlimeFilter(function, _given(args)) if found == "slime" else function
 
 
-def buffer_filter(path: str | None) -> BufferFilter:
+def buffer_filter(path: str | None, args: Arguments | None = None) -> BufferFilter:
     """The filter of --buffer-filter-path; ``pop_first`` without one. Raises ConfigError."""
-    return pop_first if path is None else _load(path, key="rollout.buffer_filter_path")
+    if path is None:
+        return pop_first
+    function, found = _load(path, "buffer filter", key="rollout.buffer_filter_path")
+    return SlimeBufferFilter(function, _given(args)) if found == "slime" else function
 
 
-def generate_function(path: str | None) -> GenerateFunction | None:
-    """The function of --custom-generate-function-path, if there is one. Raises ConfigError."""
-    return None if path is None else _load(path, key="rollout.custom_generate_function_path")
+def generate_function(
+    path: str | None, args: Arguments | None = None, *, evaluation: bool = False
+) -> GenerateFunction | None:
+    """The function of --custom-generate-function-path, if there is one; for held-out prompts with ``evaluation``.
+    Raises ConfigError."""
+    if path is None:
+        return None
+    function, found = _load(path, "generate", key="rollout.custom_generate_function_path")
+    if found != "slime":
+        return function
+    from rlpost.compat.slime.generate import SlimeGenerate  # it needs the tokenizer's library
+
+    return SlimeGenerate(function, _given(args), evaluation=evaluation)
 
 
-def _load(path: str, *, key: str) -> Callable[..., Any]:
-    return load_function(OURS.get(path, path), key=key)
+def _load(path: str, kind: Kind, *, key: str) -> tuple[Callable[..., Any], Interface]:
+    """The function, which raises ConfigError for what is wrong with it, and the interface that it has."""
+    function = load_function(OURS.get(path, path), key=key)
+    found = checked_interface(kind, function, key=key, path=path)
+    return blaming(function, path, key=key), found
+
+
+def _given(args: Arguments | None) -> Arguments:
+    assert args is not None, "a function of slime reads the settings of the run"
+    return args

@@ -34,6 +34,7 @@ FORBIDDEN = {
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.checkpoint": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
+    "rlpost.compat": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
@@ -42,8 +43,12 @@ FORBIDDEN = {
 ALLOWED = {"bootstrap.handoff", "slurm.run_folder"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 6
-# signatures that Megatron-core prescribes
-PRESCRIBED = {("rlpost.actor.attention", "__init__"), ("rlpost.actor.attention", "forward")}
+# signatures that Megatron-core and slime prescribe
+PRESCRIBED = {
+    ("rlpost.actor.attention", "__init__"),
+    ("rlpost.actor.attention", "forward"),
+    ("rlpost.compat.slime.sample", "append_response_tokens"),
+}
 
 
 def module_name(path):

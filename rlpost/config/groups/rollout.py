@@ -58,6 +58,8 @@ class RolloutConfig(Group):
     """module.function or FILE.py:function: a reward of your own, in place of --rm-type (docs/rewards.md)."""
     group_rm: bool = False
     """Call the function of --custom-rm-path once for all answers to a prompt instead of once for each."""
+    reward_key: str | None = None
+    """Which value of a reward that is an object counts, such as score."""
     reward_timeout_s: PositiveNumber = 10.0
     """Longest grading of an answer, or of a group with --group-rm, in seconds; what takes longer scores 0."""
     reward_workers: Positive = 8
