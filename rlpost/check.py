@@ -24,7 +24,7 @@ from rlpost.config.checks.arithmetic import (
     rollout_problems,
 )
 from rlpost.config.checks.container import container_problems
-from rlpost.config.checks.functions import function_problems
+from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.sync import sync_problems
@@ -51,6 +51,7 @@ def check(config: Config) -> None:
         *batch_problems(config),
         *algorithm_problems(config),
         *function_problems(config),
+        *whole_rollout_problems(config),
         *optimizer_problems(config),
         *rollout_problems(config),
         *eval_problems(config),

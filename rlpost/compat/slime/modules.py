@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +26,16 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether slime itself can be imported here. It is not imported for that."""
+    """Whether slime itself can be imported here. It is not imported for that.
+
+    A folder of that name, such as a clone beside the recipe, is a package for Python; it is slime when it has this file.
+    """
     if "slime" in sys.modules:
-        return not isinstance(sys.modules["slime"].__loader__, _Loader)
-    spec = importlib.util.find_spec("slime")
-    return spec is not None and not isinstance(spec.loader, _Loader)
+        places = list(sys.modules["slime"].__path__)
+    else:
+        spec = importlib.util.find_spec("slime")
+        places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return any((Path(place) / "utils/types.py").is_file() for place in places)
 
 
 class _Finder(MetaPathFinder):

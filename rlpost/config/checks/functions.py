@@ -32,6 +32,15 @@ SETTINGS: tuple[tuple[str, str, Kind | None], ...] = (
 OF_A_SET: tuple[tuple[str, Kind], ...] = (("custom_rm_path", "reward"), ("custom_generate_function_path", "generate"))
 """Those that an evaluation set may have of its own."""
 SLIME = "slime"
+_SYNCHRONOUS = "slime.rollout.sglang_rollout.generate_rollout"
+_FULLY_ASYNC = ("--rollout-mode", "fully_async")
+WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
+    _SYNCHRONOUS: None,
+    "slime.rollout.sft_rollout.generate_rollout": ("--loss-type", "sft_loss"),
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async": _FULLY_ASYNC,
+    "fully_async_rollout.generate_rollout_fully_async": _FULLY_ASYNC,
+}
+"""slime's own rollout functions, and the setting that is the same here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,29 @@ def function_problems(config: Config) -> list[str]:
             problems = [f"not valid Python: {error}"]
         lines += [f"{named.setting} = {named.path}: {each}" for each in problems]
     return lines
+
+
+def whole_rollout_problems(config: Config) -> list[str]:
+    """One line for each function that would replace the whole rollout or evaluation.
+
+    Only the rollout of this project accounts for every prompt, and keeps what a preemption cuts off.
+    """
+    given = {"--loss-type": config.grpo.loss_type, "--rollout-mode": config.rollout.rollout_mode}
+    found = []
+    for flag, path in (
+        ("--rollout-function-path", config.rollout.rollout_function_path),
+        ("--eval-function-path", config.eval.eval_function_path),
+    ):
+        if path is not None and path not in WHOLE_ROLLOUTS:
+            found.append(
+                f"{flag} {path}: a whole rollout is not replaced here{suggestion(path, WHOLE_ROLLOUTS)}; use "
+                "--custom-generate-function-path for how an answer is written, --custom-rm-path for its reward, "
+                "--dynamic-sampling-filter-path for which groups are trained; an --eval-config has them for each set"
+            )
+        needed = WHOLE_ROLLOUTS.get(path or "")
+        if needed is not None and flag == "--rollout-function-path" and given[needed[0]] != needed[1]:
+            found.append(f"{flag} {path} is {' '.join(needed)} here, and {needed[0]} is {given[needed[0]]}; add it")
+    return found
 
 
 def _kind(kind: Kind | None, config: Config) -> Kind | None:
@@ -129,7 +161,7 @@ def _always(node: ast.AST) -> Iterator[ast.AST]:
 
 def _may_lack_slime(config: Config) -> bool:
     """Whether slime is not installed where the run will be: here, unless there is an image, which may have it."""
-    return config.cluster.container == "none" and _source(SLIME) is None
+    return config.cluster.container == "none" and _source(f"{SLIME}.utils.types") is None
 
 
 def _source(module: str) -> Path | None:
