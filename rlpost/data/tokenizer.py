@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,8 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-@cache
 def hf_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face folder, once a process. Code that lies in the folder is never run."""
+    """The tokenizer of a Hugging Face folder. Code that lies in the folder is never run."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -268,7 +269,12 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """The tokenizer of a Hugging Face folder, loaded once a process; code that lies in the folder is never run."""
     del kwargs
-    return hf_tokenizer(name_or_path)
+    return _tokenizer(str(name_or_path))
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    return hf_tokenizer(path)
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ def install() -> None:
 def is_installed() -> bool:
     """Whether slime itself can be imported here. It is not imported for that.
 
-    A folder of that name, such as a clone beside the recipe, is a package for Python; it is slime when it has this file.
+    A folder of that name, such as a clone beside the recipe, is a package for Python; slime has this file in it.
     """
     if "slime" in sys.modules:
         places = list(sys.modules["slime"].__path__)

@@ -16,15 +16,15 @@ from inspect import Parameter, Signature
 from typing import Literal
 
 Interface = Literal["rlpost", "slime"]
-Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate"]
+Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate", "advantage", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The positional arguments of a function, by interface."""
+    """The positional arguments of a function, by interface; slime's only where its functions can run here."""
 
     ours: tuple[str, ...]
-    slimes: tuple[str, ...]
+    slimes: tuple[str, ...] | None = None
 
 
 FORMS: dict[Kind, Forms] = {
@@ -33,6 +33,8 @@ FORMS: dict[Kind, Forms] = {
     "reward": Forms(("prompt", "sample"), ("args", "sample")),
     "group reward": Forms(("prompt", "samples"), ("args", "samples")),
     "generate": Forms(("draft", "prompt", "sampling"), ("args", "sample", "sampling_params")),
+    "advantage": Forms(("groups", "penalties")),
+    "loss": Forms(("tokens", "settings")),
 }
 EVALUATION = "evaluation"
 """A generate function with this argument is told whether it answers held-out prompts."""
@@ -42,11 +44,10 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def interface(kind: Kind, signature: Signature) -> Interface | None:
     """The interface that ``signature`` has; None when it is neither."""
     forms = FORMS[kind]
-    if _begins_with_args(signature):
-        return "slime" if _takes(signature, len(forms.slimes)) else None
-    if _takes(signature, len(forms.ours)):
+    is_slimes = forms.slimes is not None and _takes(signature, len(forms.slimes))
+    if _takes(signature, len(forms.ours)) and not _begins_with_args(signature):
         return "rlpost"
-    return "slime" if _takes(signature, len(forms.slimes)) else None
+    return "slime" if is_slimes else None
 
 
 def problem(kind: Kind, name: str, signature: Signature) -> str | None:
@@ -61,9 +62,11 @@ def problem(kind: Kind, name: str, signature: Signature) -> str | None:
 
 def needed(kind: Kind) -> str:
     """The signatures of a kind, in words."""
-    ours, slimes = (", ".join(names) for names in (FORMS[kind].ours, FORMS[kind].slimes))
-    more = ", evaluation=False" if kind == "generate" else ""
-    return f"needed is ({ours}), or slime's ({slimes}{more}, **kwargs)"
+    ours, slimes = FORMS[kind].ours, FORMS[kind].slimes
+    if slimes is None:
+        return f"needed is ({', '.join(ours)})"
+    more = ("evaluation=False",) if kind == "generate" else ()
+    return f"needed is ({', '.join(ours)}), or slime's ({', '.join((*slimes, *more, '**kwargs'))})"
 
 
 def is_told_of_evaluation(signature: Signature) -> bool:

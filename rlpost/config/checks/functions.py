@@ -20,15 +20,15 @@ from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
-SETTINGS: tuple[tuple[str, str, Kind | None], ...] = (
-    ("grpo", "custom_loss_function_path", None),
-    ("grpo", "custom_advantage_function_path", None),
+SETTINGS: tuple[tuple[str, str, Kind], ...] = (
+    ("grpo", "custom_loss_function_path", "loss"),
+    ("grpo", "custom_advantage_function_path", "advantage"),
     ("rollout", "custom_rm_path", "reward"),
     ("rollout", "custom_generate_function_path", "generate"),
     ("rollout", "dynamic_sampling_filter_path", "filter"),
     ("rollout", "buffer_filter_path", "buffer filter"),
 )
-"""Table, key, and what the function is for, where signatures of slime do as well as ours."""
+"""Table, key, and what the function is for."""
 OF_A_SET: tuple[tuple[str, Kind], ...] = (("custom_rm_path", "reward"), ("custom_generate_function_path", "generate"))
 """Those that an evaluation set may have of its own."""
 SLIME = "slime"
@@ -49,7 +49,7 @@ class _Named:
 
     setting: str
     path: str
-    kind: Kind | None
+    kind: Kind
 
 
 def function_problems(config: Config) -> list[str]:
@@ -97,7 +97,7 @@ def whole_rollout_problems(config: Config) -> list[str]:
     return found
 
 
-def _kind(kind: Kind | None, config: Config) -> Kind | None:
+def _kind(kind: Kind, config: Config) -> Kind:
     return "group reward" if kind == "reward" and config.rollout.group_rm else kind
 
 
@@ -118,11 +118,11 @@ def _problems(named: _Named, config: Config) -> list[str]:
     return []
 
 
-def _problems_of(tree: ast.Module, name: str, kind: Kind | None, config: Config) -> list[str]:
+def _problems_of(tree: ast.Module, name: str, kind: Kind, config: Config) -> list[str]:
     """What is wrong with a function of a file, and what the file imports of slime that is not here."""
     missing = _missing_imports(tree) if _may_lack_slime(config) else []
     function = _function(tree, name)
-    why = None if kind is None or function is None else problem(kind, name, signature_of(function))
+    why = None if function is None else problem(kind, name, signature_of(function))
     return [*missing, *([why] if why else [])]
 
 

@@ -45,7 +45,7 @@ class Bytes:
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "hf_tokenizer", lambda path: Bytes())
+    monkeypatch.setattr(engines, "_tokenizer", lambda path: Bytes())
     monkeypatch.setattr(engines.SingletonMeta, "_made", {})
 
 
@@ -258,7 +258,7 @@ def test_a_reward_that_asks_for_what_is_not_here_ends_the_run_at_once(name: str,
 def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer may cause one; if all do, starting again cannot help."""
     monkeypatch.setattr(grading, "MAX_FAILURES_IN_A_ROW", 4)
-    with pytest.raises(ConfigError, match="last 4 gradings failed.*TypeError"):
+    with pytest.raises(ConfigError, match=r"last 4 gradings failed.*TypeError"):
         graded("adds_up_wrongly", *(answer("a", index=index) for index in range(2)))
 
 
@@ -332,7 +332,7 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
     assert (args.mine, getattr(args, "unheard_of", "none")) == (1, "none")
     with pytest.raises(ConfigError, match="a function cannot change a setting; start with --rollout-batch-size"):
         args.rollout_batch_size = 5
-    with pytest.raises(AttributeError, match="args.sglang_router_ip: only generate functions reach the engines"):
+    with pytest.raises(AttributeError, match=r"args\.sglang_router_ip: only generate functions reach the engines"):
         _ = args.sglang_router_ip
     args.connected("http://10.0.0.1:3000", KEY)
     assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.1", 3000)

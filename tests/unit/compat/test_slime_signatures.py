@@ -40,6 +40,11 @@ CASES: list[tuple[Kind, str, str | None]] = [
     ("generate", "(args, sample, sampling_params, *, evaluation)", "slime"),
     ("generate", "(args, sample)", None),
     ("generate", "(draft, prompt)", None),
+    ("loss", "(tokens, settings)", "rlpost"),
+    ("loss", "(args, batch, logits, sum_of_sample_mean)", None),
+    ("loss", "(args, batch)", None),
+    ("advantage", "(groups, penalties)", "rlpost"),
+    ("advantage", "(groups)", None),
 ]
 
 
@@ -55,7 +60,9 @@ def test_an_interface_is_told_by_its_signature(kind: Kind, signature: str, found
     why = problem(kind, "function", loaded)
     assert (why is None) == (found is not None)
     if why is not None:
-        assert f"needed is ({', '.join(FORMS[kind].ours)}), or slime's ({', '.join(FORMS[kind].slimes)}" in why
+        slimes = FORMS[kind].slimes
+        assert f"needed is ({', '.join(FORMS[kind].ours)})" in why
+        assert (slimes is None) or f", or slime's ({', '.join(slimes)}" in why
 
 
 def config(container: str = "none", **rollout: object) -> Config:
@@ -65,11 +72,27 @@ def config(container: str = "none", **rollout: object) -> Config:
 @pytest.mark.parametrize(
     ("key", "code", "said"),
     [
-        ("dynamic_sampling_filter_path", "def f(samples, args, step): ...", "f(samples, args, step) cannot be called; need"),
-        ("buffer_filter_path", "def f(buffer): ...", "needed is (waiting, num_groups), or slime's (args, rollout_id, buf"),
+        (
+            "dynamic_sampling_filter_path",
+            "def f(samples, args, step): ...",
+            "f(samples, args, step) cannot be called; need",
+        ),
+        (
+            "buffer_filter_path",
+            "def f(buffer): ...",
+            "needed is (waiting, num_groups), or slime's (args, rollout_id, buf",
+        ),
         ("custom_rm_path", "async def f(sample): ...", "f(sample) cannot be called; needed is (prompt, sample), or"),
-        ("custom_rm_path", "def f(args, samples, **kwargs): ...", "takes the answers to a prompt at once; add --group-rm"),
-        ("custom_generate_function_path", "async def f(args, sample): ...", "(args, sample, sampling_params, evaluation=F"),
+        (
+            "custom_rm_path",
+            "def f(args, samples, **kwargs): ...",
+            "takes the answers to a prompt at once; add --group-rm",
+        ),
+        (
+            "custom_generate_function_path",
+            "async def f(args, sample): ...",
+            "(args, sample, sampling_params, evaluation=F",
+        ),
         (
             "custom_rm_path",
             "from slime.agent.sandbox import E2BSandbox\ndef f(args, sample): ...",
@@ -173,7 +196,7 @@ def test_an_installed_slime_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert modules.is_installed()
     found = modules.sample_class()
     assert found.__module__ == "slime.utils.types" and Path(inspect.getfile(found)).parent == package
-    with pytest.raises(ModuleNotFoundError, match="No module named 'slime.rollout'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'slime\.rollout'"):
         __import__("slime.rollout.sglang_rollout")
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
         assert isinstance(sys.modules.pop(name), ModuleType)
