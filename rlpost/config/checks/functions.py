@@ -139,7 +139,7 @@ def _missing_imports(tree: ast.Module) -> list[str]:
     found = []
     for node in _always(tree):
         if isinstance(node, ast.Import):
-            wanted = [(alias.name, None) for alias in node.names]
+            wanted: list[tuple[str, str | None]] = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             wanted = [(node.module, alias.name) for alias in node.names]
         else:
