@@ -50,7 +50,9 @@ def blamed_on(path: str, *, key: str) -> Iterator[None]:
     try:
         yield
     except WRONG_CODE as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == path.rpartition(":")[0]]
+        last = (own or frames)[-1]
         raise ConfigError(
             f"{key} = {path}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); mend the function"
         ) from error

@@ -123,6 +123,12 @@ def wants_a_setting(args, sample):
     return args.rolout_batch_size
 
 
+def lacks_a_package(args, sample):
+    import nowhere_at_all
+
+    return nowhere_at_all.score(sample.response)
+
+
 def adds_up_wrongly(args, sample):
     return sample.response + 1
 

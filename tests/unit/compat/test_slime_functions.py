@@ -247,6 +247,7 @@ def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
     [
         ("wants_images", "sample.multimodal_inputs: rlpost trains on text alone"),
         ("wants_a_setting", "args.rolout_batch_size: this run has no such setting; did you mean 'rollout_batch_size'"),
+        ("lacks_a_package", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("nonzero_std", "add --group-rm, or needed is"),
     ],
 )
