@@ -1,8 +1,8 @@
 """Functions of the user's own, named in the settings.
 
 In: ``module.function``, or ``FILE.py:function``. Out: the function. A file is loaded under a name made from its path,
-once a process, and needs no package around it. What is wrong with the function itself (a TypeError, a missing import)
-is an error of the settings: starting again cannot help.
+once a process, needs no package around it, and may import what lies beside it. What is wrong with the function itself
+(a TypeError, a missing import) is an error of the settings: starting again cannot help.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def _from_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{file} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # behind all else: what lies beside it can be imported
     try:
         spec.loader.exec_module(module)
     except BaseException:

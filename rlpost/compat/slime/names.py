@@ -1,7 +1,7 @@
 """The modules and names of slime that plug-ins may import here, and what each of them is. Pure data.
 
 Where slime is not installed these names exist all the same (``rlpost.compat.slime.modules``). What is not in the
-table is refused with the table.
+table is refused with the page that has it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     f"{_RM}.math_utils": {"extract_answer": _HERE + "rewards.extract_answer"},
 }
 """Module -> name -> the object that it is here, as a dotted path."""
+REMEDY = "write what is needed of it into the plug-in (docs/extending.md lists what there is)"
 
 
 def packages() -> set[str]:
@@ -51,15 +52,9 @@ def packages() -> set[str]:
 def lacking(module: str, name: str | None = None) -> str | None:
     """Why ``module``, or ``name`` in it, cannot be imported here; None when it can be."""
     if module not in PROVIDED and module not in packages():
-        return f"rlpost has no {module}{suggestion(module, PROVIDED)}; {remedy()}"
+        return f"rlpost has no {module}{suggestion(module, PROVIDED)}; {REMEDY}"
     known = PROVIDED.get(module, {})
     if name is None or name in known or f"{module}.{name}" in {*packages(), *PROVIDED}:
         return None
-    if known:
-        return f"rlpost's {module} has no {name}{suggestion(name, known)}; it has {', '.join(known)}"
-    return f"rlpost's {module} has no {name}; {remedy()}"
-
-
-def remedy() -> str:
-    """What a plug-in may import instead."""
-    return f"it has {', '.join(PROVIDED)}; write the rest into the plug-in"
+    has = f"it has {', '.join(known)}" if known else REMEDY
+    return f"rlpost's {module} has no {name}{suggestion(name, known)}; {has}"

@@ -136,7 +136,7 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctio
 
 def _missing_imports(tree: ast.Module) -> list[str]:
     """Names of slime that a file imports and rlpost does not have; not those that it may do without."""
-    found = []
+    found: dict[str, str] = {}
     for node in _always(tree):
         if isinstance(node, ast.Import):
             wanted: list[tuple[str, str | None]] = [(alias.name, None) for alias in node.names]
@@ -144,10 +144,11 @@ def _missing_imports(tree: ast.Module) -> list[str]:
             wanted = [(node.module, alias.name) for alias in node.names]
         else:
             continue
-        own = [(module, name) for module, name in wanted if module.partition(".")[0] == SLIME]
-        whys = (lacking(module, None if name == "*" else name) for module, name in own)
-        found += [f"line {node.lineno}: {why}" for why in whys if why]
-    return found
+        for module, name in wanted:
+            why = lacking(module, None if name == "*" else name) if module.partition(".")[0] == SLIME else None
+            if why is not None and why not in found.values():
+                found[f"line {node.lineno}, {module}.{name}"] = why
+    return [f"{where.partition(',')[0]}: {why}" for where, why in found.items()]
 
 
 def _always(node: ast.AST) -> Iterator[ast.AST]:

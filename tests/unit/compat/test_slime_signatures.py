@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from rlpost.algorithm.plugin import load_function
 from rlpost.compat.slime import modules, names
 from rlpost.compat.slime.signatures import FORMS, Kind, interface, problem, signature_of
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
@@ -96,7 +97,7 @@ def config(container: str = "none", **rollout: object) -> Config:
         (
             "custom_rm_path",
             "from slime.agent.sandbox import E2BSandbox\ndef f(args, sample): ...",
-            "line 1: rlpost has no slime.agent.sandbox; it has slime.utils.types, ",
+            "line 1: rlpost has no slime.agent.sandbox; write what is needed of it into the plug-in (docs/extending.md",
         ),
         (
             "custom_rm_path",
@@ -173,6 +174,18 @@ def test_every_name_that_plugins_may_import_is_there() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "rlpost has no slime.agent" in done.stdout
+
+
+def test_the_page_lists_the_names_that_there_are() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    rows = [f"| `{module}` | {', '.join(f'`{name}`' for name in known)} |" for module, known in names.PROVIDED.items()]
+    assert "\n".join(rows) in page
+
+
+def test_a_plugin_may_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_a_plugin.py").write_text("SCORE = 3.0\n")
+    (tmp_path / "mine.py").write_text("from beside_a_plugin import SCORE\ndef f(args, sample): return SCORE\n")
+    assert load_function(f"{tmp_path}/mine.py:f", key="key")(None, None) == 3.0
 
 
 def test_a_clone_beside_the_recipe_is_no_installed_slime(tmp_path: Path) -> None:
