@@ -104,7 +104,9 @@ def trained(sample: Any, engines: Engines) -> Answer:
     mask = [0] * length if sample.remove_sample else mask
     if len(mask) != length:
         raise ConfigError(f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one each")
-    found = _found(response, engines.written)
+    num_versions = len({version for answer in engines.written for version, _ in answer.version_spans})
+    is_told = num_versions == 1 and sample.rollout_log_probs is not None  # then nothing has to be looked for
+    found = [None] * length if is_told else _found(response, engines.written)
     versions = _versions(found, sample, engines, what)
     return Answer(
         prompt_id=engines.prompt.prompt_id,
@@ -144,13 +146,15 @@ def _found(response: Sequence[int], written: Sequence[Written]) -> list[tuple[fl
 
 
 def _place(response: Sequence[int], head: Sequence[int], start: int) -> int | None:
-    places = range(start, len(response) - len(head) + 1)
-    return next((at for at in places if tuple(response[at : at + len(head)]) == tuple(head)), None)
+    for at in range(start, len(response) - len(head) + 1):
+        if response[at] == head[0] and tuple(response[at : at + len(head)]) == tuple(head):
+            return at
+    return None
 
 
 def _versions(found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str) -> list[int]:
-    """The policy version of each token. A tool's have that of the token before; one whose engine is not known has the
-    oldest of all: the bound on staleness holds for it too."""
+    """The policy version of each token. Where no engine is known to have written one, as for a tool's, it is that of the
+    token before; of the first tokens the oldest of all. So none seems newer than it is."""
     named = [str(version) for version in sample.weight_versions]
     known = [version for answer in engines.written for version, _ in answer.version_spans]
     known = known or [int(version) for version in named if version.isdecimal()]

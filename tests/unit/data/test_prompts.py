@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.compat.slime.sample import label_of
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.data.settings import check_prompts, longest_prompt
 from rlpost.errors import ConfigError, DataError
