@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bootstrap.examination import NobodyCame, examine_all, meeting_folder
@@ -33,7 +33,9 @@ def examine(host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path
     ray_folder = Path(temp_dir(read_facts({}, host))).parent
     facts = read_host(folder, ray_folder, host, os.environ, needed_paths)
     if facts.canary is not None:
-        shutil.rmtree(folder / CANARY_DIR, ignore_errors=True)
+        with suppress(OSError):
+            (folder / CANARY_DIR / facts.canary).unlink()
+            (folder / CANARY_DIR).rmdir()  # stays when it holds anything else: a run may have that name
     return Preflight.of({host: check_host(facts, wanted)})
 
 

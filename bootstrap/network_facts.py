@@ -103,7 +103,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """One host; ``num_gpus`` is None where nobody counted, ``gpus`` lists only those whose place is known."""
+    """One host; ``num_gpus`` is None where nobody counted, ``gpus`` lists only those whose place is known.
+
+    ``interfaces_complete``: an interface that is not listed is not in the host's, or container's, network namespace.
+    """
 
     interfaces: tuple[Interface, ...]
     rdma_ports: tuple[RdmaPort, ...] = ()
@@ -114,6 +117,7 @@ class NetworkFacts:
     example_peer: str | None = None
     num_gpus: int | None = None
     gpus: tuple[Gpu, ...] = ()
+    interfaces_complete: bool = False
 
     def interface(self, name: str | None) -> Interface | None:
         """The interface of that name."""
@@ -249,6 +253,7 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
         slurm_subnet=_legible(peers, "slurm_subnet"),
         example_peer=_legible(peers, "example_peer"),
         num_gpus=_count(gpus, "count"),
+        interfaces_complete=document.get("interfaces_complete") is True,
         gpus=tuple(Gpu(row.get("numa"), tuple(row.get("pci_path") or ())) for row in gpus.get("devices") or ()),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.choice import Narrowing
+from bootstrap.network_elsewhere import drop_elsewhere
 from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
@@ -23,7 +24,6 @@ _NUM_TCPX_DATA_NICS = 4
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
 _TCPX_REMARK = re.compile(r"tcpxo?\b|fastrak", re.IGNORECASE)
-
 # Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
 # rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
 _NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
@@ -133,6 +133,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
     ports.keep(lambda port: port.state != "DOWN", "port is down")
     ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
     ports.keep(lambda port: not _is_accelerated_networking(facts, port), "Hyper-V's accelerated networking, not RDMA")
+    drop_elsewhere(facts, ports, choice.warnings, link_layer)
     _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
     _keep_one_link_layer(facts, ports)
@@ -194,7 +195,6 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     """Not the port of the default route, unless it is the best there is or the GPUs need it for each to have one."""
-
     way_out = facts.below(facts.default_route)
     # A cluster may have IPoIB and nothing else to route over; its rails are no less rails for that.
     front = [port for port in ports.left if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlpost.actor.description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.checkpoint.commit import foreign
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.arithmetic import (
     batch_problems,
@@ -35,6 +36,7 @@ from rlpost.config.tree import Config
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError
+from rlpost.export_folder import export_problems
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
@@ -42,8 +44,11 @@ from rlpost.weights.files import file_problems
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError with one line for each problem, or return."""
+def check(config: Config, *, run: Path | None = None) -> None:
+    """Raise ConfigError with one line for each problem, or return.
+
+    Args: ``run`` is the folder of the run, None for one that is still to be made.
+    """
     if unset := variable_problems(config):
         raise ConfigError("\n".join(unset))
     problems = [
@@ -60,6 +65,8 @@ def check(config: Config) -> None:
         *observe_problems(config),
         *_model_folder_problems(config),
         *_reference_problems(config),
+        *_save_problems(config),
+        *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *container_problems(config),
@@ -136,6 +143,24 @@ def _reference_problems(config: Config) -> list[str]:
     return [
         f"checkpoint.ref_load (--ref-load) = {folder}: holds neither a torch_dist checkpoint (make one with "
         "tools/convert_hf_to_torch_dist.py) nor *.safetensors"
+    ]
+
+
+def _save_problems(config: Config) -> list[str]:
+    """Checkpoints of another trainer in --save: a step of the same number could not be committed."""
+    folder = config.checkpoint.save
+    if folder is None:
+        return []
+    key = f"checkpoint.save (--save) = {folder}"
+    try:
+        theirs = foreign(Path(folder))
+    except RlpostError as error:
+        return [f"{key}: {error}"]
+    if not theirs:
+        return []
+    return [
+        f"{key}: {theirs[0].name} in it is a checkpoint that no run of this program saved, and the name of one that "
+        "this run may save; give another folder (another trainer's weights go into --ref-load)"
     ]
 
 

@@ -5,6 +5,7 @@
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
       RolloutError                 generation failed
         EngineDied                 an inference engine ended by itself, or hangs
+      GradingLost                  an answer could not be graded, which says nothing of the answer
       TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
       SyncError                    an engine did not take the weights it was sent
@@ -48,6 +49,14 @@ class RolloutError(RlpostError):
 
 class EngineDied(RolloutError):
     """An inference engine ended by itself, or does not answer in time."""
+
+
+class GradingLost(RlpostError):
+    """An answer could not be graded for a reason that lies outside it: a server is down, a sandbox is gone.
+
+    A reward function or an answer function of the user's may raise it: the answer is then left out of its group instead
+    of scoring 0, or of ending the run.
+    """
 
 
 class TrainingError(RlpostError):

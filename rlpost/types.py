@@ -83,7 +83,10 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All siblings of one prompt, in order of their index."""
+    """The siblings of one prompt that have a reward, in order of their index.
+
+    An index is missing where the grading of that answer was lost; without any sample the prompt was given up.
+    """
 
     prompt_id: int
     samples: tuple[ScoredSample, ...]
@@ -150,7 +153,9 @@ class TrainSample:
     """A sequence to train on: prompt and response with one advantage for the whole response, or one a token of it.
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
-    ``response_length`` entries.
+    ``response_length`` entries. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is what it adds
+    to the samples that the batch is averaged over: of several samples that are one answer together, the weights add up
+    to 1 and the first alone counts.
     """
 
     token_ids: tuple[int, ...]
@@ -158,6 +163,8 @@ class TrainSample:
     loss_mask: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     advantage: float | tuple[float, ...]
+    weight: float = 1.0
+    count: int = 1
 
     @property
     def response_length(self) -> int:

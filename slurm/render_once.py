@@ -15,23 +15,26 @@ def render_conversion(spec: JobSpec, save: str) -> str:
     """The script that fills ``save`` with tools/convert_hf_to_torch_dist.py; a leading variable is left to the shell.
 
     One torchrun a node, a process for each GPU. The folder gets its name when all is written; where it is there
-    already the job ends at once.
+    already the job ends at once. Until then it has the job's number in its name: nothing else is removed, be it what
+    another conversion writes just now.
     """
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
 {_begin(spec)}\
 save={shell_word(save)}
-[ -e "$save" ] && log "$save is there; remove it to convert anew" && exit 0
-rm -rf -- "$save.converting"
+[ -e "$save" ] && log "$save is there; remove it to convert again" && exit 0
+writing=$save.converting-$SLURM_JOB_ID
+rm -rf -- "$writing"  # of this job before it was requeued
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}
 
 {_srun(spec)}bash "$RLPOST_HOME/slurm/torchrun.sh" "$python" {spec.num_gpus_per_node} "$address" "$port" \\
   "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
-  --save "$save.converting" "$@"
+  --save "$writing" "$@"
 code=$?
 {_removal(spec)}\
-[ "$code" -eq 0 ] && mv -T -- "$save.converting" "$save" && log "$save is written" && exit 0
+[ "$code" -eq 0 ] && mv -T -- "$writing" "$save" && log "$save is written" && exit 0
+rm -rf -- "$writing"
 log "not converted (exit $code); the end of $run_folder/*.log:"
 tail -n 5 "$run_folder"/*.log
 exit 1

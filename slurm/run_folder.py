@@ -106,6 +106,11 @@ def create_run_folder(root: Path, run_json: str, *, resume: bool = False) -> Run
         raise RunFolderError(f"run folder {folder.root} is a file; choose another name with --run-folder")
     if not resume and folder.root.exists():
         _refuse_another_run(folder, run_json)
+    if folder.code.exists() and not folder.run_json.exists():  # the snapshot would replace it
+        raise RunFolderError(
+            f"run folder {folder.root} holds code and no run.json, so no run is known to have made it; move code away "
+            "or choose another --run-folder"
+        )
     folder.root.mkdir(parents=True, exist_ok=True)
     folder.root.chmod(0o700)  # mkdir's mode is subject to the umask, and the folder may be older
     for path in (folder.attempts, folder.checkpoints, folder.report, folder.submitit):
@@ -121,7 +126,7 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
         if any(folder.root.iterdir()):
             raise RunFolderError(
                 f"run folder {folder.root} is not empty and holds no run.json; choose another with --run-folder, "
-                "or --resume to go on with what is there"
+                "or --resume to resume a run whose run.json is lost"
             ) from None
         return
     except ValueError as error:

@@ -29,6 +29,12 @@ def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return every[NUM_HELDOUT:], every[:NUM_HELDOUT]
 
 
+def holds_only(path: Path, lines: list[dict[str, str]]) -> bool:
+    """Whether a file is missing or has none but these lines: those of another seed are the same in another order."""
+    known = {json.dumps(line) for line in lines}
+    return not path.exists() or set(path.read_text().splitlines()) <= known
+
+
 def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
     """Replace ``path`` as a whole; False when it already holds these lines."""
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -50,6 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     train, heldout = problems(arguments.seed)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        if not holds_only(arguments.out / name, [*train, *heldout]):
+            sys.exit(
+                f"--out {arguments.out}: {name} is there with other lines than these problems; name another folder"
+            )
     for name, lines in (("train.jsonl", train), ("heldout.jsonl", heldout)):
         written = write_lines(arguments.out / name, lines)
         print(f"{arguments.out / name}: {len(lines)} problems{'' if written else ', already there'}")

@@ -224,7 +224,9 @@ def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
 
 def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
     """Move the files of ``built`` into ``out``, the marker last: a reader who waits for it never sees a half."""
-    (out / COMPLETE).unlink(missing_ok=True)
+    unfinished = built / COMPLETE
+    unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")  # ours, should we be killed now
+    os.replace(unfinished, out / COMPLETE)
     said["files"] = sorted(path.name for path in built.iterdir())
     for name in said["files"]:
         os.replace(built / name, out / name)
@@ -239,6 +241,12 @@ def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float
         print(f"{out}: already there")
         return
     out.mkdir(parents=True, exist_ok=True)
+    theirs = sorted(path.name for path in out.iterdir() if path.name == "config.json" or path.suffix == ".safetensors")
+    if theirs and not (out / COMPLETE).exists():
+        sys.exit(
+            f"--out {out}: holds {theirs[0]} and no {COMPLETE}, so it is a model that was not made here; "
+            "name another folder"
+        )
     print(f"{out}: making a tiny model", flush=True)
     built = out / f".building.{os.getpid()}"
     shutil.rmtree(built, ignore_errors=True)

@@ -37,6 +37,7 @@ class PackedMicroBatch:
     targets: torch.Tensor  # [R] int64, the response tokens
     sample_index: torch.Tensor  # [R] int64, in 0..N-1
     sample_lengths: torch.Tensor  # [R] int64, loss-masked tokens of the token's sample
+    sample_weights: torch.Tensor  # [R] float32, of the token's sample among those that are one answer together
     loss_mask: torch.Tensor  # [R] float32, 0 or 1
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32
@@ -110,6 +111,7 @@ def pack(micro_batch: MicroBatch, cut: Cut = Cut()) -> PackedMicroBatch:
         targets=of_response(chain(s.token_ids[s.prompt_length :] for s in micro_batch), torch.int64),
         sample_index=of_sample(range(len(micro_batch)), torch.int64),
         sample_lengths=of_sample((sum(s.loss_mask) for s in micro_batch), torch.int64),
+        sample_weights=of_sample((s.weight for s in micro_batch), torch.float32),
         loss_mask=of_response(chain(s.loss_mask for s in micro_batch), torch.float32),
         advantages=of_response(chain(s.advantages for s in micro_batch), torch.float32),
         rollout_logprobs=of_response(chain(s.rollout_logprobs for s in micro_batch), torch.float32),

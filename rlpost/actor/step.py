@@ -87,6 +87,8 @@ class MicroBatchLoss:
             num_tokens=self.num_tokens,
             per_token=self.settings.calculate_per_token_loss,
         )
+        if not self.settings.calculate_per_token_loss:  # there every token counts as much as any other
+            weight_R = weight_R * packed.sample_weights
         loss = (loss_R * weight_R).sum()
         stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats

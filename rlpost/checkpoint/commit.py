@@ -82,7 +82,8 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
     """Make what lies in ``writing``, a folder from ``begin``, the checkpoint of its step. Returns its final path.
 
     All writers must have finished. ``check`` is called just before the rename and may raise. Raises CheckpointError for
-    an empty folder, OSError when the storage fails; then the checkpoint before is the newest.
+    an empty folder, or where another program's checkpoint has the name; OSError when the storage fails; then the
+    checkpoint before is the newest.
     """
     in_lane = writing.parent.name.startswith(WRITING)
     folder, name = writing.parents[1 if in_lane else 0], writing.name.removeprefix(WRITING)
@@ -94,8 +95,13 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
             if replaced.exists():
                 _delete(replaced)
             os.rename(final, replaced)
-        else:
+        elif _is_ours(final):
             _delete(final)
+        else:
+            raise CheckpointError(
+                f"{final} is there and no save of this program wrote it (Megatron names checkpoints so, too); move it "
+                "away or give another --save"
+            )
     os.rename(writing, final)
     _sync_folder(folder)
     write_durably(final / COMMITTED, _digest(manifest) + "\n")
@@ -191,7 +197,7 @@ def prune(
         return ()
     oldest = step_of(kept[-1])
     old = [path for path in _candidates(folder) if path not in kept and step_of(path) <= oldest]
-    old = [path for path in old if (path / MANIFEST).exists() or (path / COMMITTED).exists()]
+    old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
         whole = (path for path in old if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None)
         archive = {step_of(path): path for path in reversed(list(whole))}  # of one step the one in place
@@ -201,6 +207,19 @@ def prune(
     for path in old + leftovers:
         _delete(path)
     return tuple(old + leftovers)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a save of this program wrote a folder: each has its manifest before it gets its name."""
+    return (path / MANIFEST).exists() or (path / COMMITTED).exists()
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Folders with names of checkpoints that no save of this program wrote: nothing resumes from them or removes them.
+
+    Raises CheckpointError when the folder cannot be listed.
+    """
+    return [path for path in _candidates(folder) if not _is_ours(path)]
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlpost.actor.description import read_description
@@ -83,14 +84,16 @@ def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
     """--hf-checkpoint X --save Y: the weights of X as a torch_dist checkpoint in Y."""
     made = command_line.parser("convert_hf_to_torch_dist.py", "Hugging Face weights to Megatron's torch_dist.")
 
-    def convert(namespace: argparse.Namespace, config: Config, converter: Any) -> str:
+    def target(namespace: argparse.Namespace, config: Config) -> str:
         if config.checkpoint.save is None:
             raise ConfigError("checkpoint.save (--save) is not set: give the folder to write")
-        converter.from_hugging_face(config.checkpoint.hf_checkpoint)
-        converter.to_torch_dist(config.checkpoint.save)
-        return config.checkpoint.save
+        return _unused("--save", config.checkpoint.save)
 
-    return _main(made, arguments, convert)
+    def convert(namespace: argparse.Namespace, config: Config, converter: Any, target: str) -> None:
+        converter.from_hugging_face(config.checkpoint.hf_checkpoint)
+        converter.to_torch_dist(target)
+
+    return _main(made, arguments, target, convert)
 
 
 def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
@@ -102,16 +105,37 @@ def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
         "--origin-hf-dir", help="the same as --hf-checkpoint: configuration, tokenizer, what is not trained"
     )
 
-    def convert(namespace: argparse.Namespace, config: Config, converter: Any) -> str:
+    def target(namespace: argparse.Namespace, config: Config) -> str:
+        return _unused("--output-dir", str(namespace.output_dir))
+
+    def convert(namespace: argparse.Namespace, config: Config, converter: Any, target: str) -> None:
         converter.from_torch_dist(namespace.input_dir)
-        converter.to_hugging_face(namespace.output_dir)
-        return str(namespace.output_dir)
+        converter.to_hugging_face(target)
 
-    return _main(made, arguments, convert)
+    return _main(made, arguments, target, convert)
 
 
-def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None, convert: Callable[..., str]) -> int:
-    """Parse, build the model, ``convert(namespace, config, converter)``, and say how long it took."""
+def _unused(flag: str, folder: str) -> str:
+    """The folder to write, which a conversion never writes over: it may be the model that is converted.
+
+    Raises ConfigError when it is not empty.
+    """
+    path = Path(folder)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{flag} {folder} is there and not empty; name another folder, or remove it first")
+    return folder
+
+
+def _main(
+    made: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    target: Callable[[argparse.Namespace, Config], str],
+    convert: Callable[[argparse.Namespace, Config, Any, str], None],
+) -> int:
+    """Parse, build the model, ``convert`` into the folder that is the ``target``, and say how long it took.
+
+    The folder is looked at by every rank before it joins the others, so by all before any writes.
+    """
     started, here = time.monotonic(), place(os.environ)
     warnings.simplefilter("ignore", UserWarning)  # Megatron's, of every package that is not installed
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
@@ -119,6 +143,7 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None, conver
     try:
         namespace, loaded = command_line.settings(made, sys.argv[1:] if arguments is None else arguments)
         config = _prepared(loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size)
+        folder = target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
         from rlpost.actor.conversion import Converter  # from here on: torch and Megatron
         from rlpost.actor.parallel import Rendezvous
@@ -126,14 +151,14 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None, conver
         meeting = Rendezvous(here.rank, here.world_size, here.master_addr, here.master_port)
         converter = Converter(actor_settings(config), meeting)
         try:
-            written = convert(namespace, config, converter)
+            convert(namespace, config, converter, folder)
         finally:
             converter.close()
     except RlpostError as error:
         print(error, file=sys.stderr)
         return 1
     if here.rank == 0:
-        print(f"{written}: written in {time.monotonic() - started:.0f} s by {here.world_size} ranks")
+        print(f"{folder}: written in {time.monotonic() - started:.0f} s by {here.world_size} ranks")
     return 0
 
 

@@ -117,10 +117,10 @@ def submit_main(arguments: Sequence[str]) -> int:
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     require_model(options.recipe, config)
-    check(config)
+    root = options.run_folder or _new_run_folder(config)
+    check(config, run=root)
     try:
         spec = job_spec(config)
-        root = options.run_folder or _new_run_folder(config)
         if options.dry_run:
             run = RunFolder(root.absolute())
             print(render_sbatch(completed(spec, run, home=run.code)), end="")

@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from rlpost.algorithm.advantage import Advantage, Penalties, custom_advantages, estimate
+from rlpost.algorithm.advantage import Advantage, Masks, Penalties, custom_advantages, estimate
+from rlpost.algorithm.answers import answer_weights, estimate_by_answer
 from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
 from rlpost.config.checks.arithmetic import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
@@ -28,8 +29,9 @@ REPETITION_WINDOW, REPETITION_LEAST = 4096, 256  # characters at the end of an a
 REPETITIVE = 10
 
 
-def train_samples(group: SampleGroup, advantages: Sequence[Advantage]) -> list[TrainSample]:
-    """The group's answers with their advantages, in order."""
+def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False) -> list[TrainSample]:
+    """The group's samples with their advantages, in order; with ``by_answer`` those of one answer weigh as one."""
+    weights = answer_weights(group) if by_answer else [(1.0, 1)] * len(group.samples)
     return [
         TrainSample(
             token_ids=scored.sample.prompt_ids + scored.sample.response_ids,
@@ -37,8 +39,10 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage]) -> list[T
             loss_mask=scored.sample.mask,
             rollout_logprobs=scored.sample.rollout_logprobs,
             advantage=advantage,
+            weight=weight,
+            count=count,
         )
-        for scored, advantage in zip(group.samples, advantages, strict=True)
+        for scored, advantage, (weight, count) in zip(group.samples, advantages, weights, strict=True)
     ]
 
 
@@ -52,15 +56,25 @@ def rollout_samples(
     elif grpo.custom_advantage_function_path is not None:
         advantages = custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
     else:
-        advantages = estimate(
-            grpo.advantage_estimator,
-            [group.rewards for group in groups],
-            [[scored.sample.mask for scored in group.samples] for group in groups],
-            normalize_std=not grpo.disable_grpo_std_normalization,
-            penalties=penalties,
-        )
+        advantages = _estimated(groups, grpo, penalties)
+    by_answer = grpo.loss_unit == "answer"
     pairs = zip(groups, advantages, strict=True)
-    return [sample for group, own in pairs for sample in train_samples(group, own)]
+    return [sample for group, own in pairs for sample in train_samples(group, own, by_answer=by_answer)]
+
+
+def _estimated(
+    groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None
+) -> list[tuple[Advantage, ...]]:
+    def make(
+        rewards: Sequence[Sequence[float]], masks: Masks, penalties: Penalties | None
+    ) -> list[tuple[Advantage, ...]]:
+        normalize = not grpo.disable_grpo_std_normalization
+        return estimate(grpo.advantage_estimator, rewards, masks, normalize_std=normalize, penalties=penalties)
+
+    if grpo.loss_unit == "answer":
+        return estimate_by_answer(groups, penalties, make)
+    masks = [[scored.sample.mask for scored in group.samples] for group in groups]
+    return make([group.rewards for group in groups], masks, penalties)
 
 
 def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
@@ -70,9 +84,10 @@ def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: f
 
 
 def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
-    """``make_batches`` of samples that are made already."""
+    """``make_batches`` of samples that are made already; those that count as one stay in one step."""
     num_steps = config.num_steps_per_rollout
-    ends = [len(samples) * number // num_steps for number in range(num_steps + 1)]
+    starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
+    ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
     return [_step_batches(samples[start:end], config, break_even) for start, end in pairwise(ends)]
 
 
@@ -104,7 +119,7 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
 
 def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: float) -> StepBatches:
     padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
-    num_samples = len(samples)
+    num_samples = sum(sample.count for sample in samples)
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)
     lengths = [len(sample.token_ids) + -len(sample.token_ids) % padded_to for sample in samples]
     dealt = schedule(

@@ -111,8 +111,10 @@ class Generation:
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
-            return {**self._grader.counters(), **prompts.counters()}
+            of_writer = {} if writer is None else writer.counters()
+            return {**self._grader.counters(), **prompts.counters(), **of_writer}
 
+        writer: GroupWriter | None = None
         if isinstance(self.tokenizer, SupervisedTokenizer):
             return Supervised(book, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
         if config.debug.load_debug_rollout_data is not None:

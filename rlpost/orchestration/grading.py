@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rlpost.errors import Preempted
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.reward.grader import Grader
+from rlpost.reward.grader import Grader, Rewards
 from rlpost.rollout.connection import Halted
 from rlpost.types import Prompt, Sample
 
@@ -22,7 +22,7 @@ class StoppableGrader:
         self._grader = grader
         self._stop = stop
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """See ``Grader``. Raises Halted when a stop is requested first."""
         try:
             return await self._stop.unless_requested(self._grader.grade(prompt, samples))

@@ -1,7 +1,10 @@
 """The weights as a Hugging Face folder beside a checkpoint (--save-hf): whole or not there.
 
-In: the template of the folder's path, the step, and what writes the weights into a folder. Out: the folder. A failure
+In: the settings, the run's folder, the step, and what writes the weights into a folder. Out: the folder. A failure
 is logged and never ends a run: checkpoints do not depend on it.
+
+    .NAME.writing-ID    being filled; ID is the run's, so no other run and no user has a folder of this name
+    .NAME.old-ID        the export before, while the new one takes its name; renamed back if a crash left it alone
 """
 
 from __future__ import annotations
@@ -15,48 +18,86 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.errors import CheckpointError, WeightError
+from rlpost.export_folder import export_id, folder_of, kept_folders, mark, names_a_step, refusal
 from rlpost.files import sync
 
 logger = logging.getLogger(__name__)
 
 
-def folder_of(template: str, step: int) -> Path:
-    """The folder of a step: ``{step}`` and ``{rollout_id}`` in the template stand for its number."""
-    return Path(template.replace("{step}", str(step)).replace("{rollout_id}", str(step)))
+class HuggingFaceExport:
+    """The exports of one run."""
+
+    def __init__(self, settings: CheckpointConfig, run: Path) -> None:
+        """Args: ``run`` is the run's folder, which must exist when the first export is made."""
+        self._template = settings.save_hf
+        self._run = run
+        self._kept = kept_folders(settings, run)
+
+    async def export(self, step: int, write: Callable[[str], Awaitable[Any]]) -> None:
+        """Let ``write`` fill a folder under another name, which then becomes the step's; one that is there is left
+        alone.
+
+        A template that names no step is one folder, which each export replaces when the last one of this run made it.
+        Without --save-hf nothing is done.
+        """
+        if self._template is None:
+            return
+        target = folder_of(self._template, step).resolve()
+        started = time.monotonic()
+        try:
+            identity = await asyncio.to_thread(export_id, self._run, make=True)
+            assert identity is not None
+            place = _Place(target, self._run, identity, replaces=not names_a_step(self._template))
+            await asyncio.to_thread(place.recover)
+            if target.exists() and not place.replaces:
+                logger.info("--save-hf: %s is there already", target)
+                return
+            await asyncio.to_thread(place.check, self._kept)
+            await asyncio.to_thread(place.empty)
+            await write(str(place.writing))
+            await asyncio.to_thread(place.publish, self._kept)
+        except (CheckpointError, WeightError, OSError) as error:
+            logger.error("--save-hf: the weights of step %d are not exported to %s: %s", step, target, error)
+            return
+        logger.info("--save-hf: weights of step %d in %s after %.1f s", step, target, time.monotonic() - started)
 
 
-async def export(template: str, step: int, write: Callable[[str], Awaitable[Any]]) -> None:
-    """Let ``write`` fill a folder under another name, which then becomes the step's; one that is there is left alone.
+class _Place:
+    """Where one export goes: the folder, and those beside it that only this run has a name for."""
 
-    A template that names no step is one folder, which each export replaces.
-    """
-    target = folder_of(template, step)
-    if target.exists() and folder_of(template, step) != folder_of(template, step + 1):
-        logger.info("--save-hf: %s is there already", target)
-        return
-    started, writing = time.monotonic(), target.with_name(f".{target.name}.writing")
-    try:
-        await asyncio.to_thread(_empty, writing)
-        await write(str(writing))
-        await asyncio.to_thread(_publish, writing, target)
-    except (CheckpointError, WeightError, OSError) as error:
-        logger.error("--save-hf: the weights of step %d are not exported to %s: %s", step, target, error)
-        return
-    logger.info("--save-hf: weights of step %d in %s after %.1f s", step, target, time.monotonic() - started)
+    def __init__(self, target: Path, run: Path, identity: str, *, replaces: bool) -> None:
+        self.replaces = replaces
+        self.writing = target.with_name(f".{target.name}.writing-{identity}")
+        self._old = target.with_name(f".{target.name}.old-{identity}")
+        self._target, self._run, self._identity = target, run, identity
 
+    def recover(self) -> None:
+        """After a crash the export before comes back where no new one took its name."""
+        if self._old.is_dir() and not self._target.exists():
+            os.rename(self._old, self._target)
 
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
+    def check(self, kept: dict[str, Path]) -> None:
+        """Raise CheckpointError when what is there is not this run's to replace."""
+        if self.replaces and (problem := refusal(self._target, self._identity, kept)):
+            raise CheckpointError(problem)
 
+    def empty(self) -> None:
+        """A new folder to write into, without what an interrupted export left."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+        self.writing.mkdir(parents=True, mode=0o700)
 
-def _publish(writing: Path, target: Path) -> None:
-    for path in [*writing.iterdir(), writing]:
-        sync(path)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(writing, target)
-    shutil.rmtree(old, ignore_errors=True)
+    def publish(self, kept: dict[str, Path]) -> None:
+        """Give the folder its name once all of it is on disk. At any instant the export before or the new one is
+        there, whole."""
+        mark(self.writing, self._run, self._identity)
+        for path in [*self.writing.iterdir(), self.writing]:
+            sync(path)
+        self.check(kept)  # once more: writing takes minutes, in which somebody may have put something there
+        if self.replaces and self._target.exists():
+            shutil.rmtree(self._old, ignore_errors=True)  # of a crash just before its removal
+            os.rename(self._target, self._old)
+        os.rename(self.writing, self._target)  # fails on a folder that is not empty: nothing is ever written over
+        sync(self._target.parent)
+        shutil.rmtree(self._old, ignore_errors=True)

@@ -26,7 +26,7 @@ from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
-from rlpost.orchestration.hf_export import export
+from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.placement import Placement, Ports, place, service_ports
@@ -56,8 +56,9 @@ class ClusterStages:
         folder = config.checkpoint.hf_checkpoint
         hf = json.loads((Path(folder) / "config.json").read_text())
         self._break_even = model_break_even(hf)
-        traces = Path(cluster.attempt_dir).parents[1] / "traces"
-        self._observation = Observation(config, hf, checkpoints=checkpoints, traces=traces)
+        run = Path(cluster.attempt_dir).parents[1]
+        self._hf_export = HuggingFaceExport(config.checkpoint, run)
+        self._observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
         self._generation = Generation(config, stop)
 
     async def start(self, checkpoint: Path | None) -> None:
@@ -196,8 +197,8 @@ class ClusterStages:
                     raise
                 logger.error("checkpoint of step %d is not saved, the one before stays: %s", state.step, error)
                 return
-            if begun and self._config.checkpoint.save_hf is not None and not self._stop.requested():
-                await export(self._config.checkpoint.save_hf, state.step, partial(self._actors.call, "export"))
+            if begun and not self._stop.requested():
+                await self._hf_export.export(state.step, partial(self._actors.call, "export"))
 
     def save_is_owed(self) -> bool:
         """Whether a save that was due failed or was put off."""

@@ -7,6 +7,7 @@ restarted the groups are formed anew, because a process group has no way to take
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import shutil
@@ -51,8 +52,9 @@ class WeightSync:
         self._actors = actors
         self._placement = placement
         self._ports = ports
-        self._folder = Path(config.sync.update_weight_disk_dir or folder)
         self._attempt = folder.parent
+        disk = config.sync.update_weight_disk_dir
+        self._folder = folder if disk is None else Path(disk) / self._own_name()
         self.before_each: Callable[[], object] = lambda: None
         """Called before each bucket, or folder, is sent; what it raises ends the update there, with no rank in a
         collective."""
@@ -142,9 +144,7 @@ class WeightSync:
     def _delta_mover(self) -> DeltaMover:
         """With one copy on each host of engines, or one for all beside the files; where a worker holds it, it stays."""
         local, first = self._config.sync.update_weight_local_checkpoint_dir, self._placement.actors[0]
-        run = self._attempt.parents[1]  # RUN/attempts/N
-        own = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"  # runs of one name may share a host
-        copy = self._folder / "copy" if local is None else Path(local) / own
+        copy = self._folder / "copy" if local is None else Path(local) / self._own_name()
         if self._copies is None:
             engines = [part for parts in self._placement.engines for part in parts]
             nodes = {part.node_id: Slot(part.node_id, part.ip, 0) for part in ([first] if local is None else engines)}
@@ -167,6 +167,11 @@ class WeightSync:
         assert self._copies is not None
         return await self._copies.call("take", str(self._version_folder(version)))
 
+    def _own_name(self) -> str:
+        """Of this run's folder in one that others use too, such as runs of the same name: all in it is removed."""
+        run = self._attempt.parents[1]  # RUN/attempts/N
+        return f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+
     def _version_folder(self, version: int) -> Path:
         return self._folder / f"version-{version:07d}"
 
@@ -178,6 +183,9 @@ class WeightSync:
                     await self._copies.call("remove")
             except (RlpostError, TimeoutError) as error:
                 logger.warning("a copy of the weights may be left on a host of engines: %s", error)
+        if self._config.sync.update_weight_disk_dir is not None:
+            with contextlib.suppress(OSError):  # not there, or something is left in it
+                self._folder.rmdir()
 
     def _remove_files(self) -> None:
         for folder in (*self._folder.glob("version-*"), *self._folder.glob(".version-*")):

@@ -5,13 +5,24 @@ Comes in: a response. Goes out: the part of it that is graded, or None when it h
 
 from __future__ import annotations
 
-END_OF_THOUGHT = "</think>"
+BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 BOXES = ("\\boxed", "\\fbox")
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last ``</think>``; all of it without one."""
-    return response.rpartition(END_OF_THOUGHT)[2]
+    """What follows the last ``</think>``, all of it without one; nothing of a thought that is opened there and never
+    closed: it was cut off. Where the prompt opens the thought the response shows no such opening, and all counts."""
+    text = response.rpartition(END_OF_THOUGHT)[2]
+    return "" if BEGIN_OF_THOUGHT in text else text
+
+
+def answer_after_thinking(response: str) -> str:
+    r"""The same, but of a thought that was cut off its last box, as ``\boxed{...}``: a box is an answer anywhere."""
+    text = after_thinking(response)
+    if text:
+        return text
+    boxed = last_boxed(response.rpartition(END_OF_THOUGHT)[2])
+    return "" if boxed is None else f"\\boxed{{{boxed}}}"
 
 
 def last_boxed(response: str) -> str | None:

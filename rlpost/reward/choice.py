@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlpost.errors import DataError
-from rlpost.reward.answers import after_thinking
+from rlpost.reward.answers import answer_after_thinking
 
 LETTERS = string.ascii_uppercase[:10]
 
@@ -38,7 +38,7 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float
     """
     choices = _listed(metadata, "choices")
     letters = _letters(metadata, choices)
-    text = after_thinking(response)
+    text = answer_after_thinking(response)
     wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
     if wanted is not None and given is not None:
         return float(given == wanted)

@@ -3,17 +3,21 @@ r"""The reward ``dapo``: 1 when the last ``Answer:`` line says the label, else -
 Comes in: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k ask for, and a label which
 is a whole number there. Goes out: 1 or -1. Spelling is evened out as in Minerva (arXiv 2206.14858, appendix D.1) and
 only the end of a response is looked at: the verdicts of DAPO's own grader (arXiv 2503.14476; verl and slime have it
-as ``math_dapo``).
+as ``math_dapo``). Its grader crashes on a label that is no whole number; here a fraction is compared by its value.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 LOOKED_AT = 300  # letters at the end of a response
 RIGHT, WRONG = 1.0, -1.0
+
+_LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", re.ASCII)
+_FRACTION = re.compile(r"-?(?:\d+(?:/\d+)?|\d*\.\d+)", re.ASCII)
 
 # In this order: what an earlier one leaves is what a later one sees.
 REPLACED = (
@@ -49,7 +53,25 @@ def same_number(answer: str | None, label: str | None, metadata: Mapping[str, An
     """1 when an answer that was cut out already is the label, else -1."""
     if answer is None or label is None:
         return WRONG
-    return RIGHT if even_spelling(answer[-LOOKED_AT:]) == _wanted(label) else WRONG
+    given, wanted = even_spelling(answer[-LOOKED_AT:]), _wanted(label)
+    return RIGHT if given == wanted or _same_fraction(given, wanted) else WRONG
+
+
+def _same_fraction(given: str, wanted: str) -> bool:
+    """Whether a label that is a fraction or a decimal, as no label of DAPO's data is, has the value of the answer."""
+    if wanted.isdecimal() or (value := _value(wanted)) is None:
+        return False  # a whole number is compared by its digits, as there
+    return _value(given) == value
+
+
+def _value(text: str) -> Fraction | None:
+    for mark in ("\\(", "\\)", "\\[", "\\]"):
+        text = text.replace(mark, "")
+    plain = _LATEX_FRACTION.sub(r"\1\2/\3", text.strip().rstrip("."))
+    try:
+        return Fraction(plain) if _FRACTION.fullmatch(plain) else None
+    except ZeroDivisionError:
+        return None
 
 
 def even_spelling(answer: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rlpost.reward.answers import END_OF_THOUGHT, after_thinking, last_boxed
+from rlpost.reward.answers import END_OF_THOUGHT, answer_after_thinking, last_boxed
 
 RESPONSE_MARK = "###Response"
 UNITS = (
@@ -29,6 +29,7 @@ MAX_WHOLE_DIGITS = 1000  # of a number that is written out
 
 _UNIT = re.compile(f"(?:{'|'.join(sorted(UNITS, key=len, reverse=True))})(?:es)?s? *(?:\\^[0-9]+)?")
 _TEXT = re.compile(r"^\\text\{(.+?)\}$")
+_UNIT_OF_TEXT = "\\text{ "  # with a blank: in the MATH data set only before a unit
 _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
@@ -37,7 +38,7 @@ _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
     """1 when the last box after the thoughts equals the label. No mark of the answer's start or no box: 0."""
     if END_OF_THOUGHT in response:
-        answer = last_boxed(after_thinking(response))
+        answer = last_boxed(answer_after_thinking(response))
     elif RESPONSE_MARK in response:
         answer = last_boxed(response.split(RESPONSE_MARK)[1])
     else:
@@ -54,16 +55,23 @@ def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, 
 
 
 def plain_form(answer: str) -> str:
-    """One spelling for the many of the same answer, as the MATH data set (arXiv 2103.03874) compares them."""
+    r"""One spelling for the many of the same answer, as the MATH data set (arXiv 2103.03874) compares them.
+
+    An answer with more than one ``\text{ ...}`` is left as it is, as the data set's own code does by raising.
+    """
     answer = answer.strip()
     if wrapped := _TEXT.match(answer):
         answer = wrapped[1].strip()
+    unwrapped = answer
     for gone in ("\n", "\\!"):
         answer = answer.replace(gone, "")
     answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for gone in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
         answer = answer.replace(gone, "")
-    answer = answer.split("\\text{ ")[0]  # units
+    before_unit, *units = answer.split(_UNIT_OF_TEXT)
+    if len(units) > 1:  # more than a unit, such as ``3 \text{ or } 5 \text{ or } 7``: no number to cut out of it
+        return unwrapped
+    answer = before_unit
     answer = answer.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if answer.startswith("."):
         answer = "0" + answer

@@ -1,8 +1,9 @@
 """From the answers to a prompt to their rewards: the one door between generation and every kind of reward.
 
-Comes in: a prompt and its samples. Goes out: one number for each sample, in order; and counts of what went wrong on
-the way. An answer whose grading fails is a wrong answer: it never stalls or ends the rollout. Only a reward that fails
-on every answer does, for then it is the reward that is wrong.
+Comes in: a prompt and its samples. Goes out: one number for each sample, in order, or None; and counts of what went
+wrong on the way. An answer that makes its grading fail is a wrong answer. One whose grading was lost (its process was
+killed, the server of the reward is down) has no reward at all: 0 would be a lie that the baseline believes. Neither
+stalls or ends the rollout. Only a reward that fails on every answer does, for then it is the reward that is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 from rlpost.compat.slime.arguments import settings_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError, DataError, RolloutError
+from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
 from rlpost.reward.pool import GradingFailed, GradingTimeout, Pool, What, WrongFunction
 from rlpost.reward.registry import REMOTE, RewardFunction, is_isolated, reward_function
 from rlpost.reward.remote import RemoteReward
@@ -25,19 +26,23 @@ from rlpost.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-TIMEOUTS, ERRORS = "rollout/reward_timeouts", "rollout/reward_errors"
-FAILURE = 0.0  # the reward of an answer that could not be graded
+TIMEOUTS, ERRORS, LOST = COUNTED = "rollout/reward_timeouts", "rollout/reward_errors", "rollout/reward_lost"
+FAILURE = 0.0  # the reward of an answer that makes its grading fail
 MAX_FAILURES_IN_A_ROW = 64
+
+
+Rewards = Sequence[float | None]
+"""Of some samples, in order; None: the grading was lost, through no fault of the answer."""
 
 
 class Grader(Protocol):
     """Scores samples. ``close`` ends what it started."""
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-        """One reward for each sample, in order. Safe to call many times at once.
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
+        """One reward for each sample, in order; None for one whose grading was lost. Safe to call many times at once.
 
         Raises:
-            RolloutError: the reward fails on every answer, or its server is away for good.
+            RolloutError: the reward fails on every answer, or its server refuses to answer.
             DataError: the prompt asks for a reward that there is not.
         """
 
@@ -54,7 +59,7 @@ class InlineGrader:
     def __init__(self, score: RewardFunction) -> None:
         self._score = score
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """See ``Grader``."""
         return [float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples]
 
@@ -78,7 +83,7 @@ class RewardGrader:
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """See ``Grader``."""
         settings, name = self._settings, self._name(prompt)
         if settings.custom_rm_path is not None and settings.group_rm:
@@ -86,14 +91,14 @@ class RewardGrader:
         if settings.custom_rm_path is not None:
             return await self._each(("custom", settings.custom_rm_path), prompt, samples)
         if name == REMOTE:
-            return list(await asyncio.gather(*(self._remote.score(prompt, sample) for sample in samples)))
+            return await asyncio.gather(*(self._asked(prompt, sample) for sample in samples))
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
 
     def counters(self) -> Mapping[str, float]:
-        """``rollout/reward_timeouts`` and ``rollout/reward_errors``, in samples."""
-        found = {name: float(self._counts[name]) for name in (TIMEOUTS, ERRORS)}
+        """``rollout/reward_timeouts``, ``rollout/reward_errors`` and ``rollout/reward_lost``, in samples."""
+        found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
 
@@ -117,18 +122,31 @@ class RewardGrader:
             raise DataError(f"prompt {prompt.prompt_id}: 'rm_type' in its metadata: {error}") from error
         return name
 
-    async def _each(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def _asked(self, prompt: Prompt, sample: Sample) -> float | None:
+        """The reward of a server."""
+        try:
+            reward = await self._remote.score(prompt, sample)
+        except GradingLost as failure:
+            self._failed(LOST, prompt, [sample], failure)
+            return None
+        self._failures_in_a_row = 0
+        return reward
+
+    async def _each(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """Each sample is a grading of its own: a hostile one costs only itself."""
         scored = await asyncio.gather(*(self._isolated(what, prompt, [sample]) for sample in samples))
         return [reward for rewards in scored for reward in rewards]
 
-    async def _isolated(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def _isolated(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         try:
             rewards = await self._pool.grade(what, prompt, samples)
         except GradingTimeout as failure:
             self._failed(TIMEOUTS, prompt, samples, failure)
         except GradingFailed as failure:
             self._failed(ERRORS, prompt, samples, failure)
+        except GradingLost as failure:
+            self._failed(LOST, prompt, samples, failure)
+            return [None] * len(samples)
         else:
             self._failures_in_a_row = 0
             return rewards
@@ -139,11 +157,13 @@ class RewardGrader:
         self._counts[metric] += len(samples)
         self._failures_in_a_row += 1
         end = samples[0].text[-200:]
-        logger.warning("prompt %d: reward %g: %s; the answer ends in %r", prompt.prompt_id, FAILURE, failure, end)
+        reward = "left out" if metric == LOST else f"reward {FAILURE:g}"
+        logger.warning("prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end)
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            why = "what it needs is away" if metric == LOST else "the reward itself is wrong"
             raise (ConfigError if isinstance(failure, WrongFunction) else RolloutError)(
-                f"the last {self._failures_in_a_row} gradings failed, none between them did not: the reward itself is "
-                f"wrong; the last one: {failure}"
+                f"the last {self._failures_in_a_row} gradings failed, none between them did not: {why}; the last one: "
+                f"{failure}"
             )
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlpost.reward.answers import after_thinking, last_boxed
+from rlpost.reward.answers import answer_after_thinking, last_boxed
 
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # before thousands, where the library sees a product
@@ -23,7 +23,7 @@ _PERCENT = re.compile(r"\\?%")
 
 def math(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
     """1 when response and label agree, else 0."""
-    return _agree(after_thinking(response), label)
+    return _agree(answer_after_thinking(response), label)
 
 
 def boxed_math(answer: str, label: str | None, metadata: Mapping[str, Any]) -> float:

@@ -1,7 +1,8 @@
 """Processes that grade, each for one grading at a time, ended and replaced when they exceed their time or crash.
 
-Comes in: which function, a prompt, its samples. Goes out: rewards, or ``GradingTimeout`` or ``GradingFailed``; a
-function that cannot even be loaded is a ``ConfigError``. The event loop never runs a grading itself, so nothing that
+Comes in: which function, a prompt, its samples. Goes out: rewards, or ``GradingTimeout`` or ``GradingFailed``, of which
+an answer may be the cause, or ``GradingLost``, of which it is not; a function that cannot even be loaded is a
+``ConfigError``. The event loop never runs a grading itself, so nothing that
 an answer does can stall it: a thread waits for each process. Processes start when they are first needed, one for each
 grading that nobody is free for, up to the limit.
 """
@@ -22,12 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlpost.config.keys import without_keys
-from rlpost.errors import ConfigError, RolloutError
+from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.reward.worker import LENGTH
 from rlpost.types import Prompt, Sample
 
 LOADING_TIMEOUT_S = 300.0  # imports of a reward's libraries, on a busy machine
+_CLOSED = "the reward's processes are ended already"
 GRACE_S = 5.0  # by which the worker's own alarm comes first
+
+_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Sent from outside: by the kernel when memory runs out, by Slurm, by a person. A crash has another signal."""
 
 What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
 
@@ -62,7 +67,7 @@ class Pool:
         A caller that is cancelled leaves its grading to the time limit.
 
         Raises:
-            GradingTimeout, GradingFailed: see there.
+            GradingTimeout, GradingFailed, GradingLost: see there.
             ConfigError: the function cannot be imported or called, or returns no number where the settings say so.
             RolloutError: it cannot be loaded for another reason.
         """
@@ -83,10 +88,12 @@ class Pool:
         try:
             worker.load(what)
             answer = worker.ask(what, self._timeout_s, prompt, samples)
-        except BaseException:
+        except BaseException as failure:
             with self._lock:
                 self._all.discard(worker)
             worker.end()
+            if self._closed and isinstance(failure, GradingLost):
+                raise RolloutError(_CLOSED) from failure  # we killed it ourselves
             raise
         with self._lock:
             self._idle.append(worker)
@@ -95,16 +102,22 @@ class Pool:
         if "error" in answer and answer["blame"] == "function":
             raise WrongFunction(answer["error"])
         if "error" in answer:
-            raise GradingFailed(answer["error"])
+            raise (GradingLost if answer["lost"] else GradingFailed)(answer["error"])
         return answer["rewards"]
 
     def _take(self) -> _Worker:
         with self._lock:
             if self._closed:
-                raise RolloutError("the reward's processes are ended already")
-            if self._idle:
-                return self._idle.pop()
-            worker = _Worker(self._settings)
+                raise RolloutError(_CLOSED)
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive():
+                    return worker
+                self._all.discard(worker)  # killed while nobody used it: that costs no answer
+            try:
+                worker = _Worker(self._settings)
+            except OSError as error:
+                raise GradingLost(f"no process to grade can be started: {error}") from error
             self._all.add(worker)
             return worker
 
@@ -126,6 +139,10 @@ class _Worker:
             first = pickle.dumps(settings)
             self._process.stdin.write(LENGTH.pack(len(first)) + first)
             self._process.stdin.flush()
+
+    def is_alive(self) -> bool:
+        """Whether the process is still there."""
+        return self._process.poll() is None
 
     def load(self, what: What) -> None:
         """Make a function ready, with all it imports: that is no part of a grading's time."""
@@ -166,6 +183,8 @@ class _Worker:
         code = self._process.wait()
         if too_late.is_set() or code == -signal.SIGALRM:
             raise GradingTimeout(f"{what[1]}: longer than {timeout_s:g} s")
+        if -code in _KILLED:
+            raise GradingLost(f"{what[1]}: the process that graded was killed by {signal.Signals(-code).name}")
         raise GradingFailed(f"{what[1]}: the process that graded ended with {code}")
 
     def end(self) -> None:

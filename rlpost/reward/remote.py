@@ -14,7 +14,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from rlpost.errors import RolloutError
+from rlpost.errors import GradingLost, RolloutError
 from rlpost.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class RemoteReward:
         """The reward of a sample.
 
         Raises:
-            RolloutError: the server refused, answered no number, or did not answer in time; naming the address.
+            GradingLost: the server did not answer in time, or was busy or failed at every try; naming the address.
+            RolloutError: the server refused, or answered no number: that will not change; naming the address.
         """
         async with self._turns:
             return await self._score(prompt, sample)
@@ -63,7 +64,7 @@ class RemoteReward:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except TimeoutError:
-            raise RolloutError(
+            raise GradingLost(
                 f"--rm-url {self._url} {failure}, for {self._deadline_s:g} s (--rm-url-timeout-s); is it up?"
             ) from None
 

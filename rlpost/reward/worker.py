@@ -27,7 +27,7 @@ from rlpost.algorithm.plugin import WRONG_CODE, checked_interface, load_function
 from rlpost.compat.slime.filters import reward_number
 from rlpost.compat.slime.rewards import one, several
 from rlpost.compat.slime.signatures import Kind
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, GradingLost
 from rlpost.reward.registry import reward_function
 from rlpost.types import Prompt, Sample
 
@@ -35,6 +35,9 @@ LENGTH = struct.Struct(">Q")
 MAX_MEMORY = 4 << 30  # bytes of address space for one of our own rewards; a user's function may need more
 LIBRARIES = {"deepscaler": ("sympy", "pylatexenc.latex2text"), "math": ("math_verify",), "ifeval": ("langdetect",)}
 
+_LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
+"""Not BrokenPipeError: a program under test that does not read its input causes it."""
+_LONGEST_CHAIN = 20  # causes of one error
 _loop = asyncio.Runner()  # of all calls: what a function opens in one it may use in the next
 
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
@@ -102,7 +105,7 @@ def main() -> None:
                 loaded[what] = scorer(what[0], what[1], settings)
             answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
         except Exception as error:  # a user's function, or sympy on hostile text: anything
-            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000], "lost": _is_lost(error)}
             answer["blame"] = _blame(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -117,6 +120,17 @@ def _blame(error: Exception) -> str | None:
     if isinstance(error, ImportError | ConfigError):
         return "settings"
     return "function" if isinstance(error, WRONG_CODE) else None
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a function failed because something that it needs is away: it raised GradingLost, or a connection
+    failed, which HTTP libraries report as an error of their own whose cause that is."""
+    found: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if isinstance(found, GradingLost) or type(found) in _LOST_CONNECTION:
+            return True
+        found = None if found is None else found.__cause__ or found.__context__
+    return False
 
 
 def _read(stream: BinaryIO) -> Any:

@@ -125,6 +125,10 @@ class Book:
         to_the_end = (rules.num_steps - self.step) * rules.batch_size - under_way
         return max(0, min(in_time, to_the_end))
 
+    def has_spare(self) -> bool:
+        """Whether a batch is left of what is finished and what runs when one of these groups is dropped."""
+        return len(self._finished) + len(self._running) > self.rules.batch_size
+
     def fetched(self, prompts: Sequence[Prompt]) -> list[Unfinished]:
         """Prompts came from the cursor; they wait."""
         entries = [Unfinished(prompt) for prompt in prompts]

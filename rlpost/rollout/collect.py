@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 from rlpost.errors import CheckpointError, ConfigError, DataError, Preempted
 from rlpost.rollout.book import Book
 from rlpost.rollout.draft import without_older
-from rlpost.rollout.filters import BufferFilter, GroupFilter, pop_first
+from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insufficient, pop_first
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.rollout.recorded import read_groups
@@ -239,13 +239,18 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        wanted = self._choices.wanted(written)
+        wanted = bool(written.samples) and self._is_wanted(written)  # without samples it was given up
         self._journal.finished(written, wanted=wanted)
         self._book.finished(written, wanted=wanted)
         if not wanted:
             self._say_dropped()
         if self._book.is_open and self._failure is None:
             self._fill()
+
+    def _is_wanted(self, group: SampleGroup) -> bool:
+        """Whether to train a group, by the filter, and by what there would be without it."""
+        wanted = self._choices.wanted
+        return wanted(group) or (keeps_when_insufficient(wanted) and not self._book.has_spare())
 
     def _say_dropped(self) -> None:
         """A filter that drops nearly everything looks like a run that hangs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from rlpost.errors import RolloutError
 from rlpost.rollout.generate import GroupWriter, write_all
 from rlpost.types import Prompt, SampleGroup
 
@@ -35,14 +36,16 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """``pass@k``, the mean over prompts, for k of 1, 2, 4, ... and the number of answers; nothing for one answer.
 
-    An answer is right when its reward is 1 or more.
+    An answer is right when its reward is 1 or more. A prompt with fewer than k answers, because the grading of some was
+    lost, does not count for that k.
     """
-    most = min(len(group.samples) for group in groups)
+    most = max(len(group.samples) for group in groups)
     if most == 1:
         return {}
     rates = {}
     for k in sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}):
-        of_prompts = [pass_at_k(len(g.samples), sum(reward >= RIGHT for reward in g.rewards), k) for g in groups]
+        enough = [group for group in groups if len(group.samples) >= k]
+        of_prompts = [pass_at_k(len(g.samples), sum(reward >= RIGHT for reward in g.rewards), k) for g in enough]
         rates[f"pass@{k}"] = math.fsum(of_prompts) / len(of_prompts)
     return rates
 
@@ -50,6 +53,11 @@ def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
 async def evaluate(
     writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> dict[str, float]:
-    """``summarise`` and ``pass_rates`` of one group a prompt; raises what ``write_all`` raises."""
-    groups = await write_all(writer, prompts, stop_requested)
+    """``summarise`` and ``pass_rates`` of one group a prompt; raises what ``write_all`` raises.
+
+    Prompts that were given up do not count. Raises RolloutError when all were.
+    """
+    groups = [group for group in await write_all(writer, prompts, stop_requested) if group.samples]
+    if not groups:
+        raise RolloutError(f"the gradings of all {len(prompts)} prompts were lost: there is nothing to evaluate")
     return summarise(groups) | pass_rates(groups)

@@ -32,6 +32,9 @@ OURS = {
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
         "rlpost.rollout.filters.check_reward_nonzero_std"
     ),
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback": (
+        "rlpost.rollout.filters.check_reward_nonzero_std_with_fallback"
+    ),
     "slime.rollout.filter_hub.buffer_filters.pop_first": "rlpost.rollout.filters.pop_first",
     "slime.rollout.data_source.pop_first": "rlpost.rollout.filters.pop_first",
 }
@@ -41,6 +44,20 @@ OURS = {
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
     """Whether the rewards differ: equal ones have no advantage and teach nothing (DAPO, arXiv 2503.14476, 3.2)."""
     return statistics.pstdev(group.rewards) > SMALLEST_STD
+
+
+def check_reward_nonzero_std_with_fallback(group: SampleGroup) -> bool:
+    """The same, as long as the batch fills without them: groups of equal rewards are kept where dropping one would
+    start more prompts."""
+    return check_reward_nonzero_std(group)
+
+
+check_reward_nonzero_std_with_fallback.keep_when_insufficient = True  # type: ignore[attr-defined]
+
+
+def keeps_when_insufficient(wanted: GroupFilter) -> bool:
+    """Whether a filter only says what it would rather not have: a function with this attribute set."""
+    return bool(getattr(wanted, "keep_when_insufficient", False))
 
 
 def pop_first(waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:

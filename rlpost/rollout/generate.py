@@ -4,16 +4,20 @@ Comes in: prompts, how to sample, who grades, the router before the engines. Goe
 complete and ordered by index; or, cut off, an ``Unfinished`` with the answers so far.
 
 Each sample is a request of its own, so that the router can balance them and the engines' prefix cache shares the
-prompt. A group is graded when its last sample is there, while other groups are still written.
+prompt. A group is graded when its last sample is there, while other groups are still written. An answer whose grading
+was lost is left out of its group: neither the baseline nor the loss sees it. A group of which fewer than two answers
+are left has no baseline, and is generated again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from rlpost.errors import ConfigError, Preempted
+from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import Grader
 from rlpost.rollout.connection import Connection, Halted, RouterAddress
 from rlpost.rollout.draft import Codec, Draft, GenerateFunction, write_answer
@@ -22,7 +26,13 @@ from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 __all__ = ["GroupWriter", "RouterAddress", "generate_groups"]
 
+logger = logging.getLogger(__name__)
+
 STOP_POLL_S = 0.2
+LOST, REGENERATED, WASTED = COUNTED = "rollout/answers_lost", "rollout/num_regenerated", "rollout/wasted_tokens"
+MAX_LOST_IN_A_ROW = 64  # answers: then what the function needs is away for good
+MAX_GENERATIONS = 4  # of one group whose gradings are lost; then the prompt is given up
+LEAST_ANSWERS = 2  # with a reward, of a group: the baseline compares them
 T = TypeVar("T")
 
 
@@ -42,28 +52,70 @@ class GroupWriter:
         self.connection = connection
         self._sampling, self._n, self._grader = sampling, n, grader
         self._function, self._codec = function, codec
+        self._counts: Counter[str] = Counter()
+        self._lost_in_a_row = 0
+
+    def counters(self) -> Mapping[str, float]:
+        """Answers that were lost, groups that were generated again and their wasted tokens since the last call, by
+        metric name."""
+        found = {name: float(self._counts[name]) for name in COUNTED}
+        self._counts.clear()
+        return found
 
     async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
-        """The group of ``entry``, whose answers are gone on with; as far as it got when generation was halted.
+        """The group of ``entry``, whose answers are resumed; as far as it got when generation was halted.
+
+        A group without samples is one to give up: its gradings were lost time and again, those of others may not be.
 
         Raises:
-            RolloutError: a request failed for good; the other requests of the group are cancelled.
+            RolloutError: a request failed for good, or too many answers in a row were lost; the other requests of the
+                group are cancelled.
             ConfigError: the function did not return an answer.
         """
+        prompt = entry.prompt
+        for _ in range(MAX_GENERATIONS):
+            written = await self._written(entry)
+            if isinstance(written, Unfinished):
+                return written
+            samples, graded = written
+            if len({scored.sample.index for scored in graded}) >= min(LEAST_ANSWERS, self._n):
+                return SampleGroup(prompt.prompt_id, graded)
+            self._counts[REGENERATED] += 1
+            self._counts[WASTED] += sum(len(sample.response_ids) for sample in samples)
+            entry = Unfinished(prompt)
+        logger.warning("prompt %d is given up: its gradings were lost %d times", prompt.prompt_id, MAX_GENERATIONS)
+        return SampleGroup(prompt.prompt_id, ())
+
+    async def _written(self, entry: Unfinished) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
+        """All answers to a prompt, and those of them that have a reward."""
         so_far = [[sample for sample in entry.samples if sample.index == index] for index in range(self._n)]
         answers = await together([self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)])
-        samples = [sample for several in answers for sample in several]
-        if any(not several or several[-1].finish_reason == "abort" for several in answers):
+        there = [several for several in answers if several is not None]
+        samples = [sample for several in there for sample in several]
+        if any(not several or several[-1].finish_reason == "abort" for several in there):
             return Unfinished(entry.prompt, tuple(samples))
+        if not samples:
+            return [], ()
         try:
             rewards = await self._grader.grade(entry.prompt, samples)
         except Halted:
             return Unfinished(entry.prompt, tuple(samples))
-        scored = tuple(ScoredSample(sample, float(reward)) for sample, reward in zip(samples, rewards, strict=True))
-        return SampleGroup(entry.prompt.prompt_id, scored)
+        pairs = zip(samples, rewards, strict=True)
+        return samples, tuple(ScoredSample(sample, float(reward)) for sample, reward in pairs if reward is not None)
 
-    async def _answer(self, prompt: Prompt, index: int, so_far: list[Sample]) -> list[Sample]:
-        """One answer, or the several that a function makes of one; what there is of it when it was cut off.
+    def _lose(self, prompt: Prompt, why: GradingLost) -> None:
+        """Count an answer that is left out; give up when nothing else happens any more."""
+        self._counts[LOST] += 1
+        self._lost_in_a_row += 1
+        logger.warning("prompt %d: an answer is left out: %s", prompt.prompt_id, why)
+        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            raise RolloutError(
+                f"--custom-generate-function-path: the last {self._lost_in_a_row} answers were lost; the last: {why}"
+            ) from why
+
+    async def _answer(self, prompt: Prompt, index: int, so_far: list[Sample]) -> list[Sample] | None:
+        """One answer, or the several that a function makes of one; what there is of it when it was cut off; None when
+        it was lost.
 
         A function of the user's own is begun anew after a cut: only it knows where its tools stood.
         """
@@ -78,6 +130,10 @@ class GroupWriter:
                 return []
             draft.finish_reason = "abort"
             return [draft.sample()]
+        except GradingLost as why:
+            self._lose(prompt, why)
+            return None
+        self._lost_in_a_row = 0
         samples = [written] if isinstance(written, Sample) else written
         if not (isinstance(samples, Sequence) and samples and all(isinstance(each, Sample) for each in samples)):
             raise ConfigError(

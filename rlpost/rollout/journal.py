@@ -262,10 +262,17 @@ class Journal:
         self.close()
 
 
+_ADDED = {("grpo", "loss_unit"): "sample"}
+"""Settings that came later, with the value that means what was before: a journal of an older program stays usable."""
+
+
 def settings_hash(config: Config) -> str:
     """Of all settings that say what is generated and trained: with others a journal is not gone on with."""
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
     del tables["rollout"]["num_rollout"]
+    for (table, key), before in _ADDED.items():
+        if tables[table][key] == before:
+            del tables[table][key]
     origin = {name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")}
     text = json.dumps([tables, {name: value and str(value) for name, value in origin.items()}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -47,16 +47,17 @@ def convert(lab: Lab, save: Path, model: Path) -> tuple[JobState, str]:
 
 
 def test_two_nodes_convert_a_model_which_appears_when_it_is_whole(lab, tmp_path):
-    """Layers lie on both nodes; what a job that was killed has left is no harm; a second job has nothing to do."""
+    """Layers lie on both nodes; what another job writes is left alone; a second job has nothing to do."""
     model, save, back = lab.shared / "model", lab.shared / "model_torch_dist", lab.shared / "back"
     make_family(model, "qwen3")
-    half = lab.shared / "model_torch_dist.converting"
-    (half / "release").mkdir(parents=True)
-    (half / "release/metadata.json").write_text("of a job that was killed")
+    other = lab.shared / "model_torch_dist.converting-0"
+    (other / "release").mkdir(parents=True)
+    (other / "release/metadata.json").write_text("of another job")
 
     state, said = convert(lab, save, model)
     assert state is JobState.COMPLETED and "is written" in said and "by 2 ranks" in said, said
-    assert not half.exists() and (save / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert list(lab.shared.glob("*.converting*")) == [other]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "release"
     words = ["--input-dir", save, "--output-dir", back, "--origin-hf-dir", model]
     lab.run("n01", [sys.executable, "tools/convert_torch_dist_to_hf.py", *map(str, words)], cwd=ROOT, timeout_s=300)
     found, expected = load_file(back / "model.safetensors"), load_file(model / "model.safetensors")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import TrainingError
+from rlpost.types import TrainBatch
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
@@ -73,6 +77,42 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
     assert found["metrics"]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert found["metrics"]["train/entropy"] > 0
     assert found["reference"] == found["logprobs"], "before any update the policy is the reference"
+
+
+def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Metrics of a step on the first samples of STEPS, of which ``sizes`` each are one answer; log-probs before it."""
+    actor.import_weights()
+    taken, batches = iter(STEPS[0]), []
+    for size in sizes:
+        own = [next(taken) for _ in range(size)]
+        total = sum(sum(sample.loss_mask) for sample in own)
+        weights = [sum(sample.loss_mask) / total for sample in own]
+        batches += [
+            replace(one, weight=w, count=int(at == 0)) for at, (one, w) in enumerate(zip(own, weights, strict=True))
+        ]
+    num_tokens = sum(sum(sample.loss_mask) for sample in batches)
+    batch = TrainBatch((tuple(batches),), num_samples=len(sizes), num_tokens=num_tokens)
+    return {"logprobs": actor.compute_logprobs(batch)[0], "metrics": dict(actor.train_step(batch).metrics)}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_samples_that_are_one_answer_weigh_as_one_sample_of_all_their_tokens(model, per_token):
+    """The mean over answers of the mean over the tokens of all samples of an answer."""
+    sizes = (1, 3, 2)
+    own = settings(model, loss_type="sft_loss", calculate_per_token_loss=per_token)
+    (found,) = run_ranks(partial(in_answers, sizes=sizes), 1, own)
+    taken, means, tokens = iter(zip(STEPS[0], found["logprobs"], strict=False)), [], []
+    for size in sizes:
+        pairs = [
+            pair
+            for sample, values in itertools.islice(taken, size)
+            for pair in zip(values, sample.loss_mask, strict=True)
+        ]
+        of_answer = [-value for value, mask in pairs if mask]
+        means.append(sum(of_answer) / len(of_answer))
+        tokens += of_answer
+    expected = sum(tokens) / len(tokens) if per_token else sum(means) / len(means)
+    assert found["metrics"]["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(model):

@@ -70,3 +70,13 @@ def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itsel
     if word is not None:
         (tmp_path / "reference" / "latest_checkpointed_iteration.txt").write_text(word + "\n")
     assert problems(tmp_path, checkpoint={"ref_load": "reference"}) == []
+
+
+def test_a_folder_to_save_to_that_holds_another_trainers_checkpoints_is_refused(tmp_path):
+    """Megatron-LM's checkpoints have the same names, and the first save of that step would meet one."""
+    make_project(tmp_path)
+    (tmp_path / "saved/iter_0000019").mkdir(parents=True)
+    (problem,) = problems(tmp_path, checkpoint={"save": "saved"})
+    assert problem.startswith("checkpoint.save (--save) = ") and "iter_0000019" in problem
+    (tmp_path / "saved/iter_0000019/MANIFEST.json").touch()
+    assert problems(tmp_path, checkpoint={"save": "saved"}) == []

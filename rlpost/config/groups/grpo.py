@@ -56,6 +56,10 @@ class GrpoConfig(Group):
     """Lower bound of the ratio."""
     calculate_per_token_loss: bool = False
     """Average over all tokens of the batch instead of first over each sample."""
+    loss_unit: Literal["sample", "answer"] = "sample"
+    """Where --custom-generate-function-path returns k samples for one answer: each counts as one in the baseline and in
+    the loss, so the answer weighs k (sample); or all together weigh 1, with the mean of their rewards (answer, as
+    slime)."""
     log_probs_chunk_size: Positive = 1024
     """Tokens whose log-probs are computed at once: bounds the memory of a pass over the vocabulary in float32."""
     guard_initial_kl: Annotated[float, Field(ge=0.0)] = 1e-3

@@ -21,4 +21,4 @@ class SyncConfig(Group):
     """With ``delta``: folder on a disk of each engine's host for that copy (``/dev/shm`` is one in memory). Unless
     given there is one copy for all engines, beside the files of the updates."""
     update_weight_disk_dir: FilePath | None = None
-    """Folder for those files; RUN/weights unless given."""
+    """Folder for those files, in which the run makes one with its name; RUN/attempts/K/weights unless given."""

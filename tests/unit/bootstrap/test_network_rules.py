@@ -251,6 +251,44 @@ def test_virtual_functions_count_only_where_there_is_nothing_else() -> None:
     assert names(detect(host(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")))) == ["v"]
 
 
+def test_ports_whose_interface_is_in_another_namespace_are_left_out_with_a_warning() -> None:
+    """SR-IOV: the container has two virtual functions of a NIC and sees the RDMA devices of all four."""
+    own = [port(f"mlx5_{n}", sriov_vf=True, netdev=f"net{n}") for n in (1, 2)]
+    foreign = [port("mlx5_3", sriov_vf=True), port("mlx5_4", sriov_vf=True, netdev="eth4")]
+    here = [nic("net1", "10.1.0.5/24"), nic("net2", "10.2.0.5/24")]
+    found = detect(host(*here, *own, *foreign, interfaces_complete=True))
+    assert names(found) == ["mlx5_1", "mlx5_2"] and found.rdma.kind == "roce"
+    (warning,) = [line for line in found.rdma.warnings if "another network namespace" in line]
+    assert "mlx5_3, mlx5_4 (eth4); left out" in warning
+    pasted = detect(host(*here, *own, *foreign))  # an excerpt lacks interfaces that are there
+    assert names(pasted) == ["mlx5_1", "mlx5_2", "mlx5_3", "mlx5_4"] and not pasted.rdma.warnings
+
+
+def test_a_port_with_an_address_of_an_interface_here_is_no_port_of_elsewhere() -> None:
+    """A pod's macvlan over the host's interface: the port's own interface is the host's, its GIDs are also ours."""
+    gids = (Gid(0, "RoCE_v2", "fe80::1"), Gid(5, "RoCE_v2", "::ffff:10.1.0.5"))
+    shared = [port("a", netdev="eth2", gids=gids), port("b", netdev="net2")]
+    found = detect(host(nic("net1", "10.1.0.5/24"), nic("net2", "10.2.0.5/24"), *shared, interfaces_complete=True))
+    assert names(found) == ["a", "b"] and not found.rdma.warnings
+
+
+def test_a_device_that_never_shows_an_interface_is_no_port_of_elsewhere() -> None:
+    erdma = [port(f"erdma_{n}", driver="erdma") for n in range(2)]
+    found = detect(host(nic("eth0", "10.0.0.2/16"), *erdma, interfaces_complete=True))
+    assert names(found) == ["erdma_0", "erdma_1"] and not found.rdma.warnings
+
+
+def test_where_all_interfaces_are_elsewhere_the_ports_are_kept_with_a_warning() -> None:
+    found = detect(host(nic("eth0", "172.17.0.2/16"), port("a"), port("b"), interfaces_complete=True))
+    assert names(found) == ["a", "b"]
+    assert any("a, b; kept, for there are no others" in line for line in found.rdma.warnings)
+
+
+def test_infiniband_needs_no_interface() -> None:
+    found = detect(host(nic("eth0", "10.0.0.2/16"), port("a", "InfiniBand"), interfaces_complete=True))
+    assert names(found) == ["a"] and not found.rdma.warnings
+
+
 def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
     rails = [port(f"r{n}", "InfiniBand", 200, pci=f"0000:{n:02x}:00.0") for n in range(8)]
     storage = [port(f"s{n}", "InfiniBand", 200, pci=f"0000:e1:00.{n}") for n in range(2)]

@@ -51,3 +51,11 @@ def test_the_doctor_says_so_with_its_exit_code(tmp_path: Path, capsys: pytest.Ca
     assert list(tmp_path.iterdir()) == []
     assert main(["--folder", str(tmp_path / "none")]) == 1
     assert "the run folder cannot be written" in capsys.readouterr().out
+
+
+def test_the_doctor_removes_its_canary_and_no_run_of_that_name(tmp_path: Path) -> None:
+    main(["--folder", str(tmp_path)])
+    assert not (tmp_path / CANARY_DIR).exists()
+    (tmp_path / CANARY_DIR / "checkpoints").mkdir(parents=True)
+    main(["--folder", str(tmp_path)])
+    assert [path.name for path in (tmp_path / CANARY_DIR).iterdir()] == ["checkpoints"]

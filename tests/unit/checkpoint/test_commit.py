@@ -218,3 +218,15 @@ def test_an_empty_checkpoint_cannot_be_committed(tmp_path):
 def test_folders_are_open_to_their_owner_only(tmp_path):
     path = write(tmp_path / "checkpoints", 1, "one")
     assert [oct(p.stat().st_mode & 0o777) for p in (path, path.parent)] == ["0o700", "0o700"]
+
+
+def test_a_checkpoint_of_another_program_is_never_replaced(tmp_path):
+    """Megatron-LM names its folders iter_0000020 as well: --save may be where another trainer saved."""
+    write(tmp_path, 10, "ten")
+    theirs = tmp_path / protocol.checkpoint_name(20)
+    theirs.mkdir()
+    (theirs / "__0_0.distcp").write_text("weeks of training")
+    with pytest.raises(CheckpointError, match="no save of this program wrote it"):
+        write(tmp_path, 20, "ours")
+    assert (theirs / "__0_0.distcp").read_text() == "weeks of training"
+    assert content_of(tmp_path) == (10, "ten")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlpost.cli.convert import Place, device_of, place, spread
+from rlpost.cli.convert import Place, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
+from tests.unit.cli.projects import make_project
 
 
 def test_torchrun_says_where_a_process_stands():
@@ -46,3 +47,15 @@ def test_layers_are_spread_over_as_many_ranks_as_have_work(num_layers, num_ranks
     else:
         each, rest = divmod(num_layers - last, stages - 1)
         assert rest == 0 and 0 < last < each
+
+
+def test_a_conversion_never_writes_over_what_is_there(tmp_path, capsys):
+    """Not even when --output-dir is the model itself, whose weights and config.json have the same names."""
+    model = make_project(tmp_path) / "model"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    origin = ["--input-dir", str(tmp_path / "iter_0000020"), "--origin-hf-dir", str(model)]
+    assert torch_dist_to_hf([*origin, "--output-dir", str(model)]) == 1
+    assert f"--output-dir {model} is there and not empty" in capsys.readouterr().err
+    assert hf_to_torch_dist(["--hf-checkpoint", str(model), "--save", str(model)]) == 1
+    assert f"--save {model} is there and not empty" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before

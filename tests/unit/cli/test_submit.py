@@ -10,6 +10,7 @@ import pytest
 from rlpost.cli.submit import main
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
+from rlpost.export_folder import export_id, mark
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
@@ -177,3 +178,28 @@ def test_train_by_hand_says_what_to_use_instead():
 def test_the_committed_batch_files_are_those_of_their_recipes():
     done = subprocess.run([sys.executable, "tools/make_jobs.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "jobs/*.sbatch differ from their recipes; run make jobs"
+
+
+@pytest.mark.parametrize("target", ["model", "link", ".", "run", "file"])
+def test_an_export_onto_what_is_there_is_refused(project, capsys, target):
+    """An export replaces its whole folder, so it may go to none that an export of this run did not make."""
+    (project / "link").symlink_to(project / "model")
+    (project / "file").touch()
+    line = refused(capsys, "--save-hf", target, "--run-folder", "run/a")
+    assert "checkpoint.save_hf (--save-hf) = " in line and "such as RUN/hf/{step}" in line
+
+
+def test_an_export_to_a_new_folder_or_one_of_each_step_is_fine(project, capsys):
+    (project / "empty").mkdir()
+    for target in ("new/export", "empty", "model/{step}"):
+        assert main(["recipe.toml", "--dry-run", "--save-hf", target]) == 0, target
+
+
+def test_only_the_run_that_made_an_export_may_be_submitted_to_replace_it(project, capsys):
+    (project / "run").mkdir()
+    (project / "new").mkdir()
+    mark(project / "new", project / "run", export_id(project / "run", make=True))
+    words = ["recipe.toml", "--dry-run", "--save-hf", "new"]
+    assert main([*words, "--run-folder", "run", "--resume"]) == 0
+    capsys.readouterr()
+    assert "the export of another run" in refused(capsys, "--save-hf", "new")

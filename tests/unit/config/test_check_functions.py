@@ -18,9 +18,9 @@ from elsewhere import brought as score
 try:
     import numpy as np
 except ImportError:
-    def spare(): pass
+    def spare(prompt, sample): pass
 if True:
-    async def generate(draft): inner = 1
+    async def generate(prompt, sample=None): inner = 1
 class Callable:
     def method(self): pass
 made = lambda hidden: (walrus := hidden)
@@ -50,6 +50,53 @@ def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_n
     assert "not valid Python: invalid syntax" in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]
     assert function_problems(reward(f"{tmp_path}/star.py:anything")) == []
     assert function_problems(reward("package.of_the_nodes.score")) == []
+
+
+FUNCTIONS = """\
+import functools
+def one(group): pass
+def two(waiting, num_groups): pass
+def three(draft, prompt, sampling): pass
+def any_number(*arguments, **more): pass
+def spare(group, threshold=0.5): pass
+def named(group, *, threshold): pass
+def slimes(args, samples, **kwargs): pass
+def slimes_buffer(args, rollout_id, buffer, num_samples): pass
+@functools.cache
+def decorated(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("dynamic_sampling_filter_path", "one", None),
+        ("dynamic_sampling_filter_path", "spare", None),
+        ("dynamic_sampling_filter_path", "any_number", None),
+        ("dynamic_sampling_filter_path", "decorated", None),
+        ("dynamic_sampling_filter_path", "slimes", None),
+        ("dynamic_sampling_filter_path", "two", "two(waiting, num_groups) cannot be called; needed is (group)"),
+        ("dynamic_sampling_filter_path", "named", "named(group, *, threshold) cannot be called; needed is (group)"),
+        ("buffer_filter_path", "two", None),
+        ("buffer_filter_path", "one", "one(group) cannot be called; needed is (waiting, num_groups)"),
+        ("buffer_filter_path", "slimes_buffer", None),
+        ("custom_generate_function_path", "three", None),
+        ("custom_generate_function_path", "two", "needed is (draft, prompt, sampling)"),
+        (
+            "custom_rm_path",
+            "slimes",
+            "slimes(args, samples, **kwargs) takes the answers to a prompt at once; add --group-rm",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(tmp_path, key, name, words):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    found = function_problems(Config.model_validate({"rollout": {key: f"{tmp_path}/mine.py:{name}"}}))
+    if words is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.startswith(f"rollout.{key} = ") and words in problem
 
 
 def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):

@@ -10,8 +10,8 @@ from rlpost.data.prompts import PromptFields, check_prompt_file
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_arithmetic_data.py"
 
 
-def make(out: Path) -> str:
-    command = [sys.executable, str(TOOL), "--out", str(out)]
+def make(out: Path, *more: str) -> str:
+    command = [sys.executable, str(TOOL), "--out", str(out), *more]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -31,3 +31,15 @@ def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
     assert make(tmp_path).count("already there") == 2
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+
+
+def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = (tmp_path / "train.jsonl").read_bytes()
+    make(tmp_path, "--seed", "1")
+    assert (tmp_path / "train.jsonl").read_bytes() != before
+    (tmp_path / "heldout.jsonl").write_text('{"prompt": "mine"}\n')
+    command = [sys.executable, str(TOOL), "--out", str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1 and "heldout.jsonl is there with other lines" in refused.stderr
+    assert (tmp_path / "heldout.jsonl").read_text() == '{"prompt": "mine"}\n'

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlpost.algorithm.advantage import grpo_advantages
 from rlpost.config.load import load
 from rlpost.orchestration.batches import make_batches, model_break_even, rollout_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -73,6 +74,20 @@ def test_the_estimator_of_the_settings_makes_the_advantages(estimator, expected)
     steps = make_batches([group(0, [0.0, 1.0]), group(1, [0.0, 1.0])], settings)
     found = sorted({round(s.advantage, 6) for batch in steps[0] for m in batch.micro_batches for s in m})
     assert found == expected if expected else sum(found) != 0 and len(found) == 2  # whitened by tokens, not samples
+
+
+def test_an_answer_without_a_reward_is_in_neither_the_baseline_nor_the_loss():
+    """Its grading was lost, so its group has one sample less, and the step's denominators are smaller."""
+    of_four = group(0, [1.0, 0.0, 1.0, 1.0])
+    of_three = SampleGroup(0, of_four.samples[:3])
+    rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 4}
+    (ranks,) = make_batches([of_three, group(1, [1.0, 0.0, 0.0, 0.0])], config(rollout=rollout))
+    trained = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+    counting = [sample for sample in trained if any(sample.loss_mask)]
+    assert ranks[0].num_samples == len(counting) == 7
+    assert ranks[0].num_tokens == sum(sample.response_length for sample in counting) == 3 + 4 + 5 + 3 + 4 + 5 + 6
+    expected = [*grpo_advantages([1.0, 0.0, 1.0]), *grpo_advantages([1.0, 0.0, 0.0, 0.0])]
+    assert sorted(sample.advantage for sample in counting) == sorted(expected)
 
 
 def test_an_interleaved_pipeline_gets_micro_batches_in_whole_rounds():

@@ -1,12 +1,18 @@
-"""The Hugging Face folder beside a checkpoint: whole or not there, and never what ends a run."""
+"""The Hugging Face folder beside a checkpoint: whole or not there, never what ends a run, never over what is not its
+own."""
 
 import asyncio
+import os
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.errors import CheckpointError
-from rlpost.orchestration.hf_export import export, folder_of
+from rlpost.export_folder import folder_of
+from rlpost.orchestration.hf_export import HuggingFaceExport
 
 
 def writer(text, seen=()):
@@ -18,23 +24,47 @@ def writer(text, seen=()):
     return write
 
 
-def test_the_step_stands_in_the_name(tmp_path):
+def made_run(tmp_path, name="run"):
+    run = tmp_path / "runs" / name
+    run.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def export(template, step, write, *, run, **folders):
+    settings = CheckpointConfig(save_hf=str(template), **{key: str(path) for key, path in folders.items()})
+    asyncio.run(HuggingFaceExport(settings, run).export(step, write))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != "runs")
+
+
+def test_the_step_stands_in_the_name():
     assert folder_of("/a/{step}/x-{rollout_id}", 7) == Path("/a/7/x-7")
 
 
 def test_a_folder_appears_when_it_is_whole_and_is_not_written_twice(tmp_path):
-    template, target = f"{tmp_path}/hf-{{step}}", tmp_path / "hf-4"
-    asyncio.run(export(template, 4, writer("first", seen=[target])))
-    asyncio.run(export(template, 4, writer("again")))
+    template, target, run = f"{tmp_path}/hf-{{step}}", tmp_path / "hf-4", made_run(tmp_path)
+    export(template, 4, writer("first", seen=[target]), run=run)
+    export(template, 4, writer("again"), run=run)
     assert (target / "config.json").read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["hf-4"]
+    assert names(tmp_path) == ["hf-4"]
 
 
 def test_a_template_without_a_step_is_one_folder_that_is_replaced(tmp_path):
+    run = made_run(tmp_path)
     for text in ("first", "second"):
-        asyncio.run(export(f"{tmp_path}/newest", 4, writer(text)))
+        export(tmp_path / "newest", 4, writer(text), run=run)
     assert (tmp_path / "newest/config.json").read_text() == "second"
-    assert [path.name for path in tmp_path.iterdir()] == ["newest"]
+    assert names(tmp_path) == ["newest"]
+
+
+def test_a_run_whose_folder_was_moved_still_knows_its_export(tmp_path):
+    export(tmp_path / "newest", 4, writer("first"), run=made_run(tmp_path))
+    moved = tmp_path / "runs/moved"
+    (tmp_path / "runs/run").rename(moved)
+    export(tmp_path / "newest", 5, writer("second"), run=moved)
+    assert (tmp_path / "newest/config.json").read_text() == "second"
 
 
 @pytest.mark.parametrize("error", [CheckpointError("no room"), OSError(28, "No space left on device")])
@@ -42,7 +72,115 @@ def test_a_failure_is_logged_and_leaves_nothing_that_looks_like_a_model(tmp_path
     async def fail(folder):
         raise error
 
-    asyncio.run(export(f"{tmp_path}/hf-{{step}}", 4, fail))
+    run = made_run(tmp_path)
+    export(f"{tmp_path}/hf-{{step}}", 4, fail, run=run)
     assert "are not exported" in caplog.text and not (tmp_path / "hf-4").exists()
-    asyncio.run(export(f"{tmp_path}/hf-{{step}}", 4, writer("later")))
+    export(f"{tmp_path}/hf-{{step}}", 4, writer("later"), run=run)
     assert (tmp_path / "hf-4/config.json").exists()
+
+
+@pytest.mark.parametrize("key", ["hf_checkpoint", "ref_load", "load", "save"])
+@pytest.mark.parametrize("through", ["itself", "a link to it", "its parent"])
+def test_what_the_run_reads_or_saves_is_never_replaced(tmp_path, caplog, key, through):
+    kept = tmp_path / "models" / "origin"
+    kept.mkdir(parents=True)
+    (kept / "model.safetensors").write_text("the only copy")
+    (tmp_path / "link").symlink_to(kept)
+    target = {"itself": kept, "a link to it": tmp_path / "link", "its parent": kept.parent}[through]
+    export(target, 4, writer("new"), run=made_run(tmp_path), **{key: kept})
+    assert (kept / "model.safetensors").read_text() == "the only copy"
+    assert not (target / "config.json").exists()
+    assert "--" + key.replace("_", "-") in caplog.text
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path, caplog):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("years")
+    export(tmp_path / "mine", 4, writer("new"), run=made_run(tmp_path))
+    assert names(tmp_path / "mine") == ["thesis.tex"]
+    assert "not empty and no export of a run made it" in caplog.text
+
+
+def test_a_file_that_was_put_into_the_export_stays(tmp_path, caplog):
+    run = made_run(tmp_path)
+    export(tmp_path / "newest", 4, writer("first"), run=run)
+    (tmp_path / "newest/model.gguf").write_text("mine")
+    export(tmp_path / "newest", 5, writer("second"), run=run)
+    assert (tmp_path / "newest/model.gguf").read_text() == "mine" and "model.gguf" in caplog.text
+
+
+def test_the_export_of_another_run_is_left_alone(tmp_path, caplog):
+    export(tmp_path / "newest", 4, writer("theirs"), run=made_run(tmp_path, "one"))
+    export(tmp_path / "newest", 4, writer("ours"), run=made_run(tmp_path, "two"))
+    assert (tmp_path / "newest/config.json").read_text() == "theirs"
+    assert "export of another run" in caplog.text and str(tmp_path / "runs/one") in caplog.text
+
+
+def test_what_comes_while_the_export_is_written_is_left_alone(tmp_path):
+    target = tmp_path / "newest"
+
+    async def write(folder):
+        Path(folder, "config.json").write_text("new")
+        target.mkdir()
+        (target / "mine").write_text("x")
+
+    export(target, 4, write, run=made_run(tmp_path))
+    assert names(target) == ["mine"]
+
+
+class Crashed(BaseException):
+    """The process ends here."""
+
+
+class CrashAt:
+    """The process ends before the call of this number that renames or removes."""
+
+    def __init__(self, number, patch):
+        self.left = number
+        for module, name in ((os, "rename"), (shutil, "rmtree")):
+            patch.setattr(module, name, partial(self.call, getattr(module, name)))
+
+    def call(self, real, *arguments, **options):
+        if self.left == 0:
+            raise Crashed
+        self.left -= 1
+        return real(*arguments, **options)
+
+
+def test_a_crash_at_any_instant_leaves_the_export_before_or_the_new_one(tmp_path, monkeypatch):
+    """The next export succeeds in its turn, and leaves nothing beside it."""
+    outcomes = set()
+    for number in range(20):
+        folder = tmp_path / str(number)
+        run, target = made_run(folder), folder / "newest"
+        export(target, 1, writer("first"), run=run)
+        crashed = False
+        with monkeypatch.context() as patch:
+            CrashAt(number, patch)
+            try:
+                export(target, 2, writer("second"), run=run)
+            except Crashed:
+                crashed = True
+        found = [*folder.glob("newest/config.json"), *folder.glob(".newest.old-*/config.json")]
+        assert found, number
+        outcomes |= {path.read_text() for path in found}
+        export(target, 3, writer("third"), run=run)
+        assert (target / "config.json").read_text() == "third"
+        assert names(folder) == ["newest"]
+        if not crashed:
+            break
+    assert not crashed and number > 3 and outcomes == {"first", "second"}
+
+
+def test_a_crash_between_the_two_names_is_undone_before_anything_else(tmp_path):
+    """A later export that fails must not leave the run without any."""
+    run, target = made_run(tmp_path), tmp_path / "newest"
+    export(target, 1, writer("first"), run=run)
+    identity = (run / "export_id").read_text().strip()
+    target.rename(tmp_path / f".newest.old-{identity}")
+
+    async def fail(folder):
+        raise CheckpointError("no room")
+
+    export(target, 2, fail, run=run)
+    assert (target / "config.json").read_text() == "first"

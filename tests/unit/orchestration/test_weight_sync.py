@@ -1,6 +1,7 @@
 """A stop within a weight sync: between two buckets, with no rank of the trainer left in a collective."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +138,26 @@ def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_
     assert str(folder).startswith("/dev/shm/run-")
     one._delta_mover()
     assert one._copies is copies
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, monkeypatch, mode):
+    """--update-weight-disk-dir may hold a folder version-2 of somebody's, or the files of another run."""
+    shared = tmp_path / "scratch"
+    theirs = [".version-0000001", "copy", "version-0000001", "version-2"]
+    for name in theirs:
+        (shared / name).mkdir(parents=True)
+        (shared / name / "model.safetensors").write_text("somebody's")
+    one, actors, _ = delta_sync(tmp_path, monkeypatch, update_weight_disk_dir=str(shared), update_weight_mode=mode)
+    if mode == "delta":
+        mover = one._delta_mover()
+        asyncio.run(mover.move([Receiver(EngineAddress("http://engine", 1), Engine())], 1))
+        assert {path.parent.parent for path in one._copies.folders} == {shared}
+        assert {Path(words[0]).parent.parent for words in actors.wanted} == {shared}
+    one._remove_files()
+    asyncio.run(one.close())
+    assert sorted(path.name for path in shared.iterdir()) == theirs
+    assert all((path / "model.safetensors").exists() for path in shared.iterdir())
 
 
 def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, monkeypatch, caplog):

@@ -16,7 +16,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
 from rlpost.reward import grader as module
 from rlpost.reward import pool, remote
-from rlpost.reward.grader import ERRORS, TIMEOUTS, Grader, make_grader
+from rlpost.reward.grader import ERRORS, LOST, TIMEOUTS, Grader, make_grader
 from rlpost.types import Prompt, Sample
 
 USER = Path(__file__).with_name("user_rewards.py")
@@ -66,8 +66,8 @@ def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
             await asyncio.sleep(0.01)
             now = time.monotonic()
             longest, last = max(longest, now - last), now
-        assert made.counters() == {TIMEOUTS: 1, ERRORS: 0}
-        assert made.counters() == {TIMEOUTS: 0, ERRORS: 0}
+        assert made.counters() == {TIMEOUTS: 1, ERRORS: 0, LOST: 0}
+        assert made.counters() == {TIMEOUTS: 0, ERRORS: 0, LOST: 0}
         return await scoring, longest
 
     rewards, longest = using(settings(rm_type="deepscaler", reward_timeout_s=1), work)
@@ -84,7 +84,34 @@ def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.Monk
         return await made.grade(prompt(), samples(*texts)), made.counters()
 
     config = settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=0.5)
-    assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4})
+    assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4, LOST: 0})
+
+
+def test_a_grading_that_was_lost_is_no_reward_at_all() -> None:
+    """Its process was killed, a server that it needs is down, a sandbox is gone: nobody knows whether it was right."""
+    texts = ("fine", "killed", "refused", "lost", "pipe", "fine")
+
+    async def work(made: Grader) -> tuple[Any, Any]:
+        return await made.grade(prompt(), samples(*texts)), made.counters()
+
+    found = using(settings(custom_rm_path=f"{USER}:needy"), work)
+    assert found == ([1, None, None, None, 0, 1], {TIMEOUTS: 0, ERRORS: 1, LOST: 3})
+
+
+def test_a_process_that_is_killed_while_it_waits_costs_no_answer() -> None:
+    async def work(made: Any) -> Any:
+        await made.grade(prompt(), samples("fine"))
+        (worker,) = made._pool._all
+        worker._process.kill()
+        worker._process.wait()
+        return await made.grade(prompt(), samples("fine")), made.counters()[LOST]
+
+    assert using(settings(custom_rm_path=f"{USER}:needy", reward_workers=1), work) == ([1], 0)
+
+
+def test_a_group_whose_grading_is_lost_has_no_reward() -> None:
+    config = settings(custom_rm_path="tests.unit.reward.user_rewards.ranks_or_killed", group_rm=True)
+    assert using(config, lambda made: made.grade(prompt(), samples("a", "killed"))) == [None, None]
 
 
 def test_what_a_grading_has_started_ends_with_it(tmp_path: Path) -> None:
@@ -201,8 +228,8 @@ class Server:
         return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
 
 
-def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: float = 20) -> list[float]:
-    async def run() -> list[float]:
+def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: float = 20) -> Any:
+    async def run() -> Any:
         async with server as url:
             made = make_grader(settings(rm_type="remote_rm", rm_url=url, rm_url_timeout_s=timeout_s))
             try:
@@ -250,10 +277,22 @@ def test_an_answer_that_will_not_change_is_an_error_at_once(answer: tuple[int, s
     assert len(server.bodies) == 1
 
 
-def test_a_reward_model_that_is_away_is_named_when_the_deadline_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("server", ["answers 500", "is not there"])
+def test_a_reward_model_that_is_away_scores_nothing_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
-    with pytest.raises(RolloutError, match=r"/score answered 500, for 0\.3 s \(--rm-url-timeout-s\)"):
-        ask(Server((500, "")), timeout_s=0.3)
-    config = settings(rm_type="remote_rm", rm_url="http://127.0.0.1:9", rm_url_timeout_s=0.3)
-    with pytest.raises(RolloutError, match="does not answer"):
-        using(config, lambda made: made.grade(prompt(), samples("a")))
+    if server == "answers 500":
+        assert ask(Server((500, "")), "ab", timeout_s=0.3) == [None, None]
+        assert "/score answered 500, for 0.3 s (--rm-url-timeout-s)" in caplog.text
+    else:
+        config = settings(rm_type="remote_rm", rm_url="http://127.0.0.1:9", rm_url_timeout_s=0.3)
+        assert using(config, lambda made: made.grade(prompt(), samples("a", "b"))) == [None, None]
+        assert "does not answer" in caplog.text
+
+
+def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
+    with pytest.raises(RolloutError, match=r"last 4 gradings failed.*what it needs is away.*/score answered 503"):
+        ask(Server((503, "")), "abcde", timeout_s=0.2)

@@ -113,6 +113,10 @@ OTHER = [
     ("12345678901234567891", "12345678901234567890"),  # the published grader compares them as floats
     ("", "5"),
     ("{}", "5"),
+    # More than one \text{ ...}: the data set's own code takes no unit off, so nothing of it is cut away.
+    ("3", r"3 \text{ or } 5 \text{ or } 7"),
+    (r"42 \text{ or } 41 \text{ or } 43", "42"),
+    (r"2\text{ hours }30\text{ minutes}", r"2\text{ hours }15\text{ minutes}"),
 ]
 
 
@@ -136,6 +140,8 @@ def test_deepscaler_takes_these_for_different(answer: str, truth: str) -> None:
         ("1 + 1", "1+1"),
         (r"\text{42}", "42"),
         (r"\left(1\right)", "(1)"),
+        (r"42\text{ cm}", "42"),
+        (r" 1\text{ h }2\text{ min} ", r"1\text{ h }2\text{ min}"),
     ],
 )
 def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
@@ -161,6 +167,15 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         (r"Answer: \frac34", r"\frac{3}{4}", 1),  # a label that is no number: the published grader crashes
         ("Answer: 3.5", "3.5", 1),  # and it takes this one for 3
         ("Answer: 3", "3.5", -1),
+        (r"Answer: $\frac{1}{2}$", "1/2", 1),
+        (r"Answer: \frac{1}{2}", "0.5", 1),
+        (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1),
+        (r"Answer: \(\frac12\)", r"\tfrac{1}{2}", 1),
+        (r"Answer: $-\frac{1}{2}$", "-0.5", 1),
+        ("Answer: 0.5", r"\frac{1}{2}", 1),
+        (r"Answer: \frac{1}{3}", r"\frac{1}{2}", -1),
+        (r"Answer: \frac{1}{0}", r"\frac{1}{2}", -1),
+        (r"Answer: \frac{84}{2}", "42", -1),  # as the published grader: a whole number is to be worked out
         ("Answer: 42", None, -1),
     ],
 )
@@ -227,6 +242,10 @@ def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{12:30}", "12:30", 1),
         (r"\boxed{3.14}", r"\pi", 0),
         (r"So $x^2+2x+1$.", "(x+1)^2", 1),
+        ("<think>\nmaybe 42", "42", 0),
+        ("<think>\nmaybe $42$", "42", 0),
+        ("<think>7</think> or <think>maybe 42", "42", 0),
+        (r"<think>so \boxed{42}", "42", 1),  # a box is an answer anywhere
         ("nothing", "42", 0),
         ("", "42", 0),
         (r"\boxed{42}", "", 0),

@@ -43,6 +43,8 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("Definitely Gamma.", "gamma", FOUR, 1),
         ("no gammas here", "gamma", FOUR, 0),  # a part of a word is not the word
         ("no idea", "A", {}, 0),
+        ("<think>maybe C", "C", {}, 0),
+        (r"<think>so \boxed{C}", "C", {}, 1),
         ("", "A", {}, 0),
         ("The answer is B.", None, {}, 0),
     ],
@@ -136,6 +138,7 @@ def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
     assert ifeval('"both"', None, metadata) == 1
     assert ifeval("one", None, metadata) == 0
     assert ifeval(" ", None, {"instruction_id_list": ["punctuation:no_comma"]}) == 0
+    assert ifeval("<think>cut off", None, {"instruction_id_list": ["punctuation:no_comma"]}) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
+
+from rlpost.errors import GradingLost
 
 
 def length(prompt, sample):
@@ -21,6 +24,12 @@ async def slow_length(prompt, sample):
 def ranks(prompt, samples):
     order = sorted(samples, key=lambda sample: len(sample.text))
     return [float(order.index(sample)) for sample in samples]
+
+
+def ranks_or_killed(prompt, samples):
+    if any(sample.text == "killed" for sample in samples):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ranks(prompt, samples)
 
 
 def hostile(prompt, sample):
@@ -39,6 +48,19 @@ def hostile(prompt, sample):
         return float("nan")
     if sample.text == "nothing":
         return None
+    return 1
+
+
+def needy(prompt, sample):
+    """Needs something that may be away."""
+    if sample.text == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sample.text == "refused":
+        urllib.request.urlopen("http://127.0.0.1:9/sandbox", timeout=5)
+    if sample.text == "lost":
+        raise GradingLost("the sandbox is gone")
+    if sample.text == "pipe":
+        raise BrokenPipeError("the program does not read")
     return 1
 
 

@@ -15,8 +15,13 @@ from rlpost.rollout import connection
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
-from rlpost.rollout.filters import check_reward_nonzero_std, group_filter
-from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.filters import (
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+    group_filter,
+)
+from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter
+from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
@@ -110,6 +115,44 @@ def test_groups_that_are_not_wanted_are_replaced_until_the_batch_is_full() -> No
     engine = FakeEngine(answer=answer)
     asyncio.run(collecting(engine, work, Rules(3, 3, 9), wanted=check_reward_nonzero_std))
     assert engine.log.count("generate") == 12
+
+
+class LosingGrader(InlineGrader):
+    """Never grades prompt 1, and of prompt 2 all answers but the first."""
+
+    async def grade(self, prompt: Prompt, samples: Any) -> list[float | None]:
+        is_lost = {1: {0, 1, 2}, 2: {0}}.get(prompt.prompt_id, set())
+        return [None if sample.index in is_lost else float(sample.index) for sample in samples]
+
+
+def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_crash(tmp_path: Any) -> None:
+    """Prompt 1 is given up; one answer of prompt 2 is left out. The journal gives the same batch and counts again."""
+
+    async def batch(grader: Any) -> tuple[list[SampleGroup], Any, int]:
+        engine = FakeEngine(answer=lambda body: generated([1, 1], text="x"))
+        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection:
+            writer = GroupWriter(connection, SAMPLING, n=3, grader=grader)
+            choices = Choices(counters=writer.counters, wanted=check_reward_nonzero_std)
+            journal = Journal.resume(tmp_path, 0, step=0, settings="same")
+            collector = Collector(
+                Book(Rules(2, 2, 4), NOTHING, step=0),
+                Counter(1),
+                writer,
+                choices=choices,
+                stop_requested=lambda: False,
+                journal=journal,
+            )
+            async with asyncio.timeout(30):
+                groups = await collector.batch()
+            journal.close()
+            return groups, collector.counts(), engine.log.count("generate")
+
+    groups, counts, num_requests = asyncio.run(batch(LosingGrader(lambda *_: 0.0)))
+    assert [(group.prompt_id, group.rewards) for group in groups] == [(2, (1.0, 2.0)), (3, (0.0, 1.0, 2.0))]
+    again = MAX_GENERATIONS  # times that the answers to prompt 1 were thrown away
+    assert counts["rollout/num_regenerated"] == again and counts["rollout/wasted_tokens"] == again * 6
+    assert counts["rollout/num_filtered"] == 1 and num_requests == 3 * (again + 2)
+    assert asyncio.run(batch(None)) == (groups, counts, 0)
 
 
 def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,6 +397,22 @@ def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() ->
 def test_the_paths_of_other_trainers_name_our_filters() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert group_filter(path) is check_reward_nonzero_std
+    assert group_filter(f"{path}_with_fallback") is check_reward_nonzero_std_with_fallback
+
+
+@pytest.mark.parametrize(("start_size", "num_dropped"), [(3, 0), (5, 2)])
+def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
+    start_size: int, num_dropped: int
+) -> None:
+    """All groups have equal rewards; no more of them are dropped than are left over."""
+
+    async def work(collector: Collector, book: Book) -> None:
+        assert len(await collector.batch()) == 3
+        assert book.newest_id == start_size - 1
+        assert collector.counts()["rollout/num_filtered"] == num_dropped
+
+    wanted = check_reward_nonzero_std_with_fallback
+    asyncio.run(collecting(FakeEngine(), work, Rules(3, start_size, 9), wanted=wanted))
 
 
 def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:

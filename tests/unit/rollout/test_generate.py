@@ -3,20 +3,20 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rlpost.errors import Preempted, RolloutError
+from rlpost.errors import GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout import connection
+from rlpost.rollout import connection, generate
 from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.evaluate import evaluate, pass_at_k
-from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
+from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Prompt, SampleGroup
+from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,))
@@ -201,6 +201,107 @@ def test_evaluation_is_the_mean_over_all_samples() -> None:
 
     means = {"reward_mean": 0.25, "response_length_mean": 7.0, "truncated_frac": 0.75}
     assert asyncio.run(evaluated()) == {**means, "pass@1": 0.25, "pass@2": 0.25}
+
+
+class Losing:
+    """Grades 1, and loses the grading of the answers whose turn it is."""
+
+    def __init__(self, lost: Callable[[int, Sample], bool]) -> None:
+        self.lost, self.turn = lost, 0
+
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float | None]:
+        turn, self.turn = self.turn, self.turn + 1
+        return [None if self.lost(turn, sample) else 1.0 for sample in samples]
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+def written(lost: Callable[[int, Sample], bool], *, n: int) -> tuple[Any, list[Mapping[str, float]], int]:
+    """One group, what its writer counted when it was asked twice, and the requests it took."""
+
+    async def work() -> tuple[Any, list[Mapping[str, float]], int]:
+        engine = FakeEngine()
+        async with serving(engine), Connection(router(engine)) as connection:
+            writer = GroupWriter(connection, SAMPLING, n=n, grader=Losing(lost))
+            group = await writer.write(Unfinished(prompts(7)[0]))
+            return group, [writer.counters(), writer.counters()], engine.log.count("generate")
+
+    return asyncio.run(work())
+
+
+def test_an_answer_whose_grading_was_lost_is_left_out_of_its_group() -> None:
+    group, _, num_requests = written(lambda turn, sample: sample.index == 1, n=3)
+    assert [scored.sample.index for scored in group.samples] == [0, 2]
+    assert group.rewards == (1.0, 1.0) and num_requests == 3
+
+
+@pytest.mark.parametrize(("n", "num_lost", "again"), [(4, 2, 0), (4, 3, 1), (4, 4, 1), (2, 1, 1), (1, 0, 0), (1, 1, 1)])
+def test_a_group_with_fewer_than_two_answers_left_is_generated_again(n: int, num_lost: int, again: int) -> None:
+    """A group of one never had more."""
+    found = written(lambda turn, sample: turn == 0 and sample.index < num_lost, n=n)
+    group, (counted, after), num_requests = found
+    assert len(group.samples) == (n if again else n - num_lost) and num_requests == n * (1 + again)
+    wasted = {"rollout/num_regenerated": again, "rollout/wasted_tokens": 3 * n * again}
+    assert counted == {"rollout/answers_lost": 0} | wasted
+    assert set(after.values()) == {0}
+
+
+def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
+    """Its own metadata may be what the server fails on; the run goes on with other prompts."""
+    group, _, num_requests = written(lambda turn, sample: True, n=2)
+    assert group == SampleGroup(7, ()) and num_requests == 2 * MAX_GENERATIONS
+
+
+def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:
+    """A group of a function whose sandbox is gone in some of its calls, by index and by the number of the call."""
+    calls = itertools.count()
+
+    async def function(draft: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        if is_lost(draft.index, next(calls)):
+            raise GradingLost("the sandbox is gone")
+        await draft.write()
+        return draft.sample()
+
+    async def work() -> tuple[Any, Mapping[str, float]]:
+        engine = FakeEngine()
+        async with serving(engine), Connection(router(engine)) as connection:
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, SAMPLING, n=n, grader=grader, function=function)
+            return await writer.write(Unfinished(prompts(7)[0])), writer.counters()
+
+    return asyncio.run(work())
+
+
+def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
+    group, counted = with_sandbox(lambda index, call: index == 1, n=3)
+    assert [scored.sample.index for scored in group.samples] == [0, 2]
+    assert counted["rollout/answers_lost"] == 1 and counted["rollout/num_regenerated"] == 0
+    group, counted = with_sandbox(lambda index, call: call < 3, n=3)
+    assert len(group.samples) == 3
+    assert counted["rollout/answers_lost"] == 3 and counted["rollout/num_regenerated"] == 1
+
+
+def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MAX_LOST_IN_A_ROW", 5)
+    with pytest.raises(RolloutError, match="the last 5 answers were lost; the last: the sandbox is gone"):
+        with_sandbox(lambda index, call: True, n=4)
+
+
+def test_evaluation_leaves_out_what_was_not_graded() -> None:
+    async def evaluated(lost: Callable[[int, Sample], bool]) -> dict[str, float]:
+        engine = FakeEngine()
+        async with serving(engine), Connection(router(engine)) as connection:
+            writer = GroupWriter(connection, SAMPLING, n=4, grader=Losing(lost))
+            return await evaluate(writer, prompts(0, 1, 2), lambda: False)
+
+    found = asyncio.run(evaluated(lambda turn, sample: sample.prompt_id == 0 or sample.prompt_id == sample.index == 1))
+    assert found["reward_mean"] == 1 and [found[f"pass@{k}"] for k in (1, 2, 4)] == [1, 1, 1]
+    with pytest.raises(RolloutError, match="gradings of all 3 prompts were lost"):
+        asyncio.run(evaluated(lambda turn, sample: True))
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
-from rlpost.rollout.journal import Journal
+from rlpost.rollout import journal as journal_module
+from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.rollout.journal_format import (
     BATCH,
     GROUP,
@@ -166,6 +168,23 @@ def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
     journal.close()
     assert replayed(resumed(tmp_path, settings="others")) == []
     assert "settings of what is generated have changed" in caplog.text
+
+
+def test_the_journal_of_a_program_without_a_setting_is_that_of_its_default(monkeypatch):
+    now = Config()
+    dumped = Config.model_dump
+
+    def older(config, **options):
+        tables = dumped(config, **options)
+        del tables["grpo"]["loss_unit"]
+        return tables
+
+    changed = Config.model_validate({"grpo": {"loss_unit": "answer"}})
+    assert settings_hash(changed) != settings_hash(now)
+    found = settings_hash(now)
+    monkeypatch.setattr(Config, "model_dump", older)
+    monkeypatch.setattr(journal_module, "_ADDED", {})
+    assert settings_hash(now) == found
 
 
 def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_state(tmp_path):

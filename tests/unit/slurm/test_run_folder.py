@@ -60,6 +60,15 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, name: str) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_folder_code_that_no_run_made_is_not_entered_even_with_resume(tmp_path: Path) -> None:
+    """A snapshot replaces RUN/code whole; --run-folder may name a project of somebody's by mistake."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/thesis.py").write_text("years")
+    with pytest.raises(RunFolderError, match=r"holds code and no run\.json"):
+        create_run_folder(tmp_path, SETTINGS, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["code"]
+
+
 def test_every_attempt_has_a_number_of_its_own(tmp_path: Path) -> None:
     """No number is used twice and ``latest`` points to the last."""
     run = create_run_folder(tmp_path / "a", SETTINGS)
