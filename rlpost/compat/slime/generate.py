@@ -153,8 +153,8 @@ def _place(response: Sequence[int], head: Sequence[int], start: int) -> int | No
 
 
 def _versions(found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str) -> list[int]:
-    """The policy version of each token. Where no engine is known to have written one, as for a tool's, it is that of the
-    token before; of the first tokens the oldest of all. So none seems newer than it is."""
+    """The policy version of each token. Where no engine is known to have written one, as for a tool's, it is that of
+    the token before; of the first tokens the oldest of all. So none seems newer than it is."""
     named = [str(version) for version in sample.weight_versions]
     known = [version for answer in engines.written for version, _ in answer.version_spans]
     known = known or [int(version) for version in named if version.isdecimal()]

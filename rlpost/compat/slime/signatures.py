@@ -3,8 +3,7 @@
 Input: what the function is for, and its signature, from the source (login node) or from the object (nodes). Output:
 the name of the interface, or a sentence that says which signature is needed.
 
-The number of arguments tells most of them apart. Rewards and generate functions take as many here as there; of those
-the name of the first argument decides: slime's is ``args``.
+The number of arguments tells most of them apart, and their names the others: the first one of slime's is ``args``.
 """
 
 from __future__ import annotations
@@ -44,10 +43,12 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def interface(kind: Kind, signature: Signature) -> Interface | None:
     """The interface that ``signature`` has; None when it is neither."""
     forms = FORMS[kind]
-    is_slimes = forms.slimes is not None and _takes(signature, len(forms.slimes))
-    if _takes(signature, len(forms.ours)) and not _begins_with_args(signature):
+    if _takes(signature, len(forms.ours)) and not _is_named_as_slimes(kind, signature):
         return "rlpost"
-    return "slime" if is_slimes else None
+    if forms.slimes is None or not _takes(signature, len(forms.slimes)):
+        return None
+    names = {each.name for each in _positional(signature)[1:]}
+    return "slime" if _begins_with_args(signature) or names & {*forms.slimes} else None
 
 
 def problem(kind: Kind, name: str, signature: Signature) -> str | None:
@@ -115,6 +116,12 @@ def _takes(signature: Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
+    """Whether the names say slime where the number of arguments says nothing."""
+    second = [each.name for each in _positional(signature)[1:2]]
+    return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
 
 
 def _begins_with_args(signature: Signature) -> bool:
