@@ -44,11 +44,9 @@ async def generate(args, sample, sampling_params, evaluation=False):
             break
         said = result(sample.prompt + sample.response[:-1])
         ids = state.tokenizer(said, add_special_tokens=False)["input_ids"]
-        sample.append_response_tokens(
-            args, tokens=ids[: args.rollout_max_response_len - sample.response_length], trainable=False
-        )
-        sample.response += said
-        sample.tool_calls += 1
+        ids = ids[: args.rollout_max_response_len - sample.response_length]
+        sample.append_response_tokens(args, tokens=ids, trainable=False, text=said)
+        sample.tool_calls += bool(ids)
     return sample
 
 
