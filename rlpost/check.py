@@ -27,7 +27,7 @@ from rlpost.config.checks.arithmetic import (
 )
 from rlpost.config.checks.container import container_problems
 from rlpost.config.checks.environment import environment_problems
-from rlpost.config.checks.functions import function_problems
+from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.sync import sync_problems
@@ -44,7 +44,6 @@ from rlpost.export_folder import export_problems
 from rlpost.hf_shape import hf_shape
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
-from rlpost.rollout.filters import check_filters
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
 
@@ -58,12 +57,12 @@ def check(config: Config, *, run: Path | None = None) -> None:
     """
     if unset := variable_problems(config):
         raise ConfigError("\n".join(unset))
-    rollout = config.rollout
     problems = [
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
         *function_problems(config),
+        *whole_rollout_problems(config),
         *optimizer_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
@@ -76,13 +75,6 @@ def check(config: Config, *, run: Path | None = None) -> None:
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
-        *_collect(
-            lambda: check_filters(
-                dynamic_sampling_filter_path=rollout.dynamic_sampling_filter_path,
-                buffer_filter_path=rollout.buffer_filter_path,
-                custom_generate_function_path=rollout.custom_generate_function_path,
-            )
-        ),
         *container_problems(config),
         *environment_problems(config),
         *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),

@@ -31,6 +31,8 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         del record["loss_mask"]
     if not sample.version_spans:
         del record["version_spans"]
+    if not sample.extra:
+        del record["extra"]
     return record
 
 

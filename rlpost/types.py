@@ -39,7 +39,8 @@ class Sample:
 
     ``loss_mask`` has an entry for each of ``response_ids``, 0 for what the model did not write (the output of a tool);
     None when it wrote all. ``version_spans`` are pairs (policy version, number of tokens) in order, which cover the
-    response; none when all of it is of ``policy_version``, the version at its end.
+    response; none when all of it is of ``policy_version``, the version at its end. ``extra`` holds JSON values that a
+    function that wrote the answer left for its reward and filter (``rlpost.compat``).
     """
 
     prompt_id: int
@@ -53,6 +54,7 @@ class Sample:
     label: str | None = None
     loss_mask: tuple[int, ...] | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpost.algorithm.plugin import load_function
+from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.errors import ConfigError
 from rlpost.types import SampleGroup
 
@@ -130,7 +130,9 @@ def custom_advantages(
     It returns for each group, in order, an advantage for each sample: a number, or one for each token of its response.
     Raises ConfigError when the function cannot be imported or returns something else.
     """
-    found = load_function(path, key="custom_advantage_function_path")(groups, penalties)
+    key = "custom_advantage_function_path"
+    with blamed_on(path, key=key):
+        found = load_function(path, key=key)(groups, penalties)
     try:
         by_group = [tuple(_advantage(value) for value in group) for group in found]
     except (TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlpost.algorithm.correction import SampleSums, correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
-from rlpost.algorithm.plugin import load_function
+from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.algorithm.settings import LossSettings
 
 Stats = dict[str, Tensor]
@@ -43,9 +43,18 @@ LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
 def loss_function(settings: LossSettings) -> LossFunction:
     """What ``--loss-type`` names. Raises ConfigError when a custom loss cannot be imported or is not named."""
     if settings.loss_type == "custom_loss":
-        path = settings.custom_loss_function_path or ""
-        return load_function(path, key="custom_loss_function_path")
+        return _custom(settings.custom_loss_function_path or "", key="custom_loss_function_path")
     return {"policy_loss": policy_objective, "sft_loss": sft_objective}[settings.loss_type]
+
+
+def _custom(path: str, *, key: str) -> LossFunction:
+    function = load_function(path, key=key)
+
+    def loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+        with blamed_on(path, key=key):
+            return function(tokens, settings)
+
+    return loss
 
 
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:

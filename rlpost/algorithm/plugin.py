@@ -1,26 +1,37 @@
 """Functions of the user's own, named in the settings.
 
 In: ``module.function``, or ``FILE.py:function``. Out: the function. A file is loaded under a name made from its path,
-once a process, and needs no package around it.
+once a process, needs no package around it, and may import what lies beside it. What is wrong with the function itself
+(a TypeError, a missing import) is an error of the settings: starting again cannot help.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlpost.compat.slime import modules as slime_modules
+from rlpost.compat.slime.signatures import Interface, Kind, interface, problem, signature_of_object
 from rlpost.errors import ConfigError
+
+WRONG_CODE = (TypeError, ImportError)
+"""What a function raises that is called in a wrong way, or is wrong itself."""
 
 
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
     """The function that ``path`` names. Raises ConfigError, which names the setting ``key``, when there is none or
     what it stands in cannot be imported."""
+    slime_modules.install()
     file, colon, name = path.rpartition(":") if ":" in path else (path.rpartition(".")[0], "", path.rpartition(".")[2])
     try:
         module = _from_file(Path(file)) if colon else importlib.import_module(file)
@@ -33,6 +44,52 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
     return found
 
 
+@contextmanager
+def blamed_on(path: str, *, key: str) -> Iterator[None]:
+    """Within, what is wrong with the function that ``path`` names is a ConfigError, which names file and line."""
+    try:
+        yield
+    except WRONG_CODE as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == path.rpartition(":")[0]]
+        last = (own or frames)[-1]
+        raise ConfigError(
+            f"{key} = {path}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); mend the function"
+        ) from error
+
+
+def blaming(function: Callable[..., Any], path: str, *, key: str) -> Callable[..., Any]:
+    """The same function, async or not, under ``blamed_on``."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with blamed_on(path, key=key):
+            returned = function(*args, **kwargs)
+        return awaited(returned) if inspect.isawaitable(returned) else returned
+
+    async def awaited(returned: Awaitable[Any]) -> Any:
+        with blamed_on(path, key=key):
+            return await returned
+
+    return called
+
+
+def checked_interface(kind: Kind, function: Callable[..., Any], *, key: str, path: str) -> Interface:
+    """Whether a function has our interface or slime's. Raises ConfigError when it has neither."""
+    signature = signature_of_object(function)
+    if signature is None:
+        return "rlpost"  # a built-in; a call will tell
+    if why := problem(kind, path.rpartition(":" if ":" in path else ".")[2], signature):
+        raise ConfigError(f"{key} = {path}: {why}")
+    found = interface(kind, signature)
+    if found == "slime" and kind == "generate" and slime_modules.is_installed():
+        raise ConfigError(
+            f"{key} = {path}: slime is installed here, and its HTTP client does not know the engines of this run; "
+            "uninstall it from the environment of the nodes: rlpost has the names that plug-ins import"
+        )
+    return found or "rlpost"
+
+
 def _from_file(file: Path) -> ModuleType:
     name = f"rlpost_plugin_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -41,6 +98,8 @@ def _from_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{file} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # behind all else: what lies beside it can be imported
     try:
         spec.loader.exec_module(module)
     except BaseException:

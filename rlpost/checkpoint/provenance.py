@@ -27,6 +27,7 @@ INDIFFERENT = frozenset(
         "reward_timeout_s", "reward_workers", "rm_url", "rm_url_timeout_s", "num_rollout",
         "num_steps_per_rollout", "lr_decay_iters", "moe_token_dispatcher_type", "moe_enable_deepep",
         "moe_grouped_gemm", "moe_permute_fusion", "no_rope_fusion", "override_hf_config", "global_batch_size",
+        "rollout_function_path",
     }
 )
 """Keys of these groups that say how, not what; those that other values follow from are held by what follows."""

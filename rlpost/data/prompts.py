@@ -169,14 +169,8 @@ class PromptSet:
 
 def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
     """What a row means. Raises DataError, naming ``where``."""
-    label = None
     content = _content(_value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}")
-    if fields.label_key is not None:
-        label = _value(raw, fields.label_key, where, "--label-key")
-        if isinstance(label, bool) or not isinstance(label, str | int | float):
-            kind = type(label).__name__
-            raise DataError(f"{where}: {fields.label_key!r} is {kind}; the label must be a string or a number")
-        label = str(label)
+    label = None if fields.label_key is None else _label(raw, where, fields.label_key)
     if fields.metadata_key is None:
         metadata = {key: value for key, value in raw.items() if key not in (fields.input_key, fields.label_key)}
     else:
@@ -184,10 +178,26 @@ def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
         metadata = {} if metadata is None else metadata  # a column of Parquet may have nothing in a row
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object")
+    if isinstance(label, dict):  # a label is text; a reward that needs the object finds it there
+        metadata = {**metadata, str(fields.label_key): label}
+        label = label_text(label)
     tools = _tools(raw, where, fields.tool_key)
     if tools is not None:  # whoever runs them finds them there
         metadata = {**metadata, str(fields.tool_key): tools}
     return Row(content, label, metadata, tools)
+
+
+def label_text(label: Mapping[str, Any]) -> str:
+    """The text of a label that is an object."""
+    return json.dumps(label, ensure_ascii=False, default=str)
+
+
+def _label(raw: Mapping[str, Any], where: str, key: str) -> str | dict[str, Any]:
+    label = _value(raw, key, where, "--label-key")
+    if isinstance(label, bool) or not isinstance(label, str | int | float | dict):
+        kind = type(label).__name__
+        raise DataError(f"{where}: {key!r} is {kind}; the label must be a string, a number or an object")
+    return label if isinstance(label, dict) else str(label)
 
 
 def _tools(raw: Mapping[str, Any], where: str, key: str | None) -> Tools | None:

@@ -59,6 +59,13 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def hf_tokenizer(path: str) -> Any:
+    """The tokenizer of a Hugging Face folder. Code that lies in the folder is never run."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
 class PromptTokenizer:
     """Calls turn content into (text, token ids)."""
 
@@ -67,9 +74,7 @@ class PromptTokenizer:
     ) -> None:
         """``template_kwargs`` are more arguments of the chat template."""
         check_tokenizer_folder(path)
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        self._tokenizer = hf_tokenizer(str(path))
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(template_kwargs or {})
         if apply_chat_template and not self._tokenizer.chat_template:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlpost.checkpoint.state import RunState
+from rlpost.compat.slime.arguments import Arguments, settings_of
+from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
-from rlpost.config.flags import fields
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.data.cursor import PromptCursor
@@ -30,7 +31,7 @@ from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.draft import write_answer
 from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
+from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import COUNTED, GroupWriter, together
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
@@ -71,10 +72,10 @@ class Generation:
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
         self._grader = self._closed_at_the_end(StoppableGrader(make_grader(config), stop))
-        settings = {key: getattr(getattr(config, group), key) for key, group in fields().items()}
-        self._wanted = group_filter(rollout.dynamic_sampling_filter_path, settings)
-        self._first = buffer_filter(rollout.buffer_filter_path)
-        self._function = generate_function(rollout.custom_generate_function_path)
+        self._args = Arguments(settings_of(config))
+        self._wanted = group_filter(rollout.dynamic_sampling_filter_path, self._args)
+        self._first = buffer_filter(rollout.buffer_filter_path, self._args)
+        self._function = generate_function(rollout.custom_generate_function_path, self._args)
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
 
     def prompt_set(self, sources: str | Sequence[str], rollout: RolloutConfig) -> PromptSet:
@@ -98,6 +99,7 @@ class Generation:
     async def connect(self, router: RouterAddress) -> None:
         """Requests go there from now on."""
         self._router = router
+        self._args.connected(router.url, router.api_key)
         self._connection = await self._closing.enter_async_context(Connection(router))
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
@@ -123,7 +125,7 @@ class Generation:
             self._connection,
             rollout_sampling(rollout, self._eos),
             n=rollout.n_samples_per_prompt,
-            grader=self._grader,
+            grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
             codec=self.tokenizer,
         )
@@ -163,7 +165,8 @@ class Generation:
         rollout = rollout.model_copy(update=own)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
         own_config = config.model_copy(update={"rollout": rollout})
-        function = generate_function(rollout.custom_generate_function_path)
+        function = generate_function(rollout.custom_generate_function_path, self._args, evaluation=True)
+        grader = self._grader if same_reward else self._closed_at_the_end(make_grader(own_config))
         return Evaluation(
             name=one.name,
             prompts=self.prompt_set(one.path, rollout).all(),
@@ -171,11 +174,15 @@ class Generation:
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, config.rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-                grader=self._grader if same_reward else self._closed_at_the_end(make_grader(own_config)),
+                grader=self._grading(grader, rollout),
                 function=function or write_answer,
                 codec=self.tokenizer,
             ),
         )
+
+    def _grading(self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None) -> Grader:
+        """The grader as functions of slime need it: their generate function may reward, their filter reads prompts."""
+        return SlimeGrader(grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key)
 
     async def close(self) -> None:
         """End graders and connections."""

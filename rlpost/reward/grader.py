@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlpost.compat.slime.arguments import settings_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
-from rlpost.reward.pool import GradingFailed, GradingTimeout, Pool, What
+from rlpost.reward.pool import GradingFailed, GradingTimeout, Pool, What, WrongFunction
 from rlpost.reward.registry import REMOTE, RewardFunction, is_isolated, reward_function
 from rlpost.reward.remote import RemoteReward
 from rlpost.types import Prompt, Sample
@@ -73,9 +74,11 @@ class InlineGrader:
 class RewardGrader:
     """Any reward of the settings; ``rm_type`` in a prompt's metadata goes before the one of the settings."""
 
-    def __init__(self, settings: RolloutConfig) -> None:
-        self._settings = settings
-        self._pool = Pool(num_workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
+    def __init__(self, config: Config) -> None:
+        self._settings = settings = config.rollout
+        self._pool = Pool(
+            num_workers=settings.reward_workers, timeout_s=settings.reward_timeout_s, settings=settings_of(config)
+        )
         self._remote = RemoteReward(settings.rm_url or "", deadline_s=settings.rm_url_timeout_s)
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
@@ -158,7 +161,7 @@ class RewardGrader:
         logger.warning("prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end)
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             why = "what it needs is away" if metric == LOST else "the reward itself is wrong"
-            raise RolloutError(
+            raise (ConfigError if isinstance(failure, WrongFunction) else RolloutError)(
                 f"the last {self._failures_in_a_row} gradings failed, none between them did not: {why}; the last one: "
                 f"{failure}"
             )
@@ -171,7 +174,7 @@ def make_grader(config: Config) -> Grader:
         ConfigError: there is none of that name.
     """
     check_reward(config.rollout)
-    return RewardGrader(config.rollout)
+    return RewardGrader(config)
 
 
 def check_reward(settings: RolloutConfig) -> None:

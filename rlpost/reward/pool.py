@@ -2,7 +2,7 @@
 
 Comes in: which function, a prompt, its samples. Goes out: rewards, or ``GradingTimeout`` or ``GradingFailed``, of which
 an answer may be the cause, or ``GradingLost``, of which it is not; a function that cannot even be loaded is a
-``RolloutError``. The event loop never runs a grading itself, so nothing that
+``ConfigError``. The event loop never runs a grading itself, so nothing that
 an answer does can stall it: a thread waits for each process. Processes start when they are first needed, one for each
 grading that nobody is free for, up to the limit.
 """
@@ -18,12 +18,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlpost.config.keys import without_keys
-from rlpost.errors import GradingLost, RolloutError
+from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.reward.worker import LENGTH
 from rlpost.types import Prompt, Sample
 
@@ -45,11 +45,16 @@ class GradingFailed(Exception):
     """A grading raised an error or crashed its process; the message says which."""
 
 
+class WrongFunction(GradingFailed):
+    """A grading raised a TypeError: odd answers may cause one; if all do, the function is wrong."""
+
+
 class Pool:
     """Up to ``num_workers`` processes, with ``timeout_s`` for each grading."""
 
-    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, num_workers: int, timeout_s: float, settings: Mapping[str, Any] | None = None) -> None:
+        """``settings`` are those of the run, for functions that read them (``worker.scorer``)."""
+        self._timeout_s, self._settings = timeout_s, dict(settings or {})
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._lock = threading.Lock()  # of what follows
         self._idle: list[_Worker] = []
@@ -63,7 +68,8 @@ class Pool:
 
         Raises:
             GradingTimeout, GradingFailed, GradingLost: see there.
-            RolloutError: the function cannot be loaded.
+            ConfigError: the function cannot be imported or called, or returns no number where the settings say so.
+            RolloutError: it cannot be loaded for another reason.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._grade, what, prompt, samples)
@@ -91,6 +97,10 @@ class Pool:
             raise
         with self._lock:
             self._idle.append(worker)
+        if "error" in answer and answer["blame"] == "settings":
+            raise ConfigError(f"{what[1]}: {answer['error']}")
+        if "error" in answer and answer["blame"] == "function":
+            raise WrongFunction(answer["error"])
         if "error" in answer:
             raise (GradingLost if answer["lost"] else GradingFailed)(answer["error"])
         return answer["rewards"]
@@ -105,7 +115,7 @@ class Pool:
                     return worker
                 self._all.discard(worker)  # killed while nobody used it: that costs no answer
             try:
-                worker = _Worker()
+                worker = _Worker(self._settings)
             except OSError as error:
                 raise GradingLost(f"no process to grade can be started: {error}") from error
             self._all.add(worker)
@@ -115,7 +125,7 @@ class Pool:
 class _Worker:
     """One process and what it has loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self._loaded: set[What] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlpost.reward.worker"],
@@ -124,6 +134,11 @@ class _Worker:
             process_group=0,  # with all that a reward function starts, such as a program under test
             env=without_keys(os.environ) | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
         )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone already, which the first request finds out
+            first = pickle.dumps(settings)
+            self._process.stdin.write(LENGTH.pack(len(first)) + first)
+            self._process.stdin.flush()
 
     def is_alive(self) -> bool:
         """Whether the process is still there."""
@@ -136,9 +151,11 @@ class _Worker:
         try:
             answer = self.ask(what, LOADING_TIMEOUT_S, None, ())
         except (GradingTimeout, GradingFailed) as failure:
-            answer = {"error": str(failure)}
+            raise RolloutError(f"the reward {what[1]} cannot be loaded: {failure}") from failure
         if "error" in answer:
-            raise RolloutError(f"the reward {what[1]} cannot be loaded: {answer['error']}")
+            raise (ConfigError if answer["blame"] else RolloutError)(
+                f"the reward {what[1]} cannot be loaded: {answer['error']}"
+            )
         self._loaded.add(what)
 
     def ask(self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Draft:
         so_far: Sample | None = None,
     ) -> None:
         self.prompt, self.sampling, self.index = prompt, sampling, index
-        self._connection, self._codec = connection, codec
+        self.connection, self._codec = connection, codec
         self.response_ids = list(so_far.response_ids) if so_far else []
         self._logprobs = list(so_far.rollout_logprobs) if so_far else []
         self._mask = list(so_far.mask) if so_far else []
@@ -84,7 +84,7 @@ class Draft:
         stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
         while len(self.response_ids) < end:
             params = replace(self.sampling, stop=stops, max_new_tokens=end - len(self.response_ids))
-            answer = await self._connection.generate(
+            answer = await self.connection.generate(
                 what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang()
             )
             ended_by = self._add(answer)

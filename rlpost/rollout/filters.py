@@ -1,25 +1,26 @@
 """Which groups are worth training, and which waiting ones are gone on with first.
 
-    --dynamic-sampling-filter-path    (group: SampleGroup) -> bool: whether to train a scored group; or slime's form
-                                      (args, samples, **kwargs), see ``slime_filter``
+    --dynamic-sampling-filter-path    (group: SampleGroup) -> bool: whether to train a scored group
     --buffer-filter-path              (waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
                                       which of the groups that wait to start now, at most ``num_groups``
     --custom-generate-function-path   (draft: Draft, prompt: Prompt, sampling: SamplingParams), async, -> Sample or
                                       several: writes an answer (``rlpost.rollout.draft``)
+
+Functions with the signatures of slime do as well (``rlpost.compat.slime``).
 
 Comes in: a dotted path, or FILE.py:function. Goes out: the function. Paths that recipes for slime use mean ours.
 """
 
 from __future__ import annotations
 
-import inspect
 import statistics
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpost.algorithm.plugin import load_function
-from rlpost.errors import ConfigError, suggestion
+from rlpost.algorithm.plugin import blaming, checked_interface, load_function
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.filters import SlimeBufferFilter, SlimeFilter
+from rlpost.compat.slime.signatures import Interface, Kind
 from rlpost.rollout.draft import GenerateFunction
 from rlpost.types import SampleGroup, Unfinished
 
@@ -64,79 +65,47 @@ def pop_first(waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfini
     return waiting[:num_groups]
 
 
-def group_filter(path: str | None, settings: Mapping[str, Any] | None = None) -> GroupFilter:
-    """The filter of --dynamic-sampling-filter-path; without one every group is kept.
-
-    Args: ``settings`` by key are the ``args`` of a function in slime's form. Raises ConfigError.
-    """
+def group_filter(path: str | None, args: Arguments | None = None) -> GroupFilter:
+    """The filter of --dynamic-sampling-filter-path; without one every group is kept. ``args`` are for a function of
+    slime. Raises ConfigError."""
     if path is None:
         return lambda group: True
-    key = "rollout.dynamic_sampling_filter_path"
-    function = _load(path, key=key)
-    if _takes(function, 1):
-        return function
-    if _takes(function, 2):
-        return slime_filter(function, settings or {})
-    raise ConfigError(f"{key} = {path}: it is called with (group), or, in slime's form, with (args, samples)")
+    function, found = _load(path, "filter", key="rollout.dynamic_sampling_filter_path")
+    return SlimeFilter(function, _given(args)) if found == "slime" else function
 
 
-def slime_filter(function: Callable[..., Any], settings: Mapping[str, Any]) -> GroupFilter:
-    """A filter from a function ``(args, samples, **kwargs)`` that returns a truth value, or an object with ``keep``.
-
-    ``args`` has the run's settings as attributes. Each of ``samples`` has ``reward``; what slime keeps beside it is in
-    ``sample``, under the names of ``rlpost.types.Sample``.
-    """
-    arguments = Namespace(**settings)
-
-    def wanted(group: SampleGroup) -> bool:
-        found = function(arguments, list(group.samples))
-        return bool(getattr(found, "keep", found))
-
-    return wanted
-
-
-def buffer_filter(path: str | None) -> BufferFilter:
+def buffer_filter(path: str | None, args: Arguments | None = None) -> BufferFilter:
     """The filter of --buffer-filter-path; ``pop_first`` without one. Raises ConfigError."""
-    return pop_first if path is None else _called_with(path, "waiting", "num_groups", key="rollout.buffer_filter_path")
+    if path is None:
+        return pop_first
+    function, found = _load(path, "buffer filter", key="rollout.buffer_filter_path")
+    return SlimeBufferFilter(function, _given(args)) if found == "slime" else function
 
 
-def generate_function(path: str | None) -> GenerateFunction | None:
-    """The function of --custom-generate-function-path, if there is one. Raises ConfigError."""
+def generate_function(
+    path: str | None, args: Arguments | None = None, *, evaluation: bool = False
+) -> GenerateFunction | None:
+    """The function of --custom-generate-function-path, if there is one; for held-out prompts with ``evaluation``.
+    Raises ConfigError."""
     if path is None:
         return None
-    return _called_with(path, "draft", "prompt", "sampling", key="rollout.custom_generate_function_path")
+    function, found = _load(path, "generate", key="rollout.custom_generate_function_path")
+    if found != "slime":
+        return function
+    from rlpost.compat.slime.generate import SlimeGenerate  # it needs the tokenizer's library
+
+    return SlimeGenerate(function, _given(args), evaluation=evaluation)
 
 
-def check_filters(**paths: str | None) -> None:
-    """Whether names that belong to slime, by setting, are among those that stand for ours. Raises ConfigError with one
-    line for each that is not: slime itself is not installed where rlpost runs."""
-    unknown = [
-        f"rollout.{key} = {path}: none of slime's functions that rlpost knows{suggestion(path, OURS)}; give one of "
-        f"{', '.join(OURS)}, or a function of yours"
-        for key, path in paths.items()
-        if path is not None and path.startswith("slime.") and path not in OURS
-    ]
-    if unknown:
-        raise ConfigError("\n".join(unknown))
+def _load(path: str, kind: Kind, *, key: str) -> tuple[Callable[..., Any], Interface]:
+    """The function, which raises ConfigError for what is wrong with it, and the interface that it has."""
+    if path in OURS:
+        return load_function(OURS[path], key=key), "rlpost"
+    function = load_function(path, key=key)
+    found = checked_interface(kind, function, key=key, path=path)
+    return blaming(function, path, key=key), found
 
 
-def _called_with(path: str, *arguments: str, key: str) -> Callable[..., Any]:
-    function = _load(path, key=key)
-    if not _takes(function, len(arguments)):
-        raise ConfigError(f"{key} = {path}: it is called with ({', '.join(arguments)}), which it does not take")
-    return function
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many arguments; True where it does not say what it takes."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
-
-
-def _load(path: str, *, key: str) -> Callable[..., Any]:
-    return load_function(OURS.get(path, path), key=key)
+def _given(args: Arguments | None) -> Arguments:
+    assert args is not None, "a function of slime reads the settings of the run"
+    return args

@@ -3,12 +3,7 @@
 from rlpost.rollout.draft import Draft
 from rlpost.rollout.examples.calculator import with_results
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Prompt, Sample, SampleGroup
-
-
-def two_of_three(group: SampleGroup) -> bool:
-    """Drop every third group."""
-    return group.prompt_id % 3 != 0
+from rlpost.types import Prompt, Sample
 
 
 async def asks_by_a_digit(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:

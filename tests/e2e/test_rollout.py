@@ -1,7 +1,7 @@
 """The rollout of a whole run on this machine, with real engines, router, trainer and checkpoints.
 
 One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial answers, a tool in the
-middle of the answers, evaluation sets with settings of their own.
+middle of the answers, evaluation sets with settings of their own. Filter, tool and reward are plug-ins of slime.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--num-rollout", f"{NUM_STEPS}", "--rollout-batch-size", f"{BATCH}", "--n-samples-per-prompt", f"{SAMPLES}"),
         *("--prompt-data", str(folder / "train.jsonl"), "--rollout-max-response-len", "12"),
         *("--rollout-mode", "fully_async", "--max-staleness", "2", "--partial-rollout"),
-        *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/plugins.py:two_of_three"),
-        *("--custom-generate-function-path", f"{ROOT}/tests/e2e/plugins.py:asks_by_a_digit"),
+        *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/slime_plugins.py:two_of_three"),
+        *("--custom-generate-function-path", f"{ROOT}/tests/e2e/slime_plugins.py:generate"),
+        *("--custom-rm-path", f"{ROOT}/tests/e2e/slime_plugins.py:reward_func", "--reward-key", "score"),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml"), "--eval-interval", "2"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
@@ -94,6 +95,7 @@ def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, as
         told = [[at for at, _ in part] for mask, part in groupby(enumerate(sample.mask), itemgetter(1)) if not mask]
         assert told, "an answer with a mask holds words of the tool"
         assert all(sample.rollout_logprobs[at] == 0.0 for part in told for at in part)
+        assert sample.extra == {"tool_calls": len(told)}, "what the plug-in left is in the recording"
         first = told[0]
         before = decode([*sample.prompt_ids, *sample.response_ids[: first[0] - 1]])  # less the digit that asked
         said, wanted = decode([sample.response_ids[at] for at in first]), result(before)

@@ -36,6 +36,7 @@ FORBIDDEN = {
     "rlpost.checkpoint": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.rehearsal": (HEAVY - {"torch", "transformers", "megatron"})
     | {"slurm", "bootstrap", "submitit", "rlpost.rollout", "rlpost.orchestration", "rlpost.cli"},
+    "rlpost.compat": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
@@ -44,8 +45,12 @@ FORBIDDEN = {
 ALLOWED = {"bootstrap.handoff", "slurm.run_folder"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 6
-# signatures that Megatron-core prescribes
-PRESCRIBED = {("rlpost.actor.attention", "__init__"), ("rlpost.actor.attention", "forward")}
+# signatures that Megatron-core and slime prescribe
+PRESCRIBED = {
+    ("rlpost.actor.attention", "__init__"),
+    ("rlpost.actor.attention", "forward"),
+    ("rlpost.compat.slime.sample", "append_response_tokens"),
+}
 
 
 def module_name(path):

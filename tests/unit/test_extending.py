@@ -12,9 +12,11 @@ from rlpost.algorithm.advantage import custom_advantages
 from rlpost.algorithm.objective import Tokens, loss_function
 from rlpost.algorithm.settings import LossSettings
 from rlpost.cli.main import main as rlpost
+from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
 from rlpost.reward.grader import make_grader
+from rlpost.rollout.filters import group_filter
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 from rlpost.weights.families import FAMILIES, family
 from tests.examples import write_examples
@@ -62,6 +64,36 @@ def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_polic
     loss.sum().backward()
     assert torch.equal(logprobs.grad, -advantages)
     assert statistics.keys() == {"distance_max"}
+
+
+def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
+    """The command of the page; a misspelt import, an argument too many; the reward and the filter."""
+    page = (ROOT / "docs/extending.md").read_text()
+    words = next(line for line in page.splitlines() if line.startswith("`rlpost submit RECIPE --custom-generate"))
+    words = words.strip("`").split()[3:]
+    monkeypatch.chdir(folder)
+    assert rlpost(["check", "recipe.toml", *words]) == 0
+    text = Path("slime_plugins.py").read_text()
+    Path("broken.py").write_text(text.replace("import post", "import pots").replace("(args, samples:", "(samples:"))
+    assert rlpost(["check", "recipe.toml", "--dynamic-sampling-filter-path", "broken.py:not_all_equal"]) == 2
+    said = capsys.readouterr().err
+    assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in said
+    path = f"{folder}/slime_plugins.py"
+    rollout = {"custom_rm_path": f"{path}:reward", "reward_key": "score", "n_samples_per_prompt": 3}
+    config = Config.model_validate({"rollout": rollout})
+
+    async def grade() -> list[float]:
+        grader = make_grader(config)
+        try:
+            return await grader.grade(Prompt(7, "6 * 7", (1,), label="42"), samples())
+        finally:
+            await grader.close()
+
+    rewards = asyncio.run(grade())
+    assert rewards == [1.0, 1.0, 0.0]
+    wanted = group_filter(f"{path}:not_all_equal", Arguments(settings_of(config)))
+    assert wanted(SampleGroup(7, tuple(map(ScoredSample, samples(), rewards))))
+    assert not wanted(SampleGroup(7, tuple(map(ScoredSample, samples(), (1.0, 1.0, 1.0)))))
 
 
 def test_settings_that_name_functions_of_files_are_checked_with_the_rest(folder, monkeypatch, capsys):

@@ -19,6 +19,8 @@ class EvalConfig(Group):
     eval_config: FilePath | None = None
     """TOML or YAML file of evaluation sets with settings of their own, in place of --eval-prompt-data
     (docs/rollout.md)."""
+    eval_function_path: str | None = None
+    """For command lines of slime, as --rollout-function-path."""
     n_samples_per_eval_prompt: Positive = 1
     """Answers to each held-out prompt."""
     eval_temperature: Annotated[float, Field(ge=0.0)] | None = None

@@ -58,6 +58,8 @@ class RolloutConfig(Group):
     """module.function or FILE.py:function: a reward of your own, in place of --rm-type (docs/rewards.md)."""
     group_rm: bool = False
     """Call the function of --custom-rm-path once for all answers to a prompt instead of once for each."""
+    reward_key: str | None = None
+    """Which value of a reward that is an object counts, such as score."""
     reward_timeout_s: PositiveNumber = 10.0
     """Longest grading of an answer, or of a group with --group-rm, in seconds; what takes longer scores 0."""
     reward_workers: Positive = 8
@@ -90,6 +92,9 @@ class RolloutConfig(Group):
     custom_generate_function_path: FunctionPath | None = None
     """module.function or FILE.py:function: writes an answer in place of one turn of the model, with tools or in several
     turns (docs/rollout.md)."""
+    rollout_function_path: str | None = None
+    """For command lines of slime, whose own rollout functions are settings here: that of SFT is --loss-type sft_loss,
+    the fully asynchronous one --rollout-mode fully_async. Another one is refused (docs/extending.md)."""
     rollout_max_response_len: Positive = 1024
     """Longest answer, in tokens."""
     rollout_max_context_len: Positive | None = None

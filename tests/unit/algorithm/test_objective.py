@@ -226,6 +226,22 @@ def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
+def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tmp_path):
+    """Starting again cannot help; the line is that of the user's file, also when torch raises it."""
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "import torch\ndef loss(tokens, settings):\n    return torch.add(tokens.logprobs, '1'), {}\n"
+        "def advantages(groups, penalties):\n    import nowhere_at_all\n"
+    )
+    options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
+    with pytest.raises(
+        ConfigError, match=r"custom_loss_function_path = .*wrong.py:loss: TypeError.*wrong.py, line 3\)"
+    ):
+        loss_function(options)(tokens_of(range(4)), options)
+    with pytest.raises(ConfigError, match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); mend the function"):
+        custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
+
+
 def test_a_function_that_is_not_there_is_named_with_those_that_are(plugin):
     with pytest.raises(ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"):
         load_function(f"{plugin}:lost", key="custom_loss_function_path")

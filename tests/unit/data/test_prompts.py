@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.compat.slime.sample import label_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.data.settings import check_prompts, longest_prompt
@@ -253,3 +254,14 @@ def test_a_full_disk_for_the_rows_of_parquet_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
     with pytest.raises(DataError, match=rf"{path}: .* has no room for its rows as text; set TMPDIR"):
         PromptSet(path, tokenize=letters)
+
+
+@pytest.mark.parametrize("metadata_key", [None, "extra"])
+def test_a_label_that_is_an_object_is_its_text_and_stays_an_object_in_the_metadata(tmp_path, metadata_key):
+    label = {"target": ["größer", 7]}
+    path = write(tmp_path / "p.jsonl", {"prompt": "Q", "label": label, "extra": {"level": 1}})
+    fields = PromptFields("prompt", "label", metadata_key)
+    (prompt,) = PromptSet(path, tokenize=lambda text, tools: (text, (1,)), fields=fields).all()
+    assert json.loads(prompt.label) == label and "größer" in prompt.label
+    assert prompt.metadata["label"] == label
+    assert label_of(prompt) == label, "what a function of slime sees"

@@ -165,7 +165,7 @@ def test_a_users_function_scores_one_answer_or_a_group(given: dict[str, Any], wa
 def test_a_users_function_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
         make_grader(settings(custom_rm_path="/nowhere.py:f"))
-    with pytest.raises(RolloutError, match=r"cannot be loaded.*has no function missing; it has .*slow_length"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*has no function missing; it has .*slow_length"):
         using(settings(custom_rm_path=f"{USER}:missing"), lambda made: made.grade(prompt(), samples("a")))
 
 

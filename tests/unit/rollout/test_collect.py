@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.filters import SlimeFilter
+from rlpost.compat.slime.filters import check_reward_nonzero_std_with_fallback as slimes_with_fallback
 from rlpost.errors import ConfigError, DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection
@@ -400,9 +403,13 @@ def test_the_paths_of_other_trainers_name_our_filters() -> None:
     assert group_filter(f"{path}_with_fallback") is check_reward_nonzero_std_with_fallback
 
 
+OF_SLIME = SlimeFilter(slimes_with_fallback, Arguments({"n_samples_per_prompt": 2, "reward_key": None}))
+
+
+@pytest.mark.parametrize("wanted", [check_reward_nonzero_std_with_fallback, OF_SLIME])
 @pytest.mark.parametrize(("start_size", "num_dropped"), [(3, 0), (5, 2)])
 def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
-    start_size: int, num_dropped: int
+    start_size: int, num_dropped: int, wanted: Callable[[SampleGroup], bool]
 ) -> None:
     """All groups have equal rewards; no more of them are dropped than are left over."""
 
@@ -411,7 +418,6 @@ def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_promp
         assert book.newest_id == start_size - 1
         assert collector.counts()["rollout/num_filtered"] == num_dropped
 
-    wanted = check_reward_nonzero_std_with_fallback
     asyncio.run(collecting(FakeEngine(), work, Rules(3, start_size, 9), wanted=wanted))
 
 

@@ -1,0 +1,85 @@
+"""The ``args`` of slime's plug-ins: the settings of the run under their flags' names, and what slime derives of them.
+
+Input: the settings; later the address of the router. Output: a namespace that a plug-in may read. It may keep things
+of its own there, as plug-ins do; a setting of the run it cannot change.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlpost.compat.slime.sample import AbsentAttribute
+from rlpost.config.tree import Config
+from rlpost.errors import suggestion
+
+ONLY_ON_THE_WAY = ("sglang_router_ip", "sglang_router_port", "sglang_api_key")
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """All settings in one table, as JSON values."""
+    found: dict[str, Any] = {}
+    for table in config.model_dump(mode="json").values():
+        found |= table
+    rollout = config.rollout
+    sources = list(rollout.prompt_data)
+    own = {
+        "prompt_data": sources[0] if len(sources) == 1 else sources,
+        "rollout_stop": list(rollout.rollout_stop) or None,
+        "rollout_stop_token_ids": list(rollout.rollout_stop_token_ids) or None,
+        "over_sampling_batch_size": rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+        "num_steps_per_rollout": config.num_steps_per_rollout,
+        "global_batch_size": config.samples_per_rollout // config.num_steps_per_rollout,
+        "rollout_num_gpus": config.rollout_num_gpus,
+        "rollout_num_engines": config.num_engines,
+        "actor_num_nodes": config.actor_num_nodes,
+        "eval_max_context_len": rollout.rollout_max_context_len,
+        "rollout_global_dataset": True,
+        "rollout_skip_special_tokens": False,
+        "multimodal_keys": None,
+        "ci_test": False,
+        "use_rollout_routing_replay": False,
+    }
+    sglang = {"sglang_dp_size": 1, "sglang_enable_deterministic_inference": False, "sglang_speculative_algorithm": None}
+    return {**sglang, **found, **own}
+
+
+class Arguments(Namespace):
+    """A namespace whose settings cannot be changed. A copy belongs to the plug-in, which may do with it as it likes."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_held", frozenset(settings))
+        vars(self).update(settings)
+
+    def connected(self, url: str, api_key: str) -> None:
+        """The router answers there from now on."""
+        where = urlsplit(url)
+        known = {"sglang_router_ip": where.hostname, "sglang_router_port": where.port, "sglang_api_key": api_key}
+        object.__setattr__(self, "_held", self._held | frozenset(known))
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for what is not there."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in ONLY_ON_THE_WAY:
+            raise AbsentAttribute(f"args.{name}: only generate functions reach the engines")
+        raise AbsentAttribute(f"args.{name}: this run has no such setting{suggestion(name, vars(self))}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._held and value != vars(self)[name]:
+            flag = "--" + name.replace("_", "-")
+            raise AbsentAttribute(f"args.{name} = {value!r}: a function cannot change a setting; start with {flag}")
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Namespace:
+        return Namespace(**{name: value for name, value in vars(self).items() if name != "_held"})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Namespace:
+        return copy.deepcopy(self.__copy__(), memo)
+
+    def __repr__(self) -> str:
+        return f"Arguments({len(self._held)} settings)"  # one of them is a key

@@ -1,0 +1,297 @@
+"""What slime's plug-ins use to reach engines, over the engines of this run.
+
+Input: the URL and payload of a request, as slime's examples post them. Output: the answer in SGLang's shape. While a
+generate function runs, requests to ``/generate`` of the router take the run's own way: bounded, retried, with the key
+that engines ask for, resumed when new weights cut an answer, ended when the rollout is halted. Every other URL (a
+search tool, a judge) is posted to as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rlpost.algorithm.plugin import load_function as import_function
+from rlpost.data.tokenizer import hf_tokenizer
+from rlpost.errors import ConfigError
+from rlpost.rollout.client import authorization
+from rlpost.rollout.connection import Connection, Halted
+from rlpost.rollout.draft import Draft
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 1.0  # between tries of a request to a server that is not ours
+SGLANGS_MAX_NEW_TOKENS = 128  # where a request names no limit
+UNDERSTOOD = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid")
+"""Fields of a payload of /generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What an engine wrote for one request: ids, log-probs, and pairs (policy version, number of tokens)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_spans: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Engines:
+    """The engines as one call of a generate function sees them, and what it had from them."""
+
+    connection: Connection
+    tokenizer: Any
+    prompt: Prompt
+    index: int
+    written: list[Written] = field(default_factory=list)
+    was_halted: bool = False
+
+    async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """One answer. Cut off by the end of the rollout, it has the finish reason "abort", as in slime.
+
+        Raises:
+            ConfigError: the payload asks for something that is not understood here.
+            RolloutError: the request failed for good.
+        """
+        params = request_params(payload)
+        token_ids = self._token_ids(payload)
+        prompt = replace(self.prompt, token_ids=tuple(token_ids))
+        draft = Draft(self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params))
+        reason: dict[str, Any] = {"type": "abort"}
+        try:
+            await draft.write()
+            reason = {"type": draft.finish_reason, "matched": draft.stopped_at}
+        except Halted:
+            self.was_halted = True
+        answer = draft.sample()
+        spans = answer.version_spans or ((answer.policy_version, len(answer.response_ids)),)
+        if answer.response_ids:
+            self.written.append(Written(answer.response_ids, answer.rollout_logprobs, spans))
+        pairs = zip(answer.rollout_logprobs, answer.response_ids, strict=True)
+        return {
+            "text": self._text(draft, params),
+            "output_ids": list(answer.response_ids),
+            "meta_info": {
+                "id": f"{self.prompt.prompt_id}-{self.index}-{len(self.written)}",
+                "finish_reason": reason,
+                "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+                "prompt_tokens": len(token_ids),
+                "completion_tokens": len(answer.response_ids),
+                "cached_tokens": 0,
+                "weight_version": str(answer.policy_version),
+            },
+        }
+
+    def _token_ids(self, payload: Mapping[str, Any]) -> list[int]:
+        if payload.get("input_ids") is not None:
+            return [int(token) for token in payload["input_ids"]]
+        if not isinstance(payload.get("text"), str):
+            raise ConfigError("post(/generate): the payload needs input_ids, a list of numbers, or text, a string")
+        return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine reads it
+
+    def _text(self, draft: Draft, params: RequestParams) -> str:
+        """With no_stop_trim the text ends with what it stopped at, also where it was written in several pieces."""
+        if not params.fields.get("no_stop_trim") or draft.stopped_at is None:
+            return draft.text
+        matched = draft.stopped_at
+        end = matched if isinstance(matched, str) else _Codec(self.tokenizer, params).decode([matched])
+        return draft.text if end in draft.text[-2 * len(end) :] else draft.text + end
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams(SamplingParams):
+    """Sampling parameters of a plug-in: ours, and ``fields`` of SGLang that it gave besides."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """See ``SamplingParams``."""
+        return {**self.fields, **SamplingParams.to_sglang(self)}
+
+
+def request_params(payload: Mapping[str, Any]) -> RequestParams:
+    """The sampling parameters of a payload.
+
+    Raises:
+        ConfigError: naming a field that no engine of this run is asked for.
+    """
+    if strange := [name for name, value in payload.items() if name not in UNDERSTOOD and value]:
+        raise ConfigError(f"post(/generate): {strange[0]} is not supported; a payload may have {', '.join(UNDERSTOOD)}")
+    given = {name: value for name, value in (payload.get("sampling_params") or {}).items() if value is not None}
+    if payload.get("stream") or given.pop("n", 1) != 1:
+        raise ConfigError("post(/generate): one whole answer a request; leave out stream and n")
+    stop = given.pop("stop", ())
+    return RequestParams(
+        max_new_tokens=int(given.pop("max_new_tokens", SGLANGS_MAX_NEW_TOKENS)),
+        temperature=float(given.pop("temperature", 1.0)),
+        top_p=float(given.pop("top_p", 1.0)),
+        top_k=int(given.pop("top_k", -1)),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(given.pop("stop_token_ids", ())),
+        fields=given,
+    )
+
+
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The ``sampling_params`` that a generate function gets: as slime gives them, special tokens and stops kept."""
+    return {
+        **sampling.to_sglang(),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+_current: ContextVar[Engines] = ContextVar("engines of the call under way")
+
+
+@contextlib.contextmanager
+def reachable(engines: Engines) -> Iterator[None]:
+    """``post`` and ``get`` reach ``engines`` within, in the tasks and threads that start there too."""
+    token = _current.set(engines)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """POST as slime's function of this name does: the parsed answer, or its text when it is no JSON.
+
+    Raises:
+        aiohttp.ClientError: ``max_retries`` requests to a server that is not ours failed.
+        ConfigError, RolloutError: see ``Engines.generate``.
+    """
+    engines = _router_of(url)
+    if engines is not None and urlsplit(url).path == "/generate":
+        return await engines.generate(payload)
+    return await _request("POST", url, engines, payload=payload or {}, headers=headers, tries=max_retries)
+
+
+async def get(url: str) -> Any:
+    """GET; the parsed answer."""
+    return await _request("GET", url, _router_of(url), tries=1)
+
+
+def _router_of(url: str) -> Engines | None:
+    """The engines of the call under way when ``url`` is their router."""
+    engines = _current.get(None)
+    if engines is None or urlsplit(url).netloc != urlsplit(engines.connection.router.url).netloc:
+        return None
+    return engines
+
+
+async def _request(
+    method: str,
+    url: str,
+    engines: Engines | None,
+    *,
+    payload: Any = None,
+    headers: Mapping[str, str] | None = None,
+    tries: int,
+) -> Any:
+    own = {} if engines is None else authorization(engines.connection.router.api_key)  # our key is for our router alone
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, headers={**(headers or {}), **own}) as session:
+        for number in range(1, tries + 1):
+            try:
+                async with session.request(method, url, json=payload) as response:
+                    response.raise_for_status()
+                    text = await response.text()
+                break
+            except aiohttp.ClientError as error:
+                if number == tries:
+                    raise
+                logger.info("%s %s: %s; try %d of %d", method, url, error, number + 1, tries)
+                await asyncio.sleep(PAUSE_S)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class SingletonMeta(type):
+    """A class of this metaclass is made once a process; every further call returns the same object."""
+
+    _made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The object."""
+        if cls not in cls._made:
+            cls._made[cls] = super().__call__(*args, **kwargs)
+        return cls._made[cls]
+
+
+class GenerateState(metaclass=SingletonMeta):
+    """What generate functions share: the tokenizer, a bound on requests, the sampling parameters of the settings."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint)
+        self.processor = None  # of images
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * max(1, args.rollout_num_engines))
+        self.sampling_params = sampling_fields(
+            SamplingParams(
+                max_new_tokens=args.rollout_max_response_len,
+                temperature=args.rollout_temperature,
+                top_p=args.rollout_top_p,
+                top_k=args.rollout_top_k,
+                stop=tuple(args.rollout_stop or ()),
+                stop_token_ids=tuple(args.rollout_stop_token_ids or ()),
+            )
+        )
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the rollout is halted: what is written now is not used."""
+        engines = _current.get(None)
+        return engines is not None and engines.connection.halted
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """The URL of an endpoint. There is one model, so every name is that of the router."""
+    del model_name
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+    """The tokenizer of a Hugging Face folder, loaded once a process; code that lies in the folder is never run."""
+    del kwargs
+    return _tokenizer(str(name_or_path))
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    return hf_tokenizer(path)
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function of a dotted path. Raises ConfigError when there is none."""
+    return import_function(path, key="load_function")
+
+
+class _Codec:
+    """Text and ids, with special tokens where the request wants them in the text."""
+
+    def __init__(self, tokenizer: Any, params: RequestParams) -> None:
+        self._tokenizer, self._skips = tokenizer, params.fields.get("skip_special_tokens", True)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skips)

@@ -1,0 +1,236 @@
+"""Generate functions of slime: called once an answer, and what they return as our samples.
+
+Input: a function ``(args, sample, sampling_params)``, perhaps with ``evaluation``; async or not. Output: a function of
+our own interface. The policy version and the log-prob of a token are those of the engine's answer that the token came
+with, which ``post`` remembers; what a plug-in leaves on a sample for its reward travels in ``Sample.extra``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
+from rlpost.compat.slime.modules import sample_class
+from rlpost.compat.slime.sample import Sample, begun, label_of
+from rlpost.compat.slime.signatures import EVALUATION, is_told_of_evaluation
+from rlpost.errors import ConfigError, RolloutError
+from rlpost.rollout.connection import Halted
+from rlpost.rollout.draft import Draft
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import FinishReason, Prompt
+from rlpost.types import Sample as Answer
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--custom-generate-function-path"
+MAX_ABORTED = 4  # tries of one answer that a function gives up
+HEAD = 8  # ids by which an engine's answer is found in a response
+_KNOWN = frozenset(each.name for each in fields(Sample))
+_OF_A_PLUG_IN = ("train_metadata", "teacher_log_probs")
+_warned: set[str] = set()
+
+
+class SlimeGenerate:
+    """A generate function of slime under our interface."""
+
+    def __init__(self, function: Callable[..., Any], args: Arguments, *, evaluation: bool) -> None:
+        self._function, self._args = function, args
+        is_told = is_told_of_evaluation(inspect.signature(function))
+        self._keywords = {EVALUATION: evaluation} if is_told else {}
+
+    async def __call__(self, draft: Draft, prompt: Prompt, sampling: SamplingParams) -> list[Answer]:
+        """One answer, or the several samples that the function makes of it.
+
+        Raises:
+            Halted: the rollout was halted meanwhile; the answer is begun again later.
+            ConfigError: the function returned something that cannot be trained.
+            RolloutError: it gave the answer up time and again.
+        """
+        tokenizer = load_tokenizer(self._args.hf_checkpoint)
+        for _ in range(MAX_ABORTED):
+            engines = Engines(draft.connection, tokenizer, prompt, draft.index)
+            samples = await self._samples(engines, sampling_fields(sampling))
+            is_aborted = any(sample.status.value == Sample.Status.ABORTED.value for sample in samples)
+            if engines.was_halted or (is_aborted and draft.connection.halted):
+                raise Halted
+            if not is_aborted:
+                return [trained(sample, engines) for sample in samples]
+        raise RolloutError(
+            f"{FLAG}: the function returned a sample with the status ABORTED {MAX_ABORTED} times for prompt "
+            f"{prompt.prompt_id}, though no engine had cut it off; return FAILED, with the tokens so far, to train on"
+        )
+
+    async def _samples(self, engines: Engines, sampling_params: dict[str, Any]) -> list[Any]:
+        siblings = self._args.n_samples_per_prompt
+        sample = begun(engines.prompt, engines.index, siblings=siblings, kind=sample_class())
+        given = (self._args, sample, sampling_params)
+        with reachable(engines):
+            if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
+                returned = await self._function(*given, **self._keywords)
+            else:  # it may wait for a tool, and others write meanwhile
+                returned = await asyncio.to_thread(self._function, *given, **self._keywords)
+                returned = await returned if inspect.isawaitable(returned) else returned
+        samples = list(returned) if isinstance(returned, Sequence) else [returned]
+        if not samples or not all(hasattr(each, "tokens") and hasattr(each, "status") for each in samples):
+            raise ConfigError(
+                f"{FLAG}: the function returned {repr(returned)[:200]} for prompt {engines.prompt.prompt_id}; it has "
+                "to return a Sample or a list of them"
+            )
+        return samples
+
+
+def trained(sample: Any, engines: Engines) -> Answer:
+    """A sample that a plug-in returned, as ours.
+
+    Raises:
+        ConfigError: tokens, mask, log-probs or versions are missing or do not fit together.
+    """
+    what = f"{FLAG}: the sample returned for prompt {engines.prompt.prompt_id}"
+    length, tokens = int(sample.response_length), [int(token) for token in sample.tokens]
+    if length < 1 or len(tokens) <= length:
+        raise ConfigError(
+            f"{what} has {len(tokens)} tokens and response_length {length}; tokens holds the prompt and, behind it, "
+            "the response, each of at least one token"
+        )
+    response = tuple(tokens[-length:])
+    mask = [1] * length if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
+    mask = [0] * length if sample.remove_sample else mask
+    if len(mask) != length:
+        raise ConfigError(f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one each")
+    num_versions = len({version for answer in engines.written for version, _ in answer.version_spans})
+    is_told = num_versions == 1 and sample.rollout_log_probs is not None  # then nothing has to be looked for
+    found = [None] * length if is_told else _found(response, engines.written)
+    versions = _versions(found, sample, engines, what)
+    return Answer(
+        prompt_id=engines.prompt.prompt_id,
+        index=engines.index,
+        prompt_ids=tuple(tokens[:-length]),
+        response_ids=response,
+        rollout_logprobs=_logprobs(found, mask, sample.rollout_log_probs, what),
+        text=sample.response,
+        finish_reason=_finish_reason(sample),
+        policy_version=versions[-1],
+        label=engines.prompt.label,
+        loss_mask=None if all(mask) else tuple(mask),
+        version_spans=_spans(versions),
+        extra=_extra(sample, engines.prompt),
+    )
+
+
+def _found(response: Sequence[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
+    """Log-prob and version of each token of a response that an engine wrote; None for others.
+
+    Answers of engines stand in a response in the order in which they were asked for, whole or without their end.
+    """
+    found: list[tuple[float, int] | None] = [None] * len(response)
+    cursor = 0
+    for answer in written:
+        start = _place(response, answer.token_ids[:HEAD], cursor)
+        if start is None:
+            continue  # it went into another sample, or none
+        versions = [version for version, count in answer.version_spans for _ in range(count)]
+        for offset, token in enumerate(answer.token_ids):
+            at = start + offset
+            if at == len(response) or response[at] != token:
+                break
+            found[at] = (answer.logprobs[offset], versions[offset])
+            cursor = at + 1
+    return found
+
+
+def _place(response: Sequence[int], head: Sequence[int], start: int) -> int | None:
+    for at in range(start, len(response) - len(head) + 1):
+        if response[at] == head[0] and tuple(response[at : at + len(head)]) == tuple(head):
+            return at
+    return None
+
+
+def _versions(found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str) -> list[int]:
+    """The policy version of each token. Where no engine is known to have written one, as for a tool's, it is that of
+    the token before; of the first tokens the oldest of all. So none seems newer than it is."""
+    named = [str(version) for version in sample.weight_versions]
+    known = [version for answer in engines.written for version, _ in answer.version_spans]
+    known = known or [int(version) for version in named if version.isdecimal()]
+    if not known:
+        raise ConfigError(
+            f"{what} has tokens of an unknown policy version; ask the engines with slime.utils.http_utils.post, or add "
+            "meta_info['weight_version'] of each answer to sample.weight_versions"
+        )
+    versions, last = [], min(known)
+    for entry in found:
+        last = last if entry is None else entry[1]
+        versions.append(last)
+    return versions
+
+
+def _spans(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    spans: list[tuple[int, int]] = []
+    for version in versions:
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + 1)
+        else:
+            spans.append((version, 1))
+    return tuple(spans) if len(spans) > 1 else ()
+
+
+def _logprobs(
+    found: Sequence[tuple[float, int] | None], mask: Sequence[int], given: Sequence[float] | None, what: str
+) -> tuple[float, ...]:
+    if given is not None and len(given) == len(mask):
+        return tuple(float(value) for value in given)
+    if given is None and all(entry is not None for entry, trains in zip(found, mask, strict=True) if trains):
+        return tuple(0.0 if entry is None else entry[0] for entry in found)
+    has = "no rollout_log_probs" if given is None else f"{len(given)} rollout_log_probs"
+    raise ConfigError(
+        f"{what} has {has} for a response_length of {len(mask)}; take them from meta_info['output_token_logprobs'] of "
+        "each answer, with the ids there, and 0.0 for the tokens of tools"
+    )
+
+
+def _finish_reason(sample: Any) -> FinishReason:
+    return "length" if sample.status.value == Sample.Status.TRUNCATED.value else "stop"
+
+
+def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
+    """What a plug-in set that our sample has no field for, and that reward and filter read."""
+    left: dict[str, Any] = {name: value for name, value in vars(sample).items() if name not in _KNOWN}
+    left |= {name: value for name in _OF_A_PLUG_IN if (value := getattr(sample, name, None)) is not None}
+    if sample.prompt != prompt.text:
+        left["prompt"] = sample.prompt
+    if sample.label != label_of(prompt):
+        left["label"] = sample.label
+    if sample.metadata != prompt.metadata:
+        left["metadata"] = sample.metadata
+    if sample.reward is not None:
+        left["reward"] = sample.reward
+    return {name: value for name, value in left.items() if _is_kept(name, value)}
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    """What is kept goes to other processes, to the journal and into checkpoints: JSON values alone."""
+    try:
+        is_same = _read_back(value) == _lists(value)
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same and name not in _warned:
+        _warned.add(name)
+        logger.warning("%s: sample.%s is no JSON value; its reward will not see it", FLAG, name)
+    return is_same
+
+
+def _read_back(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _lists(value: Any) -> Any:
+    """JSON has no tuples."""
+    if isinstance(value, Mapping):
+        return {key: _lists(entry) for key, entry in value.items()}
+    return [_lists(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,119 @@
+"""Reward functions of slime, and the names of ``slime.rollout.rm_hub`` over the rewards of this project.
+
+Input: a function ``(args, sample, **kwargs)``, or ``(args, samples, **kwargs)`` with --group-rm; async or not. Output:
+a function of our own interface, which the processes that grade call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.modules import sample_class
+from rlpost.compat.slime.sample import shown
+from rlpost.errors import ConfigError
+from rlpost.reward.answers import last_boxed
+from rlpost.reward.choice import gpqa
+from rlpost.reward.dapo import LOOKED_AT, RIGHT, dapo, even_spelling
+from rlpost.reward.deepscaler import deepscaler
+from rlpost.reward.f1 import f1, words
+from rlpost.reward.registry import REMOTE, reward_function
+from rlpost.reward.remote import RemoteReward
+from rlpost.types import Prompt
+from rlpost.types import Sample as Answer
+
+BOX_WITHIN = 100  # characters at the end of a solution
+INVALID = "[INVALID]"
+
+
+def one(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Answer], Any]:
+    """A reward for one answer under our interface; ``settings`` become its ``args``."""
+    args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
+
+    def score(prompt: Prompt, answer: Answer) -> Any:
+        return function(args, shown(prompt, answer, siblings=siblings, kind=sample_class()))
+
+    return score
+
+
+def several(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Sequence[Answer]], Any]:
+    """A reward for all answers to a prompt under our interface."""
+    args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
+
+    def score(prompt: Prompt, answers: Sequence[Answer]) -> Any:
+        kind = sample_class()
+        return function(args, [shown(prompt, answer, siblings=siblings, kind=kind) for answer in answers])
+
+    return score
+
+
+async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
+    """The reward of --rm-type, or of ``rm_type`` in the sample's metadata, of one answer. Raises ConfigError."""
+    del kwargs
+    metadata = sample.metadata if isinstance(sample.metadata, Mapping) else {}
+    name = str(metadata.get("rm_type") or args.rm_type).strip()
+    if name == REMOTE:
+        return await _remote(args, sample)
+    label = None if sample.label is None else str(sample.label)
+    return await asyncio.to_thread(reward_function(name), sample.response, label, metadata)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Any], **kwargs: Any) -> list[float]:
+    """``async_rm`` of several answers at the same time."""
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+async def _remote(args: Any, sample: Any) -> float:
+    if args.rm_url is None:
+        raise ConfigError(f"--rm-type {REMOTE} needs --rm-url: the address of the reward model")
+    server = RemoteReward(args.rm_url, deadline_s=args.rm_url_timeout_s)
+    prompt = Prompt(sample.group_index or 0, sample.prompt, (), sample.label, sample.metadata)
+    answer = Answer(prompt.prompt_id, sample.index or 0, (), (), (), sample.response, "stop", 0)
+    try:
+        return await server.score(prompt, answer)
+    finally:
+        await server.close()
+
+
+def dapo_score(
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
+) -> dict[str, Any]:
+    """``score`` (1 or -1), ``acc`` and ``pred`` by DAPO's rules: of the last ``Answer:`` line, or with
+    ``strict_box_verify`` of the last box near the end, which must say the label to the letter."""
+    if pause_tokens_index is not None:
+        raise ConfigError("compute_score: pause_tokens_index is not supported; leave it out")
+    if strict_box_verify:
+        pred = last_boxed(solution_str[-BOX_WITHIN:])
+        is_right = pred == ground_truth
+    else:
+        is_right = dapo(solution_str, ground_truth, {}) == RIGHT
+        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-LOOKED_AT:])
+        pred = even_spelling(found[-1]) if found else INVALID
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
+
+
+def extract_answer(passage: str) -> str | None:
+    """The content of the last box."""
+    return last_boxed(passage)
+
+
+def deepscaler_reward(response: str, label: Any) -> int:
+    """1 or 0 as --rm-type deepscaler says."""
+    return int(deepscaler(response, None if label is None else str(label), {}))
+
+
+def gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """1 or 0 as --rm-type gpqa says."""
+    return gpqa(response, None if label is None else str(label), metadata or {})
+
+
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """F1, precision and recall over words, as --rm-type f1 counts them."""
+    if prediction is None or not (value := f1(prediction, ground_truth, {})):
+        return 0.0, 0.0, 0.0
+    given, wanted = len(words(prediction)), len(words(ground_truth))
+    shared = value * (given + wanted) / 2
+    return value, shared / given, shared / wanted

@@ -1,0 +1,199 @@
+"""slime's ``Sample``, made from our prompt and answer, with slime's names.
+
+Input: a ``Prompt``, an answer of it so far (or none), its reward. Output: a mutable sample that a plug-in may read and
+write; nothing that it writes reaches the run but by ``rlpost.compat.slime.generate``. Images and video are no part of
+this project: their attributes are absent, and say so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from rlpost.data.prompts import label_text
+from rlpost.errors import ConfigError
+from rlpost.types import Prompt
+from rlpost.types import Sample as Answer
+
+MULTIMODAL = ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")
+ABSENT = {
+    **dict.fromkeys(MULTIMODAL, "rlpost trains on text alone"),
+    "rollout_routed_experts": "rlpost does not replay the experts that an engine chose",
+    "spec_info": "rlpost reports speculative decoding in its metrics, by engine",
+    "prefix_cache_info": "rlpost reports prefix caches in its metrics, by engine",
+}
+"""Attributes of slime's Sample that have no counterpart, and why."""
+
+
+class AbsentAttribute(ConfigError, AttributeError):
+    """A plug-in asks for something that does not exist here: an AttributeError for Python, a ConfigError for a run."""
+
+
+@dataclass
+class Sample:
+    """An answer as slime's plug-ins know it.
+
+    ``tokens`` are those of prompt and response; ``response_length`` counts those of the response, which
+    ``loss_mask`` and ``rollout_log_probs`` have an entry for each.
+    """
+
+    class Status(Enum):
+        """How far an answer got."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, str]] = ""
+    tokens: list[int] = field(default_factory=list)
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for what is not there."""
+        if name in ABSENT:
+            raise AbsentAttribute(f"sample.{name}: {ABSENT[name]}")
+        raise AttributeError(f"'Sample' object has no attribute '{name}'")
+
+    @property
+    def effective_response_length(self) -> int:
+        """Tokens of the response that are trained."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward as one number: under --reward-key where rewards are objects."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key and isinstance(self.reward, Mapping) else self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Add tokens to the response: of the model (``trainable``), or of a tool, which the loss leaves out.
+
+        ``meta_info`` is that of the engine's answer; status and weight version follow from it.
+
+        Raises:
+            ValueError: tokens of the model without log-probs, or not one for each.
+        """
+        added, given = _numbers(tokens, int), None if log_probs is None else _numbers(log_probs, float)
+        if trainable and added and given is None:
+            raise ValueError("append_response_tokens: tokens of the model need log_probs, one for each")
+        if given is not None and len(given) != len(added):
+            raise ValueError(f"append_response_tokens: {len(given)} log_probs for {len(added)} tokens")
+        if not trainable:
+            given = [0.0] * len(added)
+        before = self.response_length
+        self.loss_mask = [1] * before if self.loss_mask is None and added else self.loss_mask
+        self.tokens = [*self.tokens, *added]
+        self.response += text or ""
+        self.response_length = before + len(added)
+        if added and self.loss_mask is not None:
+            self.loss_mask += [int(trainable)] * len(added)
+        if given is not None:
+            self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
+        if meta_info is not None and update_terminal_info:
+            self._end_as(meta_info)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes, those of the plug-in's own included."""
+        return {**vars(self), "status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The inverse of ``to_dict``."""
+        known = {each.name for each in fields(cls)}
+        made = cls(**{name: value for name, value in data.items() if name in known})
+        made.status = cls.Status(data["status"])
+        for name in data.keys() - known:
+            setattr(made, name, data[name])
+        return made
+
+    def _end_as(self, meta_info: Mapping[str, Any]) -> None:
+        if "finish_reason" not in meta_info:
+            return
+        if meta_info.get("weight_version") is not None:
+            self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
+        self.status = STATUS[meta_info["finish_reason"]["type"]]
+
+
+STATUS = {
+    "stop": Sample.Status.COMPLETED,
+    "length": Sample.Status.TRUNCATED,
+    "abort": Sample.Status.ABORTED,
+}
+"""By what an engine says ended its answer."""
+
+
+def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample) -> Any:
+    """A sample before generation. ``siblings`` is --n-samples-per-prompt; ``kind`` another class with these fields."""
+    made = kind()
+    made.group_index = prompt.prompt_id
+    made.index = prompt.prompt_id * siblings + index
+    made.prompt = prompt.text
+    made.label = label_of(prompt)
+    made.metadata = copy.deepcopy(dict(prompt.metadata))
+    return made
+
+
+def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, kind: type[Any] = Sample) -> Any:
+    """An answer as a sample; what a generate function left on it included."""
+    made = begun(prompt, answer.index, siblings=siblings, kind=kind)
+    made.tokens = [*answer.prompt_ids, *answer.response_ids]
+    made.response, made.response_length = answer.text, len(answer.response_ids)
+    made.loss_mask, made.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
+    versions = answer.version_spans or ((answer.policy_version, 0),)
+    made.weight_versions = [str(version) for version, _ in versions]
+    made.status = kind.Status(STATUS[answer.finish_reason].value)
+    for name, value in answer.extra.items():
+        setattr(made, name, copy.deepcopy(value))
+    made.reward = reward
+    return made
+
+
+def label_of(prompt: Prompt) -> Any:
+    """The label of a prompt; an object where the data set has one (its text in ``Prompt.label`` is JSON)."""
+    if prompt.label is None or not prompt.label.startswith("{"):
+        return prompt.label
+    for value in prompt.metadata.values():
+        if isinstance(value, dict) and label_text(value) == prompt.label:
+            return copy.deepcopy(value)
+    return prompt.label
+
+
+def _numbers(values: Any, kind: type[Any]) -> list[Any]:
+    """Plain numbers of a list, an array or a tensor; none of None."""
+    plain: Iterable[Any] = values.tolist() if hasattr(values, "tolist") else values or ()
+    return [kind(value) for value in plain]

@@ -1,0 +1,153 @@
+"""Which interface a function of the user's own has: ours or slime's. Pure.
+
+Input: what the function is for, and its signature, from the source (login node) or from the object (nodes). Output:
+the name of the interface, or a sentence that says which signature is needed.
+
+The number of arguments tells most of them apart, and their names the others: the first one of slime's is ``args``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Literal
+
+Interface = Literal["rlpost", "slime"]
+Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate", "advantage", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The positional arguments of a function, by interface; slime's only where its functions can run here."""
+
+    ours: tuple[str, ...]
+    slimes: tuple[str, ...] | None = None
+
+
+FORMS: dict[Kind, Forms] = {
+    "filter": Forms(("group",), ("args", "samples")),
+    "buffer filter": Forms(("waiting", "num_groups"), ("args", "rollout_id", "buffer", "num_samples")),
+    "reward": Forms(("prompt", "sample"), ("args", "sample")),
+    "group reward": Forms(("prompt", "samples"), ("args", "samples")),
+    "generate": Forms(("draft", "prompt", "sampling"), ("args", "sample", "sampling_params")),
+    "advantage": Forms(("groups", "penalties")),
+    "loss": Forms(("tokens", "settings")),
+}
+EVALUATION = "evaluation"
+"""A generate function with this argument is told whether it answers held-out prompts."""
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def interface(kind: Kind, signature: Signature) -> Interface | None:
+    """The interface that ``signature`` has; None when it is neither."""
+    forms = FORMS[kind]
+    if _takes(signature, len(forms.ours)) and not _is_named_as_slimes(kind, signature):
+        return "rlpost"
+    if forms.slimes is None or not _takes(signature, len(forms.slimes)):
+        return None
+    names = {each.name for each in _positional(signature)[1:]}
+    return "slime" if _begins_with_args(signature) or names & {*forms.slimes} else None
+
+
+def problem(kind: Kind, name: str, signature: Signature) -> str | None:
+    """What is wrong with a signature, and the ones that would do; None when nothing is."""
+    found = interface(kind, signature)
+    if found is None:
+        return f"{name}{_shown(signature)} cannot be called; {needed(kind)}"
+    if found == "slime" and kind in ("reward", "group reward"):
+        return _wrong_number(kind, name, signature)
+    return None
+
+
+def needed(kind: Kind) -> str:
+    """The signatures of a kind, in words."""
+    ours, slimes = FORMS[kind].ours, FORMS[kind].slimes
+    if slimes is None:
+        return f"needed is ({', '.join(ours)})"
+    more = ("evaluation=False",) if kind == "generate" else ()
+    return f"needed is ({', '.join(ours)}), or slime's ({', '.join((*slimes, *more, '**kwargs'))})"
+
+
+def is_told_of_evaluation(signature: Signature) -> bool:
+    """Whether a generate function of slime takes ``evaluation``."""
+    return EVALUATION in signature.parameters
+
+
+def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+    """The signature of a function in a syntax tree. Defaults are there, but not their values."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    first_default = len(positional) - len(given.defaults)
+    found = []
+    for at, argument in enumerate(positional):
+        kind = _POSITIONAL[0] if at < len(given.posonlyargs) else _POSITIONAL[1]
+        found.append(_parameter(argument, kind, has_default=at >= first_default))
+    if given.vararg is not None:
+        found.append(_parameter(given.vararg, Parameter.VAR_POSITIONAL, has_default=False))
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(_parameter(argument, Parameter.KEYWORD_ONLY, has_default=default is not None))
+    if given.kwarg is not None:
+        found.append(_parameter(given.kwarg, Parameter.VAR_KEYWORD, has_default=False))
+    return Signature(found)
+
+
+def signature_of_object(function: object) -> Signature | None:
+    """The signature of a loaded function; None where Python cannot tell (some built-ins)."""
+    try:
+        return inspect.signature(function)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: bool) -> Parameter:
+    annotation = Parameter.empty if argument.annotation is None else ast.unparse(argument.annotation)
+    return Parameter(argument.arg, kind, default=... if has_default else Parameter.empty, annotation=annotation)
+
+
+def _takes(signature: Signature, count: int) -> bool:
+    """Whether a call with ``count`` positional arguments fits, with ``evaluation`` where there is one."""
+    named = {}
+    if EVALUATION in signature.parameters and EVALUATION not in list(signature.parameters)[:count]:
+        named[EVALUATION] = False
+    try:
+        signature.bind(*range(count), **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
+    """Whether the names say slime where the number of arguments says nothing."""
+    second = [each.name for each in _positional(signature)[1:2]]
+    return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
+
+
+def _begins_with_args(signature: Signature) -> bool:
+    first = _positional(signature)[:1]
+    if not first:
+        return False
+    annotation = getattr(first[0].annotation, "__name__", first[0].annotation)
+    return first[0].name.strip("_") == "args" or str(annotation).split(".")[-1] == "Namespace"
+
+
+def _positional(signature: Signature) -> list[Parameter]:
+    return [each for each in signature.parameters.values() if each.kind in _POSITIONAL]
+
+
+def _wrong_number(kind: Kind, name: str, signature: Signature) -> str | None:
+    """A reward for one answer where it is called with several, or the other way round; told by its argument's name."""
+    second = _positional(signature)[1:2]
+    named = second[0].name if second else ""
+    if kind == "reward" and named == "samples":
+        return f"{name}{_shown(signature)} takes the answers to a prompt at once; add --group-rm, or {needed(kind)}"
+    if kind == "group reward" and named == "sample":
+        return f"{name}{_shown(signature)} takes one answer; leave out --group-rm, or {needed(kind)}"
+    return None
+
+
+def _shown(signature: Signature) -> str:
+    """The names alone: annotations and values of defaults say nothing here."""
+    bare = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
+    return str(Signature(bare)).replace("=Ellipsis", "=...")

@@ -1,0 +1,58 @@
+"""Plug-ins for slime, in the style of its examples, that a run of the tests names in its settings."""
+
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+from rlpost.rollout.examples.calculator import result
+
+DIGITS = list("0123456789")
+MAX_TURNS = 5
+
+
+def two_of_three(args, samples, **kwargs):
+    """Drop every third group."""
+    keep = samples[0].group_index % 3 != 0 and len(samples) == args.n_samples_per_prompt
+    return DynamicFilterOutput(keep=keep, reason=None if keep else "third")
+
+
+async def generate(args, sample, sampling_params, evaluation=False):
+    """The calculator, called by a digit: what the tiny model surely writes."""
+    assert not evaluation, "the evaluation has a function of its own"
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tool_calls = 0
+    for turn in range(MAX_TURNS):
+        room = args.rollout_max_response_len - sample.response_length
+        if room == 0:
+            sample.status = Sample.Status.TRUNCATED
+            break
+        asks = turn < MAX_TURNS - 1
+        params = {**sampling_params, "max_new_tokens": room, "stop": DIGITS if asks else None}
+        output = await post(url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
+        meta = output["meta_info"]
+        sample.append_response_tokens(
+            args,
+            tokens=[token for _, token, *_ in meta["output_token_logprobs"]],
+            log_probs=[log_prob for log_prob, *_ in meta["output_token_logprobs"]],
+            meta_info=meta,
+            text=output["text"],
+        )
+        if meta["finish_reason"].get("matched") not in DIGITS:
+            break
+        said = result(sample.prompt + sample.response[:-1])
+        ids = state.tokenizer(said, add_special_tokens=False)["input_ids"]
+        ids = ids[: args.rollout_max_response_len - sample.response_length]
+        sample.append_response_tokens(args, tokens=ids, trainable=False, text=said)
+        sample.tool_calls += bool(ids)
+    return sample
+
+
+async def reward_func(args, sample, **kwargs):
+    """An object, as ReTool's: right or not, and what the tool was asked."""
+    if not isinstance(sample, Sample):
+        raise TypeError("a Sample is needed")
+    answer = sample.response.split("<")[0].strip()
+    return {"score": float(answer == sample.label), "calls": getattr(sample, "tool_calls", None)}

@@ -1,0 +1,160 @@
+"""Plug-ins as users of slime write them; they know nothing of rlpost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+TOOL_MARK = "?"
+
+
+async def search(args, sample: Sample, sampling_params) -> Sample:
+    """Turns of the model until it stops asking; a tool answers between them. Text goes to the engine."""
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tokens, sample.loss_mask, sample.tool_calls = list(prompt_ids), [], 0
+    for _ in range(3):
+        params = {**sampling_params, "stop": [TOOL_MARK]}
+        output = await post(url, {"text": sample.prompt + sample.response, "sampling_params": params})
+        meta = output["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            sample.status = Sample.Status.ABORTED
+            return sample
+        ids = [token for _, token, _ in meta["output_token_logprobs"]]
+        log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+        sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=meta, text=output["text"])
+        if not output["text"].endswith(TOOL_MARK):
+            break
+        found = "[42]"
+        observation = state.tokenizer(found, add_special_tokens=False)["input_ids"]
+        sample.append_response_tokens(args, tokens=observation, trainable=False, text=found)
+        sample.tool_calls += 1
+    sample.metadata["turns"] = sample.tool_calls + 1
+    return sample
+
+
+async def without_logprobs(args, sample, sampling_params, evaluation=False):
+    """Fills a sample by hand, as older plug-ins do, and asks for no log-probs."""
+    state = GenerateState(args)
+    output = await post(
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+        {"input_ids": state.tokenizer(sample.prompt)["input_ids"], "sampling_params": sampling_params},
+    )
+    ids = state.tokenizer.encode(output["text"])
+    sample.tokens = [*state.tokenizer.encode(sample.prompt), *ids]
+    sample.response, sample.response_length = output["text"], len(ids)
+    sample.status = Sample.Status.COMPLETED
+    sample.metadata["evaluation"] = evaluation
+    return sample
+
+
+async def rewarded_itself(args, sample, sampling_params):
+    """Two samples of one answer, each with its reward."""
+    first = await search(args, sample, sampling_params)
+    second = Sample.from_dict(first.to_dict())
+    first.reward, second.reward = 0.25, {"score": 0.75, "why": "longer"}
+    second.remove_sample = True
+    return [first, second]
+
+
+def in_a_thread(args, sample, sampling_params):
+    """Not async."""
+    return asyncio.run(_nothing(sample))
+
+
+async def _nothing(sample):
+    sample.status = Sample.Status.ABORTED
+    return sample
+
+
+def no_sample(args, sample, sampling_params):
+    return sample.prompt
+
+
+async def tool_reward(args, sample, **kwargs):
+    """An object, of which --reward-key takes one value, as in ReTool."""
+    if not isinstance(sample, Sample):
+        raise TypeError("not a sample")
+    result = compute_score(sample.prompt + sample.response, sample.label, strict_box_verify=True)
+    if result["score"] < 0:
+        result["score"] += 0.1 * getattr(sample, "tool_calls", 0)
+    return result
+
+
+_connections = None
+
+
+async def judged_together(args, samples, **kwargs):
+    """A reward model that keeps what it opened in the first call, which belongs to an event loop."""
+    global _connections
+    if _connections is None:
+        _connections = asyncio.Semaphore(1)
+        _connections.loop = asyncio.get_running_loop()
+    assert _connections.loop is asyncio.get_running_loop(), "another event loop"
+    lengths = await asyncio.gather(*(_length(sample) for sample in samples))
+    return [length / max(lengths) for length in lengths]
+
+
+async def _length(sample):
+    await asyncio.sleep(0)
+    return sample.effective_response_length
+
+
+async def by_type(args, sample, **kwargs):
+    return await async_rm(args, sample) + 10 * sample.group_index
+
+
+def from_object(args, sample):
+    return float(sample.response in sample.label["target"])
+
+
+def wants_images(args, sample):
+    return float(bool(sample.multimodal_inputs))
+
+
+def wants_a_setting(args, sample):
+    return args.rolout_batch_size
+
+
+def lacks_a_package(args, sample):
+    import nowhere_at_all
+
+    return nowhere_at_all.score(sample.response)
+
+
+def adds_up_wrongly(args, sample):
+    return sample.response + 1
+
+
+def nonzero_std(args, samples: list[Sample], **kwargs):
+    """The filter of the guides, with torch."""
+    import torch
+
+    rewards = [sample.reward for sample in samples]
+    return torch.tensor(rewards, dtype=torch.float).std() > 0.0
+
+
+def keeps_hard_ones(args, samples, **kwargs):
+    hard = all(sample.metadata["level"] > 1 and sample.prompt for sample in samples)
+    values = [sample.get_reward_value(args) for sample in samples]
+    return DynamicFilterOutput(keep=hard, reason=f"easy_{values[0]}", keep_when_insufficient=values[0] > 0)
+
+
+def newest_first(args, rollout_id, buffer, num_samples):
+    """Those that began last, and no more of those that began before rollout 2."""
+    buffer[:] = [group for group in buffer if group[0].metadata.get("start_rollout_id", 9) >= 2]
+    buffer.sort(key=lambda group: -group[0].metadata.get("start_rollout_id", 9))
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def of_nowhere(args, rollout_id, buffer, num_samples):
+    return [[Sample(group_index=99)]]
