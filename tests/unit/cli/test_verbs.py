@@ -274,7 +274,7 @@ def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
     for name in KEYS:
         monkeypatch.setenv(name, "secret")
     monkeypatch.setattr(subprocess, "Popen", started_with)
-    for start in (lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}), _Worker):
+    for start in (lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}), lambda: _Worker({})):
         with pytest.raises(OSError, match="enough"):
             start()
     assert len(started) == 2
