@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.checkpoint.state import RunState
-from rlpost.data.tokenizer import hf_tokenizer
+from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.examples.calculator import result
 from rlpost.rollout.recorded import read_groups
@@ -86,8 +85,7 @@ def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
 def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, assets: Path) -> None:
     """The trained groups: where the loss mask is 0 stands what the calculator says of the text before, and nothing
     else; the engine never gave it a log-prob."""
-    # The plug-in asks for special tokens in the text, and the tiny model writes one now and then.
-    decode = partial(hf_tokenizer(str(assets)).decode, skip_special_tokens=False)
+    decode = PromptTokenizer(assets).decode
     groups = [group for step in range(NUM_STEPS) for group in read_groups(str(run / "{rollout_id}.jsonl"), step)]
     samples = [scored.sample for group in groups for scored in group.samples]
     assert len(samples) == NUM_STEPS * BATCH * SAMPLES
