@@ -2,7 +2,7 @@
 
 Input: chunks of live tensors, in order. Output: their bytes in host memory, batch after batch, for threads that write
 them. One thread copies as long as slots are free, so the buffer is all that is held beside the tensors themselves.
-Training goes on meanwhile; whoever changes the tensors calls ``wait_copied`` first.
+Training continues meanwhile; before it changes the tensors it calls ``wait_copied``.
 
 Invariant: a batch that a writer has taken stays as it is until the writer releases it.
 """
@@ -90,7 +90,7 @@ class Filled:
 
 
 class HostStream:
-    """The way of one save's chunks through the buffer. ``start`` it; threads ``take`` and ``release``."""
+    """Moves the chunks of one save through the buffer. Call ``start``; writer threads ``take`` and ``release``."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class HostStream:
         self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
 
     def start(self) -> None:
-        """Begin to copy. Everything that the device was asked to compute comes first."""
+        """Start copying, after all work that is queued on the device."""
         device.synchronise()
         self._thread.start()
 
@@ -135,14 +135,14 @@ class HostStream:
             self._changed.notify_all()
 
     def cancel(self, problem: BaseException) -> None:
-        """Copy no more; whoever takes or waits returns. Nothing happens to a stream that is done."""
+        """Stop copying and release all waiting threads. A stream that has copied everything is unaffected."""
         with self._changed:
             if not self._is_copied and self._problem is None:
                 self._problem = problem
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give back what nobody took, once no writer is left."""
+        """Return unwritten slots to the buffer; call it when no writer is left."""
         self.cancel(CheckpointError("the save ended early"))
         self._thread.join()
         with self._changed:
@@ -152,7 +152,7 @@ class HostStream:
     def wait_copied(self, *, weights_only: bool = False, timeout_s: float) -> None:
         """Return when the tensors (or the weights alone) may be changed.
 
-        A save that does not get there in time is given up: training matters more than this checkpoint.
+        A save that is not copied in time is cancelled: training does not wait longer for a checkpoint.
         """
         started = time.monotonic()
 
@@ -180,7 +180,7 @@ class HostStream:
             self.cancel(error)
 
     def _copy_next(self, batch: Batch) -> bool:
-        """Copy a batch once a slot is free; whether to go on."""
+        """Copy a batch as soon as a slot is free; returns False when the stream was cancelled."""
         with self._changed:
             slot = None
             while slot is None:

@@ -160,7 +160,7 @@ def num_steps(optimizer: MegatronOptimizer) -> float:
 
 
 def set_num_steps(optimizer: MegatronOptimizer, steps: float) -> None:
-    """Adam goes on as after so many steps."""
+    """Set the number of steps that Adam has made."""
     for adam in _each_adam(optimizer):
         if isinstance(adam, torch.optim.Adam):
             for state in adam.state.values():

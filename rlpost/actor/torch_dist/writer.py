@@ -49,8 +49,8 @@ class Contents:
 
 
 def write(folder: str | Path, contents: Contents, stream: HostStream, *, group: dist.ProcessGroup | None) -> None:
-    """Write the files of all ranks into an existing folder, each flushed to disk. A collective of ``group`` (all
-    ranks; a group that nobody else uses at the time).
+    """Write the files of all ranks into an existing folder, each flushed to disk. A collective of a ``group`` (all
+    ranks) that nothing else uses at the time.
 
     Raises CheckpointException with what failed on which rank, on every rank.
     """
@@ -89,11 +89,11 @@ class _Planner(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Items stay in order; they have learnt their numbers in the metadata."""
+        """The items keep their order; the global plan added their index in the metadata."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
-        """Of an object; chunks come from the stream."""
+        """The bytes of an object; chunks come from the stream."""
         return io.BytesIO(self._contents.objects[write_item.index.fqn])
 
 
@@ -128,7 +128,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         return done
 
     def _write_file(self, name: str, items: Sequence[WriteItem], *, is_first: bool) -> list[WriteResult]:
-        """Take batches until there are none; what was written where. The first file has the objects too."""
+        """Write batches until none is left; returns where each item is. The first file also holds the objects."""
         results = []
         try:
             with open(Path(self.path) / name, "wb") as file:
@@ -144,7 +144,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException as error:
-            self._stream.cancel(error)  # the copier must not wait for room that nobody makes
+            self._stream.cancel(error)  # else the copying thread waits for a free slot
             raise
         return results
 
