@@ -106,7 +106,11 @@ METRICS = tuple(
         ("sync/weights_bytes", "bytes", "of all weights as they travel; with mode delta of the files written"),
         ("sync/changed_frac", "share", "of the elements of all weights that were written, with mode delta"),
         ("sync/update_s", "s", "from the pause of the engines until they go on"),
-        ("checkpoint/blocking_s", "s", "that training waited for"),
+        (
+            "checkpoint/blocking_s",
+            "s",
+            "that training waited when it was saved; a wait of the next optimizer step is a span of the trace",
+        ),
         ("checkpoint/total_s", "s", "until the checkpoint was committed"),
         ("checkpoint/written_bytes", "bytes", "of all its files"),
         ("memory/driver_gb", "GB", "resident, of the driver with its graders and the router"),

@@ -147,7 +147,7 @@ class Checkpoints:
         return True
 
     async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
-        """The same in the background: returns when ``write`` has copied everything; ``finish`` waits for the files.
+        """The same in the background: returns when ``write`` has started it; ``finish`` waits for the files.
 
         Where the one before is still being written this one is put off, with a warning, and False is returned. A
         failure is logged and told by ``is_owed`` and ``settle``. Raises as ``commit`` does, and Fenced.
@@ -164,7 +164,7 @@ class Checkpoints:
         async with self._deadline(state):
             folder = await self._written(state, write)
         blocking_s = time.monotonic() - self._started
-        logger.info("checkpoint of step %d copied in %.2f s; training goes on", state.step, blocking_s)
+        logger.info("checkpoint of step %d started in %.2f s; training continues", state.step, blocking_s)
         self._background = asyncio.create_task(self._finish(state, folder, finish, blocking_s))
         return True
 
