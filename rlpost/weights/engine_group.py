@@ -104,14 +104,13 @@ class EngineGroup:
 
     def leave(self) -> None:
         """Abort the group, whatever is under way in it; harmless when it was left before."""
-        group, self._group = self._group, None
-        if group is None:
+        if self._group is None:
             return
-        # In a thread: torch waits for the end of an abort as long as for a broadcast. The last reference is dropped
-        # there too, because gloo cannot be aborted and its destructor waits for what is under way.
+        # In a thread: torch waits for the end of an abort as long as for a broadcast. The thread alone must hold the
+        # last reference, because gloo cannot be aborted and its destructor waits for what is under way.
+        left, self._group = [self._group], None
         aborted = threading.Event()
-        threading.Thread(target=_abort, args=(group, aborted), name="abort group", daemon=True).start()
-        del group
+        threading.Thread(target=_abort, args=(left, aborted), name="abort group", daemon=True).start()
         if not aborted.wait(ABORT_S):
             logger.warning("the group with the engines is still being aborted after %.0f s; it is left behind", ABORT_S)
 
@@ -175,7 +174,8 @@ class _Launch:
         return self._work
 
 
-def _abort(group: dist.ProcessGroup, aborted: threading.Event) -> None:
+def _abort(left: list[dist.ProcessGroup], aborted: threading.Event) -> None:
+    group = left.pop()  # the caller keeps an empty list
     try:
         _abort_process_group(group)
     except (dist.DistError, RuntimeError) as error:
