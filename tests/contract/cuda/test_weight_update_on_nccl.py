@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 NUM_BYTES = 3 << 20
 """Of a bucket: more than sockets hold, so that a broadcast does not complete unless the peer reads."""
-DEADLINE_S = 2.0
+DEADLINE_S = 8.0  # of joining too, for which a new process imports torch
 FAR_S = 600.0
 SOON_S = 5.0
 
@@ -153,7 +153,9 @@ def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects
     broadcast.send(0)
     engines.processes[-1].join()
     started = time.monotonic()
-    with pytest.raises(SyncError, match=rf"bucket 2 of 3 \({NUM_BYTES} bytes\).*not completed within 2 s"):
+    with pytest.raises(
+        SyncError, match=rf"bucket 2 of 3 \({NUM_BYTES} bytes\).*not completed within {DEADLINE_S:.0f} s"
+    ):
         broadcast.send(1)
     assert DEADLINE_S <= time.monotonic() - started < DEADLINE_S + SOON_S
     assert NcclLike.made[-1].aborted.is_set(), "else the kernel spins on the GPU for good"
