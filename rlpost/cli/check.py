@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlpost.amounts import count_text, size_text
 from rlpost.check import check, notes
@@ -22,12 +23,14 @@ from rlpost.hf_shape import hf_shape, weight_bytes
 from slurm.errors import SpecError
 
 _INDENT = 14
+EXIT_PROBLEMS = 2  # as every command that refuses its settings
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check and show."""
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
+    made.add_argument("--json", action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
@@ -38,11 +41,22 @@ def main(arguments: Sequence[str]) -> int:
             look(loaded.config)
         except (ConfigError, SpecError) as error:
             problems += str(error).splitlines()
+    if options.json:
+        return _print_object(loaded.config, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
     print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in lines))
     return 0
+
+
+def _print_object(config: Config, problems: list[str]) -> int:
+    """The result for programs, on standard output whether something is wrong or not."""
+    content: dict[str, Any] = {"ok": not problems, "problems": problems, "notes": [], "arithmetic": {}}
+    if not problems:
+        content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
+    print(json.dumps(content, indent=2))
+    return EXIT_PROBLEMS if problems else 0
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:

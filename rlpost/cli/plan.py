@@ -2,7 +2,7 @@
 
 In: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are not
 here yet. Out: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2); with
---suggest the best layouts for so many GPUs. Imports neither torch nor anything of the training stack.
+--suggest the best layouts for so many GPUs; with --json the same as one object. Imports neither torch nor anything of the training stack.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -54,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_scale_down(made)
     made.add_argument("--suggest", action="store_true", help="the best layouts for the model on so many GPUs")
+    made.add_argument("--json", action="store_true", help="one object for programs instead of the tables")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
@@ -61,12 +64,17 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     shape, width = model_of(config)
+    gpu_bytes = parse_size(options.gpu_memory)
+    if options.json:
+        content = plan_object(config, shape, gpu_bytes=gpu_bytes, engine_width=width, wants_suggestions=options.suggest)
+        print(json.dumps(content, indent=2))
+        return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
     console = Console(file=sys.stdout, width=WIDTH, highlight=False)
     return show(
         console,
         config,
         shape,
-        gpu_bytes=parse_size(options.gpu_memory),
+        gpu_bytes=gpu_bytes,
         options=(width, options.suggest, options.write_gbps),
     )
 
@@ -96,6 +104,47 @@ def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, opti
     if wants_suggestions and choices:
         console.print(suggestions(choices[:NUM_SUGGESTED]))
     return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
+
+
+def plan_object(
+    config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int, wants_suggestions: bool
+) -> dict[str, Any]:
+    """What ``show`` prints, for programs; sizes in bytes.
+
+    ``suggestions`` holds the best layouts when they are asked for, and the nearest that fits when the recipe's does not.
+    """
+    problems = layout_problems(config)
+    content: dict[str, Any] = {"fits": False, "problems": problems, "note": reference_note(config, shape)}
+    if not problems:
+        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        content |= {"fits": not made.problems, "problems": list(made.problems), **estimate_object(made)}
+    choices: list[Choice] = []
+    if wants_suggestions or not content["fits"]:
+        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+    if not wants_suggestions:
+        closest = nearest(config, choices)
+        choices = [closest] if closest else []
+    content["suggestions"] = [
+        {"layout": choice.words, "reasons": choice.reasons, "flags": flags_of(choice, config)}
+        for choice in choices[:NUM_SUGGESTED]
+    ]
+    return content
+
+
+def estimate_object(made: Estimate) -> dict[str, Any]:
+    """An estimate's figures by name; sizes in bytes."""
+    parameters, engine = made.shape.parameters, made.engine
+    return {
+        "layout": asdict(made.layout),
+        "parameters": {"total": parameters.total, "experts": parameters.expert},
+        "gpu_bytes": made.gpu_bytes,
+        "phases": [{"name": phase.name, "total": phase.total, "parts": dict(phase.parts)} for phase in made.phases],
+        "engine": None if engine is None else asdict(engine),
+        "host_bytes_per_node": made.host_bytes_per_node,
+        "checkpoint_bytes": made.checkpoint_bytes,
+        "save_buffer_bytes_per_rank": made.save_buffer_bytes,
+        "weight_update": None if made.update is None else asdict(made.update),
+    }
 
 
 def on_gpus(config: Config, gpus: int) -> Config:
