@@ -1,8 +1,9 @@
 """``rlpost plan RECIPE``: what a run needs of its GPUs, nodes and disks, before there is any of them.
 
-In: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are not
-here yet. Out: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2); with
---suggest the best layouts for so many GPUs; with --json the same as one object. Imports neither torch nor anything of the training stack.
+Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are
+not here yet. Output: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2);
+with --suggest the best layouts for so many GPUs; with --json the same as one object. Imports neither torch nor anything
+of the training stack.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def plan_object(
 ) -> dict[str, Any]:
     """What ``show`` prints, for programs; sizes in bytes.
 
-    ``suggestions`` holds the best layouts when they are asked for, and the nearest that fits when the recipe's does not.
+    ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if the recipe's does not.
     """
     problems = layout_problems(config)
     content: dict[str, Any] = {"fits": False, "problems": problems, "note": reference_note(config, shape)}
