@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlpost.actor.description import read_description
+from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
 from rlpost.config.checks.algorithm import algorithm_problems
@@ -33,7 +33,7 @@ from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
-from rlpost.config.places import variable_problems
+from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.amounts import count_text, size_text
 from rlpost.check import check, notes
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
@@ -20,6 +19,7 @@ from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.units import count_text, size_text
 from slurm.errors import SpecError
 
 _INDENT = 14

@@ -165,14 +165,14 @@ def layouts_page() -> str:
 
 def planned(start: Start) -> Estimate:
     """The planner's estimate of a row."""
-    values = {
+    values: dict[str, dict[str, object]] = {
         "cluster": {
             "actor_num_nodes": start.nodes,
             "actor_num_gpus_per_node": 8,
             "colocate": True,
             "rollout_num_gpus_per_engine": start.engine_gpus,
         },
-        "rollout": ROLLOUT,
+        "rollout": dict(ROLLOUT),
         "perf": {
             **RECOMPUTE,
             "use_dynamic_batch_size": True,

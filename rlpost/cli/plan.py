@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlpost.amounts import count_text
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.arithmetic import layout_problems
@@ -33,6 +32,7 @@ from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"

@@ -21,7 +21,7 @@ from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
-from rlpost.config.places import expanded, variables_of
+from rlpost.config.path_variables import expanded, variables_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 

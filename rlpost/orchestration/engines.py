@@ -27,8 +27,8 @@ from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.features import Feature, check_servers, has
-from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)

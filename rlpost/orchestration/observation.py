@@ -22,7 +22,7 @@ from rlpost.metrics.trace import ProcessSpans, trace
 from rlpost.orchestration.batches import model_break_even, used_parameters
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.weight_sync import WeightSync
+from rlpost.orchestration.weight_coordinator import WeightCoordinator
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.types import SampleGroup
 
@@ -46,7 +46,7 @@ class Observation:
         self._traces = traces
         self._actors: WorkerGroup | None = None
         self._fleet: Fleet | None = None
-        self._weights: WeightSync | None = None
+        self._weights: WeightCoordinator | None = None
         self._since = SPANS.now()
         self.step = 0
         """The newest that is trained."""
@@ -55,7 +55,7 @@ class Observation:
         self._peak_flops: float | None = None
         self._done = 0.0  # floating-point operations of the step
 
-    async def attach(self, actors: WorkerGroup | None, fleet: Fleet | None, weights: WeightSync | None) -> None:
+    async def attach(self, actors: WorkerGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None) -> None:
         """Who is looked at from now on."""
         self._actors, self._fleet, self._weights = actors, fleet, weights
         if actors is not None:

@@ -25,20 +25,20 @@ from rlpost.errors import CheckpointError, Fenced, RlpostError
 from rlpost.orchestration.actor_settings import actor_settings
 from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
+from rlpost.orchestration.engine_health import EngineHealth
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
+from rlpost.orchestration.offload import Offload
 from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
-from rlpost.orchestration.turns import Turns
-from rlpost.orchestration.watch import Watch
-from rlpost.orchestration.weight_sync import WeightSync, nccl_environment
+from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
 from rlpost.orchestration.workers import WorkerGroup, connect
+from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.journal import Journal
-from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,14 @@ class ClusterStages:
                 self._start_actors(placement, ports, checkpoint), self._start_engines(num_ranks)
             )
         folder = Path(cluster.attempt_dir) / "weights"
-        weights = WeightSync(config, self._fleet, self._actors, placement=placement, ports=ports, folder=folder)
+        weights = WeightCoordinator(config, self._fleet, self._actors, placement=placement, ports=ports, folder=folder)
         weights.before_each = self._stop.check
         self._weights = weights
-        self._watch = Watch(config, self._fleet, weights)
-        self._watch.unless_stopped, self._watch.stop_requested = self._stop.unless_requested, self._stop.requested
+        self._engine_health = EngineHealth(config, self._fleet, weights)
+        self._engine_health.unless_stopped, self._engine_health.stop_requested = (
+            self._stop.unless_requested,
+            self._stop.requested,
+        )
         await self._within_deadline(weights.connect())
         await self._observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
@@ -146,23 +149,23 @@ class ClusterStages:
     async def _start_engines(self, num_ranks: int) -> None:
         config = self._config
         gpus = await self._actors.call("visible_gpu") if config.cluster.colocate else [""] * num_ranks
-        self._turns = Turns(config, self._actors, self._fleet)
+        self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:
-            await self._turns.generate()
+            await self._offload.generate()
         await self._fleet.start(gpus)
         await self._generation.connect(self._fleet.router)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """The source of batches that goes on from ``state``; engines are looked after while it is waited for."""
         self._observation.step = state.step
-        return self._generation.rollouts(state, journal, self._watch.over)
+        return self._generation.rollouts(state, journal, self._engine_health.over)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """The optimizer steps of a rollout."""
         self._stop.check()
-        await self._turns.train()
+        await self._offload.train()
         metrics = await self._observation.around(groups, self._training.train(groups))
-        self._watch.trained()
+        self._engine_health.trained()
         return metrics
 
     async def sync(self, policy_version: int) -> None:
@@ -170,11 +173,13 @@ class ClusterStages:
         self._stop.check()
         is_writing = self._config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
-        await self._watch.update(policy_version, pause=pause, before=self._turns.send, ready=self._turns.generate)
+        await self._engine_health.update(
+            policy_version, pause=pause, before=self._offload.send, ready=self._offload.generate
+        )
 
     async def evaluate(self) -> Mapping[str, float]:
         """Means on every held-out set, as ``eval/SET/name``."""
-        async with self._watch.over():
+        async with self._engine_health.over():
             return await self._generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
@@ -220,7 +225,7 @@ class ClusterStages:
 
     def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
         """The trainer's weights and optimizer are on its devices within."""
-        return self._turns.save(is_last=is_last)
+        return self._offload.save(is_last=is_last)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What tokens of a prompt say, without special ones."""

@@ -14,7 +14,7 @@ from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_value
 from rlpost.config.tree import Config
 from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
-from rlpost.orchestration.passes import Actors, Passes
+from rlpost.orchestration.interruptible import Actors, InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.types import SampleGroup
 
@@ -40,7 +40,7 @@ class Training:
         """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights are those of
         --hf-checkpoint; ``break_even``: see ``batches.model_break_even``."""
         self._config = config
-        self._passes = Passes(actors, stop)
+        self._calls = InterruptibleCalls(actors, stop)
         self._data_ranks = data_ranks
         self._break_even = break_even
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
@@ -78,7 +78,7 @@ class Training:
 
     async def _each(self, method: str, batches: StepBatches, *more: Sequence[Any], may_leave: bool = True) -> list[Any]:
         own = [batches[rank] for rank in self._data_ranks]
-        return await self._passes.make(method, list(zip(own, *more, strict=True)), may_leave=may_leave)
+        return await self._calls.make(method, list(zip(own, *more, strict=True)), may_leave=may_leave)
 
     def _warn(self, warnings: Any) -> None:
         for warning in warnings:

@@ -14,7 +14,7 @@ import os
 import random
 from pathlib import Path
 
-from rlpost.rollout.draft import Draft
+from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup
 
@@ -26,16 +26,16 @@ RIGHT = 0.5  # of the answers
 DROPPED = 5  # one group in so many
 
 
-async def answer(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
+async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """What the engines write, with other tokens in its place."""
-    await draft.write(max_new_tokens=LONGEST)
-    written = draft.sample()
-    rng = random.Random(f"{prompt.prompt_id}/{draft.index}")
+    await builder.write(max_new_tokens=LONGEST)
+    written = builder.sample()
+    rng = random.Random(f"{prompt.prompt_id}/{builder.index}")
     await asyncio.sleep(rng.uniform(*SECONDS))
     length = rng.randint(1, LONGEST)
     return Sample(
         prompt_id=prompt.prompt_id,
-        index=draft.index,
+        index=builder.index,
         prompt_ids=prompt.token_ids,
         response_ids=tuple(rng.randint(SMALLEST_ID, LARGEST_ID) for _ in range(length)),
         rollout_logprobs=tuple(-rng.random() for _ in range(length)),

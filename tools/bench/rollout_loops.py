@@ -23,9 +23,9 @@ from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.rollout.book import Book
 from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.engine_side_weights import Mover, PauseMode, WeightUpdate
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.journal import Journal
-from rlpost.rollout.weight_update import Mover, PauseMode, WeightUpdate
 from rlpost.types import Backlog, SampleGroup
 from tools.bench.rollout_parts import KEY, TINY, Forced, Lengths, Prompts, Served
 from tools.bench.weight_sync import Trainer, other_movers

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
-from rlpost.rollout.weight_update import (
+from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DiskMover,
     Mover,
@@ -46,7 +46,7 @@ from rlpost.rollout.weight_update import (
 )
 from rlpost.types import Bucket
 from rlpost.weights.flat import as_bytes
-from rlpost.weights.sync import Broadcast, Sharing
+from rlpost.weights.trainer_side import Broadcast, Sharing
 from tests.ports import free_port
 from tools.bench.page import put_section
 

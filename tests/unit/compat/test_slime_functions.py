@@ -347,7 +347,7 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
 ) -> None:
     """With the file and the line; in our interface too."""
     (tmp_path / "mine.py").write_text(
-        f"def drop(group):\n    return {fault}\n\n{kind}def answer(draft, prompt, sampling):\n    {fault}\n"
+        f"def drop(group):\n    return {fault}\n\n{kind}def answer(builder, prompt, sampling):\n    {fault}\n"
     )
     with pytest.raises(ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); mend the function"):
         group_filter(f"{tmp_path}/mine.py:drop")(group(1.0))

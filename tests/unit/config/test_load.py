@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.config import flags
 from rlpost.config.load import dump, load, parse_dump
-from rlpost.config.places import variable_problems
+from rlpost.config.path_variables import variable_problems
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError

@@ -9,11 +9,11 @@ import pytest
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, Preempted, SyncError
-from rlpost.orchestration import stages, weight_sync
+from rlpost.orchestration import stages, weight_coordinator
 from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.weight_sync import WeightSync, nccl_environment
-from rlpost.rollout.weight_update import BroadcastMover, DiskMover, Receiver, SharingMover
+from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
+from rlpost.rollout.engine_side_weights import BroadcastMover, DiskMover, Receiver, SharingMover
 from rlpost.types import Bucket, EngineAddress
 from rlpost.weights.delta import Written
 
@@ -58,7 +58,7 @@ def movers(sync):
 @pytest.fixture
 def sync(tmp_path):
     actors = Actors(tmp_path / "STOP")
-    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
     one.before_each = StopRequest(tmp_path / "STOP").check
     return one, actors
 
@@ -101,7 +101,7 @@ class Refusing(Engine):
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
     """Not at the deadline of the broadcast, which is one of minutes."""
     actors = Blocked()
-    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
     one._backend = "nccl"
     mover = BroadcastMover(BUCKETS, one._send, group_name="g")
     receivers = [Receiver(EngineAddress("http://a", 1), Engine()), Receiver(EngineAddress("http://b", 1), Refusing())]
@@ -114,7 +114,7 @@ def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp
 def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
     actors = Blocked()
     actors.aborted.set()
-    one = WeightSync(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
     one._backend = "gloo"
     with pytest.raises(SyncError, match="aborted"):
         asyncio.run(one._send(0))
@@ -178,13 +178,13 @@ ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n
 
 
 def delta_sync(tmp_path, monkeypatch, **settings):
-    monkeypatch.setattr(weight_sync, "WorkerGroup", Copies)
+    monkeypatch.setattr(weight_coordinator, "WorkerGroup", Copies)
     given = {"sync": {"update_weight_mode": "delta", "update_weight_transport": "disk", **settings}}
     config = load([], {**given, "rollout": {"num_rollout": 1}}).config
     placement = Placement((ACTOR, ACTOR), ((NEAR, FAR), (NEAR,)))
     folder = tmp_path / "run" / "attempts" / "0" / "weights"
     actors = Writers(tmp_path / "STOP")
-    return WeightSync(config, None, actors, placement=placement, ports=None, folder=folder), actors, folder
+    return WeightCoordinator(config, None, actors, placement=placement, ports=None, folder=folder), actors, folder
 
 
 def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path, monkeypatch):

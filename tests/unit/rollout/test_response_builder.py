@@ -11,9 +11,9 @@ import pytest
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.connection import Connection, RouterAddress
-from rlpost.rollout.draft import Draft, version_spans, without_older
 from rlpost.rollout.examples.calculator import generate, result
 from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.response_builder import ResponseBuilder, version_spans, without_older
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -33,13 +33,13 @@ class Bytes:
 
 
 def drafting(
-    engine: FakeEngine, work: Callable[[Draft], Awaitable[Any]], so_far: Sample | None = None, **more: Any
+    engine: FakeEngine, work: Callable[[ResponseBuilder], Awaitable[Any]], so_far: Sample | None = None, **more: Any
 ) -> Any:
     sampling = SamplingParams(**{"max_new_tokens": 20, "stop": ("!",), **more})
 
     async def whole() -> Any:
         async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
-            return await work(Draft(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far))
+            return await work(ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far))
 
     return asyncio.run(whole())
 
@@ -61,8 +61,8 @@ def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str,
 
 
 def test_the_calculator_answers_and_its_digits_are_left_out_of_the_loss() -> None:
-    async def work(draft: Draft) -> Sample:
-        return await generate(draft, PROMPT, SAMPLING)
+    async def work(builder: ResponseBuilder) -> Sample:
+        return await generate(builder, PROMPT, SAMPLING)
 
     engine = FakeEngine(answer=says(("", "stop", "="), (".", "stop", 1)))
     sample = drafting(engine, work)
@@ -93,20 +93,20 @@ def test_the_calculator_reads_the_expression_at_the_end(text: str, value: str) -
 
 
 def test_a_tool_that_says_more_than_there_is_room_for_ends_the_answer() -> None:
-    async def work(draft: Draft) -> Sample:
-        await draft.write()
-        draft.insert("x" * 100)
-        assert await draft.write() == ""
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        builder.insert("x" * 100)
+        assert await builder.write() == ""
+        return builder.sample()
 
     sample = drafting(FakeEngine(answer=says(("ab", "stop", "!"))), work, max_new_tokens=8)
     assert (len(sample.response_ids), sum(sample.mask), sample.finish_reason) == (8, 3, "length")
 
 
 def test_prompt_and_answer_together_have_a_limit_too() -> None:
-    async def work(draft: Draft) -> int:
-        await draft.write()
-        return draft.room
+    async def work(builder: ResponseBuilder) -> int:
+        await builder.write()
+        return builder.room
 
     engine = FakeEngine(answer=says(("ab", "stop", 1)))
     assert drafting(engine, work, max_context_len=len(PROMPT.token_ids) + 5) == 2
@@ -123,9 +123,9 @@ def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
         made["meta_info"]["finish_reason"]["matched"] = "!"
         return made
 
-    async def work(draft: Draft) -> Sample:
-        assert await draft.write() == "ö"
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        assert await builder.write() == "ö"
+        return builder.sample()
 
     engine = FakeEngine(answer=answer)
     sample = drafting(engine, work)
@@ -145,10 +145,10 @@ def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ende
         made["meta_info"]["finish_reason"]["matched"] = "</stop>" if reason == "stop" else None
         return made
 
-    async def work(draft: Draft) -> Sample:
-        assert await draft.write(stop=("</stop>",)) == "ab"
-        assert draft.stopped_at == "</stop>"
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        assert await builder.write(stop=("</stop>",)) == "ab"
+        assert builder.stopped_at == "</stop>"
+        return builder.sample()
 
     engine = FakeEngine(answer=answer)
     sample = drafting(engine, work)
@@ -165,9 +165,9 @@ def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
         made["meta_info"]["finish_reason"]["matched"] = "</stop>"
         return made
 
-    async def work(draft: Draft) -> Sample:
-        await draft.write(stop=("</stop>",))
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write(stop=("</stop>",))
+        return builder.sample()
 
     engine = FakeEngine(answer=answer)
     sample = drafting(engine, work)
@@ -177,9 +177,9 @@ def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
 def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() -> None:
     so_far = Sample(3, 0, PROMPT.token_ids, (1,) * 20, (-0.5,) * 20, "x", "abort", 2)
 
-    async def work(draft: Draft) -> Sample:
-        await draft.write()
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        return builder.sample()
 
     engine = FakeEngine()
     sample = drafting(engine, work, so_far=so_far)
@@ -197,10 +197,10 @@ def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
 def test_a_tool_that_speaks_first_has_the_version_of_the_model_s_first_word() -> None:
     """Else the answer would count as older than anything, and be thrown away where age is bounded."""
 
-    async def work(draft: Draft) -> Sample:
-        draft.insert("xy")
-        await draft.write()
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        builder.insert("xy")
+        await builder.write()
+        return builder.sample()
 
     sample = drafting(FakeEngine(answer=says(("ab", "stop", "!"))), work)
     assert (sample.mask, sample.oldest_version, sample.policy_version) == ((0, 0, 1, 1, 1), 2, 2)
@@ -213,9 +213,9 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
             return {"text": "", "meta_info": {"id": "r", "finish_reason": reason}}
         return generated([97], version="2", text="a")
 
-    async def work(draft: Draft) -> Sample:
-        await draft.write()
-        return draft.sample()
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        return builder.sample()
 
     engine = FakeEngine(answer=answer)
     assert drafting(engine, work).response_ids == (97,)
@@ -228,7 +228,7 @@ def test_the_tokens_of_a_tool_stay_out_when_those_of_older_weights_leave() -> No
 
 @pytest.mark.parametrize("returned", [None, [], ["text"], "text"])
 def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> None:
-    async def forgets(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Any:
+    async def forgets(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Any:
         return returned
 
     grader = InlineGrader(lambda text, label, metadata: 1.0)
@@ -239,8 +239,8 @@ def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> No
 
 
 def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_over_it() -> None:
-    async def says_nothing(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
-        return draft.sample()
+    async def says_nothing(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        return builder.sample()
 
     grader = InlineGrader(lambda text, label, metadata: 1.0)
     connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
@@ -250,9 +250,9 @@ def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_ove
 
 
 def test_a_function_may_make_several_samples_of_one_call() -> None:
-    async def two(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
-        await draft.write()
-        return [draft.sample(), draft.sample()]
+    async def two(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
+        await builder.write()
+        return [builder.sample(), builder.sample()]
 
     async def whole() -> SampleGroup | Unfinished:
         engine = FakeEngine()

@@ -16,18 +16,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, SyncError
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.weight_sync import WeightSync
-from rlpost.rollout.weight_update import PauseMode
+from rlpost.orchestration.weight_coordinator import WeightCoordinator
+from rlpost.rollout.engine_side_weights import PauseMode
 
 logger = logging.getLogger(__name__)
 
 Hook = Callable[[], Awaitable[None]]
 
 
-class Watch:
+class EngineHealth:
     """Updates and repairs, one at a time."""
 
-    def __init__(self, config: Config, fleet: Fleet, weights: WeightSync) -> None:
+    def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator) -> None:
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate
         self._fleet = fleet

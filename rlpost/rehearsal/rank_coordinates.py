@@ -27,7 +27,7 @@ EXPERT = ("expert_tensor", "expert", "expert_data", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoordinates:
     """The coordinates of a rank; each name is a kind of parallelism."""
 
     tensor: int
@@ -39,14 +39,14 @@ class Place:
     expert_data: int
 
 
-def place(layout: Layout, rank: int) -> Place:
+def place(layout: Layout, rank: int) -> RankCoordinates:
     """The coordinates of a rank of the layout."""
     stage, within = divmod(rank, layout.world // layout.pipeline)
     rest, tensor = divmod(within, layout.tensor)
     data, context = divmod(rest, layout.context)
     rest, expert_tensor = divmod(within, layout.expert_tensor)
     expert_data, expert = divmod(rest, layout.expert)
-    return Place(tensor, context, data, stage, expert_tensor, expert, expert_data)
+    return RankCoordinates(tensor, context, data, stage, expert_tensor, expert, expert_data)
 
 
 def members(layout: Layout, kind: str) -> dict[int, tuple[int, ...]]:

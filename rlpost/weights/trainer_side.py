@@ -1,7 +1,7 @@
 """Sync, the trainer's half: full weights in flat buckets, on their way to the engines.
 
 In: the exporter of this rank. Out: the buckets, one after another, by one of two ways; the engines are told what comes
-over HTTP by somebody else (``rlpost.rollout.weight_update``).
+over HTTP by somebody else (``rlpost.rollout.engine_side_weights``).
 
 - ``Broadcast``: engines on other GPUs. Each pipeline stage has a process group of its own with all engine ranks: its
   source (rank 0) and every engine rank (from 1 on). Both sides block on each other.

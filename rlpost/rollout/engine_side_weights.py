@@ -1,4 +1,4 @@
-"""The engines' half of a weight update: pause, move, check, resume. The trainer's half is ``rlpost.weights.sync``.
+"""The engines' side of a weight update: pause, move, check, resume. The other is ``rlpost.weights.trainer_side``.
 
 Comes in: addresses of engines, a mover, a version. Goes out: all engines on the new version, generating again.
 

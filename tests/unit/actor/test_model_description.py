@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.actor.description import read_description
+from rlpost.actor.model_description import read_description
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
 from rlpost.weights.names import Dimensions

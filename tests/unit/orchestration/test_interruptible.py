@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlpost.actor.boundaries import Boundaries
+from rlpost.actor.stop_points import StopPoints
 from rlpost.errors import HalfTrained, Preempted
-from rlpost.orchestration.passes import Passes
+from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import EXIT_S, StopRequest
 
 
@@ -17,7 +17,7 @@ class Ranks:
     """Each computes in a thread of its own: as many micro-batches as it was given, each some milliseconds long."""
 
     def __init__(self, delays_s, stop_file, stop_after=None):
-        self.boundaries = [Boundaries(deadline_s=20) for _ in delays_s]
+        self.boundaries = [StopPoints(deadline_s=20) for _ in delays_s]
         self.done = [0 for _ in delays_s]
         self.delays_s, self.stop_file, self.stop_after = delays_s, stop_file, stop_after
         self.pool = ThreadPoolExecutor()
@@ -48,7 +48,7 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("rlpost.orchestration.passes.POLL_S", 0.01)
+    monkeypatch.setattr("rlpost.orchestration.interruptible.POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def stop(tmp_path):
 
 
 def make(ranks, stop, length, *, may_leave=True):
-    return asyncio.run(Passes(ranks, stop).make("train_step", [(length,)] * len(ranks.delays_s), may_leave=may_leave))
+    return asyncio.run(
+        InterruptibleCalls(ranks, stop).make("train_step", [(length,)] * len(ranks.delays_s), may_leave=may_leave)
+    )
 
 
 def test_without_a_request_nobody_is_asked_anything(tmp_path, stop):
@@ -106,10 +108,10 @@ def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(tmp_path,
 
     async def whole():
         async with asyncio.timeout(20):
-            await Passes(Hung(), StopRequest(tmp_path / "STOP")).make("train_step", [()], may_leave=True)
+            await InterruptibleCalls(Hung(), StopRequest(tmp_path / "STOP")).make("train_step", [()], may_leave=True)
 
     if not is_near:
-        monkeypatch.setattr("rlpost.orchestration.passes.HOLD_DEADLINE_S", 0.2)
+        monkeypatch.setattr("rlpost.orchestration.interruptible.HOLD_DEADLINE_S", 0.2)
     with pytest.raises(HalfTrained, match="who hangs"):
         asyncio.run(whole())
 

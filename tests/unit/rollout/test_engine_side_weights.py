@@ -7,7 +7,7 @@ import pytest
 
 from rlpost.errors import SyncError
 from rlpost.rollout.client import EngineClient
-from rlpost.rollout.weight_update import (
+from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,
     DiskMover,

@@ -25,7 +25,7 @@ CACHE = ("kv_cache", "cuda_graph")
 Turn = Literal["train", "send", "generate"]
 
 
-class Turns:
+class Offload:
     """Brings both sides to a turn; a turn that is already theirs costs nothing."""
 
     def __init__(self, config: Config, actors: WorkerGroup, fleet: Fleet) -> None:

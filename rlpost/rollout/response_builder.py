@@ -1,8 +1,8 @@
 """An answer while it is written: by the model, and by tools between its turns.
 
-Comes in: a prompt, how to sample, an answer that was cut off earlier. Goes out: a ``Sample`` whose ids, log-probs, loss
-mask and version spans have one entry a token. A function of --custom-generate-function-path gets a draft, a prompt and
-the sampling parameters; ``write_answer`` is the one that is used without it.
+Input: a prompt, how to sample, an answer that was aborted earlier. Output: a ``Sample`` whose ids, log-probs, loss mask
+and version spans have one entry a token. A function of --custom-generate-function-path gets a builder, a prompt and the
+sampling parameters; ``write_answer`` is the one that is used without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Codec(Protocol):
         """Text of ids."""
 
 
-class Draft:
+class ResponseBuilder:
     """An answer under way. ``response_ids`` is all of it so far; ``finish_reason`` how the last turn ended, and
     ``stopped_at`` the token id or the string that ended it."""
 
@@ -70,10 +70,10 @@ class Draft:
         ``max_new_tokens``. Returns the text that it added, without what it stopped at.
 
         An answer that an engine cuts off because new weights arrive is gone on with. Without room nothing is written
-        and the draft ends with "length".
+        and the builder ends with "length".
 
         Raises:
-            Halted: generation was ended for now; leave it alone, the rollout sees to the draft.
+            Halted: generation was ended for now; leave it alone, the rollout sees to the builder.
             RolloutError: the request failed.
         """
         if not self._pieces:
@@ -189,13 +189,13 @@ class Draft:
 
 
 Written = Sample | Sequence[Sample]
-GenerateFunction = Callable[[Draft, Prompt, SamplingParams], Awaitable[Written]]
+GenerateFunction = Callable[[ResponseBuilder, Prompt, SamplingParams], Awaitable[Written]]
 
 
-async def write_answer(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
+async def write_answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """One turn, until the model ends it."""
-    await draft.write()
-    return draft.sample()
+    await builder.write()
+    return builder.sample()
 
 
 def version_spans(meta: Any, length: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.orchestration.workers import WorkerGroup
-from rlpost.rollout.weight_update import (
+from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,
     DiskMover,
@@ -55,7 +55,7 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
     return {CUMEM: given.get(CUMEM, "0")}
 
 
-class WeightSync:
+class WeightCoordinator:
     """The way between ``actors`` and the engines of ``fleet``. ``connect`` first."""
 
     def __init__(

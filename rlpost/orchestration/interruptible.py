@@ -2,7 +2,7 @@
 
 In: the group of actors, the stop request. Out: the results of every rank; or ``Preempted`` when the call could be left
 between two micro-batches, on all ranks at the same place, so that its step did not happen. The protocol is that of
-``rlpost.actor.boundaries``: hold every rank, find the place, let all go on to it. Nothing is asked of anybody, and no
+``rlpost.actor.stop_points``: hold every rank, find the place, let all go on to it. Nothing is asked of anybody, and no
 collective added, unless a stop is requested.
 """
 
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rlpost.actor.boundaries import HOLD_DEADLINE_S, meeting_place
+from rlpost.actor.stop_points import HOLD_DEADLINE_S, common_stop_point
 from rlpost.errors import HalfTrained, Interrupted, Preempted
 from rlpost.orchestration.preemption import EXIT_S, POLL_S, StopRequest
 
@@ -28,7 +28,7 @@ class Actors(Protocol):
         """Call ``method`` on every rank beside what it computes; results in order of rank."""
 
 
-class Passes:
+class InterruptibleCalls:
     """One call after the other."""
 
     def __init__(self, actors: Actors, stop: StopRequest) -> None:
@@ -73,7 +73,7 @@ class Passes:
         try:
             async with asyncio.timeout(within_s):
                 held = await self._actors.call_aside("boundaries.hold")
-                await self._actors.call_aside("boundaries.release", meeting_place(held))
+                await self._actors.call_aside("boundaries.release", common_stop_point(held))
         except TimeoutError:
             raise HalfTrained(
                 f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
