@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import netlayouts
 from bootstrap import network_facts
 from bootstrap.network_detect import detect
 from bootstrap.network_facts import load_document, parse_facts
-from tools.bench import netlayouts
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = sorted((ROOT / "tests/data/netlayouts").glob("*.yaml"))
@@ -143,7 +143,7 @@ def test_the_bench_agrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "argv", ["netlayouts.py", str(LAYOUTS[0].parent)])
     monkeypatch.setattr(network_facts, "load_document", lambda path: layout(path.stem))  # reading takes the time
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools/bench/netlayouts.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "benchmarks/netlayouts.py"), run_name="__main__")
     assert ended.value.code == 0
     table = capsys.readouterr().out
     assert "WRONG" not in table and f"{len(LAYOUTS)} layouts" in table

@@ -1,12 +1,12 @@
 """A run that is killed again and again, beside one that is not.
 
-    python -m tools.bench.crash --kills 100 [--seed 1] [--write]
+    python -m benchmarks.crash --kills 100 [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
 its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
 batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the run that
 nobody touched, every prompt exactly once, and no group finished twice. Answers come from
-``tools/bench/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
+``benchmarks/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
 compared. The table says what each kind of kill cost: seconds until the run was further than it had been, and attempts.
 --write puts it into docs/benchmarks.md, section "Crashes".
 """
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import psutil
 
+from benchmarks.crashed_run import DEADLINE_S, POLL_S, CrashedRun, wait_for
+from benchmarks.page import put_section
 from rlpost.metrics.writer import read_metrics
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
-from tools.bench.crashed_run import DEADLINE_S, POLL_S, CrashedRun, wait_for
-from tools.bench.page import put_section
 
 HEADING = "## Crashes"
 STEPS_A_KILL, SPARE_STEPS, MOST_STEPS = 3, 10, 2
@@ -252,7 +252,7 @@ def main() -> int:
         exits = [line["seconds_from_signal"] for line in run.ledger if line.get("seconds_from_signal") is not None]
         share = journal_share(untouched)
     introduction = [
-        f"`python -m tools.bench.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
+        f"`python -m benchmarks.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
         f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
         f"killed {len(kills)} times until it had finished, beside one that nobody touched ({alone_s:.0f} s). Result: "
         + ("; ".join(wrong) if wrong else f"the same weights and metrics, {groups} groups finished, each once")

@@ -1,4 +1,4 @@
-"""The three modes of the loop on a real engine, with a trainer that only waits (see ``tools.bench.rollout``).
+"""The three modes of the loop on a real engine, with a trainer that only waits (see ``benchmarks.rollout``).
 
 In: a served engine, lengths, how groups are written. Out: seconds of every step that is neither the first nor the last:
 those two have nothing to overlap with.
@@ -14,6 +14,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from benchmarks.rollout_parts import KEY, TINY, Forced, Lengths, Prompts, Served
+from benchmarks.weight_sync import Trainer, other_movers
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -27,8 +29,6 @@ from rlpost.rollout.engine_side_weights import Mover, PauseMode, WeightUpdate
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, SampleGroup
-from tools.bench.rollout_parts import KEY, TINY, Forced, Lengths, Prompts, Served
-from tools.bench.weight_sync import Trainer, other_movers
 
 MODES = ("sync", "one_step_off", "fully_async")
 BATCH, STEPS = 8, 7

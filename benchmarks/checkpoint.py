@@ -1,7 +1,7 @@
 """What a checkpoint costs: how long training stands still for it, how long it takes in all, what memory it takes, how
 long a resume takes.
 
-    python -m tools.bench.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER] [--write]
+    python -m benchmarks.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER] [--write]
 
 One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol of a run with its
 checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to as many files by as many threads, with
@@ -29,6 +29,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.page import show
+from benchmarks.tables import machine, table
 from rlpost.actor import device
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
@@ -37,8 +39,6 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.orchestration.checkpoints import Checkpoints, Write
 from rlpost.types import TrainBatch, TrainSample
-from tools.bench.page import show
-from tools.bench.tables import machine, table
 
 HEADING = "## Checkpoints"
 SIZES = {"1M": (64, 4, 1024), "100M": (768, 11, 16_384)}  # hidden, layers, vocabulary
@@ -249,7 +249,7 @@ def main() -> int:
         f"{where}:",
         "",
         "```bash",
-        "python -m tools.bench.checkpoint --write",
+        "python -m benchmarks.checkpoint --write",
         "```",
         "",
         *table(

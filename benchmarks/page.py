@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 
 
 def show(heading: str, lines: Sequence[str], *, write: bool) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import crash_answers
 from rlpost.metrics.writer import read_metrics
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import REPOSITORY, Lab
-from tools.bench import crash_answers
 
 RECIPE = "jobs/recipes/tiny.toml"
 BATCH = 6

@@ -1,6 +1,6 @@
 """The rollout on a real SGLang server: the client's speed, what is generated for nothing, and when batches are made.
 
-    python -m tools.bench.rollout [--rounds 3] [--write]
+    python -m benchmarks.rollout [--rounds 3] [--write]
 
 1. Tokens/s of rlpost's client (groups, grading, router) beside SGLang's own benchmark client
    (``sglang.benchmark.serving``), which asks the same server directly for the same answers.
@@ -24,16 +24,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from benchmarks.page import put_section
+from benchmarks.rollout_loops import MODES, LoopTimes, measure_modes
+from benchmarks.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
+from benchmarks.tables import machine, table
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Backlog, SampleGroup, Unfinished
-from tools.bench.page import put_section
-from tools.bench.rollout_loops import MODES, LoopTimes, measure_modes
-from tools.bench.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
-from tools.bench.tables import machine, table
 
 HEADING = "## Rollout"
 SAMPLES = 4  # a prompt
@@ -242,7 +242,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tables = asyncio.run(run(options, Path(folder)))
     introduction = [
-        "`python -m tools.bench.rollout --write`: the tiny model on one real SGLang server behind the real router.",
+        "`python -m benchmarks.rollout --write`: the tiny model on one real SGLang server behind the real router.",
         "SGLang's own benchmark client (`sglang.benchmark.serving`) asks the server directly: no router, groups or",
         f"grading. Interleaved, {options.rounds} rounds, medians. {where}.",
     ]

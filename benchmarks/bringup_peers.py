@@ -1,4 +1,4 @@
-"""Ways to bring Ray up in a Slurm job, each as the text of a batch script, for ``tools.bench.bringup``.
+"""Ways to bring Ray up in a Slurm job, each as the text of a batch script, for ``benchmarks.bringup``.
 
 Comes in: a ``Job``. Goes out: text. All of them start the same driver on the same nodes with the same CPUs, GPUs and
 object store, and stamp the moment in which they begin. ``FLOOR`` is the least that Ray itself allows; ``docs`` and

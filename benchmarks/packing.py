@@ -1,6 +1,6 @@
 """The schedule of micro-batches beside those of other trainers: how many, how even the ranks, how long it takes.
 
-    python -m tools.bench.packing [--write]
+    python -m benchmarks.packing [--write]
 
 Lengths: GSM8K (question and solution, characters / 4, drawn from the training set), a long tail (log-normal, median
 1800, cut at 32768) and two humps (four of five around 300, the others around 6000). Beside ours stand, written anew
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.page import show
+from benchmarks.tables import machine, table
 from rlpost.algorithm.schedule import Schedule, break_even_length, first_fit, schedule, sequence_work
-from tools.bench.page import show
-from tools.bench.tables import machine, table
 
 HEADING = "## Packing"
 RANKS, NUM_STEPS, NUM_SAMPLES, MANY = 8, 32, 1024, 100_000
@@ -170,7 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
-    lines = [*_INTRODUCTION, f"{machine()}:", "", "```bash", "python -m tools.bench.packing --write", "```"]
+    lines = [*_INTRODUCTION, f"{machine()}:", "", "```bash", "python -m benchmarks.packing --write", "```"]
     for count, num_steps in ((NUM_SAMPLES, NUM_STEPS), (MANY, 1)):
         rows = [
             measure(name, scheduler, count=count, num_steps=num_steps)

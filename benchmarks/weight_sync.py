@@ -1,6 +1,6 @@
 """Weight sync: seconds of an update of a real engine, beside a plain copy of the same bytes over the same medium.
 
-    python -m tools.bench.weight_sync [--size small large] [--repeat 5] [--write]
+    python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
 
 One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and brings them over by each
 mover: a broadcast (gloo), memory of this machine, files. The plain copy moves the same bytes once between two processes
@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from benchmarks.page import put_section
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import (
@@ -48,7 +49,6 @@ from rlpost.types import Bucket
 from rlpost.weights.flat import as_bytes
 from rlpost.weights.trainer_side import Broadcast, Sharing
 from tests.ports import free_port
-from tools.bench.page import put_section
 
 HEADING = "## Weight sync"
 HAS_CUDA = torch.cuda.is_available()
@@ -444,7 +444,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             tables += ["", *asyncio.run(run(SIZES[name], Path(folder), repeat=options.repeat))]
     introduction = [
-        "`python -m tools.bench.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
+        "`python -m benchmarks.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         f"same medium: a {BACKEND} broadcast, memory of this machine, a file. {device_name()}, {name_of(DTYPE)}.",
         f"Load of the machine ({os.cpu_count()} cores) at the start: {load:.1f}. *weights*: the requests that move",

@@ -1,6 +1,6 @@
 """How long a person waits for a command that does nothing: cold starts of an installed wheel beside ``python -c pass``.
 
-    python -m tools.bench.cold_start [--repeat 15] [--write]
+    python -m benchmarks.cold_start [--repeat 15] [--write]
 
 The wheel is built from the checkout and installed in an environment of its own (``tests/installed.py``). Every command
 is started anew, in turn, in one run; the first round fills the caches of the file system and does not count. --write
@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.page import show
+from benchmarks.tables import machine, table
 from tests.installed import build_wheel, clean_environment
 from tests.unit.cli.projects import make_project
-from tools.bench.page import show
-from tools.bench.tables import machine, table
 
 HEADING = "## Cold start"
 INTRODUCTION = """\
@@ -29,7 +29,7 @@ The wheel in an environment of its own, with what it requires and nothing else. 
 anew, in turn, {repeat} rounds in one run; {machine}, Python {python}:
 
 ```bash
-python -m tools.bench.cold_start --write
+python -m benchmarks.cold_start --write
 ```
 """
 

@@ -1,6 +1,6 @@
 """What submitting costs: wall time of each command from a cold start, requests to the controller by size of the job.
 
-    python -m tools.bench.submit [--repeat 7] [--write]
+    python -m benchmarks.submit [--repeat 7] [--write]
 
 On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and wait: what is counted
 is the login node's alone. Every command is started anew; rounds are interleaved and the median shown. Requests are the
@@ -20,11 +20,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.page import show
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
-from tools.bench.page import show
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 SIZES = (2, 16, 64)
 HEADING = "## Submission"
 
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 _INTRODUCTION = (
-    "`python -m tools.bench.submit --write`, on Slurm 22.05 of the tests' lab with a project of three prompts. Every",
+    "`python -m benchmarks.submit --write`, on Slurm 22.05 of the tests' lab with a project of three prompts. Every",
     "command is started cold; requests are what the controller counted (`sdiag`). Load of the machine (2 cores) at the",
     f"start: {os.getloadavg()[0]:.1f}; processor time depends on it less.",
 )

@@ -1,6 +1,6 @@
 """What the journal costs: seconds a million tokens, beside a plain write of the same bytes.
 
-    python -m tools.bench.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER] [--write]
+    python -m benchmarks.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER] [--write]
 
 One step of a rollout: groups of eight answers are appended as they finish, then one fsync before the batch is trained;
 then all of it is read again as after a crash. Rounds are interleaved with a plain write of the same bytes and an fsync.
@@ -21,11 +21,11 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.page import show
+from benchmarks.tables import machine, table
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.types import Sample, SampleGroup, ScoredSample
-from tools.bench.page import show
-from tools.bench.tables import machine, table
 
 HEADING = "## Journal"
 GOAL = 0.02
@@ -116,7 +116,7 @@ def main() -> int:
         f"long as a step makes fewer than {GOAL / cost * 1e6:.0f} tokens a second. {where}:",
         "",
         "```bash",
-        "python -m tools.bench.journal --write",
+        "python -m benchmarks.journal --write",
         "```",
         "",
         *table(["", "median s", "least s", "s a million tokens"], rows),

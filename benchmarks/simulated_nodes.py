@@ -1,6 +1,6 @@
 """Many agents in one process, for one real head: the real handshake, report and messages, without host or Ray.
 
-    python -m tools.bench.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
+    python -m benchmarks.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
 
 Comes in: the attempt's folder, with the secret and soon the port of a head on this machine; every simulated node has
 its own loopback address. Goes out, when the head has ended all: a JSON file with the messages and bytes of all

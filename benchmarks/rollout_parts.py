@@ -23,7 +23,7 @@ from tests.ports import free_ports
 
 KEY = "bench"
 DEADLINE_S = 600.0
-TINY = Path(__file__).parents[2] / "assets/tiny"
+TINY = Path(__file__).parents[1] / "assets/tiny"
 FIRST_ID, LAST_ID = 4, 60  # ordinary tokens of the tiny tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Answers that are the same in every run, for ``tools.bench.crash``: every request is real, its text is thrown away.
+"""Answers that are the same in every run, for ``benchmarks.crash``: every request is real, its text is thrown away.
 
     --custom-generate-function-path FILE:answer --dynamic-sampling-filter-path FILE:is_wanted --rm-type exact_match
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bootstrap.network_detect import detect
 from bootstrap.network_facts import Interface, NetworkFacts, address_of, load_document, network_of, parse_facts

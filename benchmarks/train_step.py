@@ -1,6 +1,6 @@
 """Tokens a second of a whole training step: log-probs of the old policy, forward, backward, clipping and optimizer.
 
-    python -m tools.bench.train_step [--size small] [--steps 5] [--trl FOLDER] [--write]
+    python -m benchmarks.train_step [--size small] [--steps 5] [--trl FOLDER] [--write]
 
 The same small random Qwen3, the same samples of mixed lengths, the same threads, in one process with interleaved
 steps: this project's actor; GRPOTrainer of TRL, of which only log-probs, loss and gradients are called, then torch's
@@ -35,12 +35,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.page import show
+from benchmarks.tables import machine, table
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.types import TrainBatch, TrainSample
-from tools.bench.page import show
-from tools.bench.tables import machine, table
 
 HEADING = "## Training step"
 VOCAB_SIZE = 2048
@@ -322,7 +322,7 @@ def report(
         f"{SIZES[options.size][3]}, padded (see the file). {device}, torch {torch.__version__}; {machine()}:",
         "",
         "```bash",
-        "python -m tools.bench.train_step --trl FOLDER --write",
+        "python -m benchmarks.train_step --trl FOLDER --write",
         "```",
         "",
         *table(header, rows),

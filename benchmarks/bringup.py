@@ -1,12 +1,12 @@
 """What bringing Ray up costs: seconds from the batch script's first line to a driver that sees every node and GPU.
 
-    python -m tools.bench.bringup [--nodes 2 4 8] [--repeat 3] [--ways agents floor symmetric-run docs] [--write]
-    python -m tools.bench.bringup --timeline --nodes 2 --ways agents --repeat 1
-    python -m tools.bench.bringup --agents [--write]
+    python -m benchmarks.bringup [--nodes 2 4 8] [--repeat 3] [--ways agents floor symmetric-run docs] [--write]
+    python -m benchmarks.bringup --timeline --nodes 2 --ways agents --repeat 1
+    python -m benchmarks.bringup --agents [--write]
 
 On a real Slurm (the tests' lab, root needed); rounds are interleaved way by way and the median shown. The ways stand in
-``tools/bench/bringup_peers.py``. --timeline prints what the agents said, in seconds from the same moment. --agents
-measures the agents alone, without Ray (``tools/bench/bringup_agents.py``). --write puts the table into
+``benchmarks/bringup_peers.py``. --timeline prints what the agents said, in seconds from the same moment. --agents
+measures the agents alone, without Ray (``benchmarks/bringup_agents.py``). --write puts the table into
 docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 """
 
@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from benchmarks import bringup_agents
+from benchmarks.bringup_peers import DRIVER, NUM_GPUS, READY_FILE, STARTED_FILE, WAYS, Job
+from benchmarks.page import show
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import wait_until
-from tools.bench import bringup_agents
-from tools.bench.bringup_peers import DRIVER, NUM_GPUS, READY_FILE, STARTED_FILE, WAYS, Job
-from tools.bench.page import show
 
 DEADLINE_S = 120.0
 
@@ -140,7 +140,7 @@ def main() -> int:
 
 
 _INTRODUCTION = (
-    "`python -m tools.bench.bringup --write`, on Slurm 22.05 of the tests' lab and Ray 2.60 (2 cores for all nodes",
+    "`python -m benchmarks.bringup --write`, on Slurm 22.05 of the tests' lab and Ray 2.60 (2 cores for all nodes",
     "together, which is what more nodes wait for here). Seconds from the batch script's first line to a driver that is",
     "connected and sees every node with every GPU. *floor*: `ray start`, imported beforehand, on all nodes, gated on",
     "the registration of the head's raylet and nothing else, with the options that the agents use; *docs*: the script",

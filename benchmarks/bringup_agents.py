@@ -1,7 +1,7 @@
 """The agents alone: Ray is a stub that starts at once (``tests/fakes/ray_stub``), so what is left is ours.
 
 Comes in: nothing. Goes out: rows for docs/benchmarks.md. Two ways: one agent a node on 64 real Slurm nodes, and one
-real head with simulated nodes (``tools/bench/simulated_nodes.py``) for sizes that no lab holds.
+real head with simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that no lab holds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.simulated_nodes import host_names
 from bootstrap.handoff import SECRET_FILE, STOP_FILE
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY, Attempt
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import wait_until
-from tools.bench.simulated_nodes import host_names
 
 HEADING = "## Agents alone"
 INTRODUCTION = (
-    "`python -m tools.bench.bringup --agents --write`: rendezvous, preflight, comparison, readiness; Ray is replaced",
+    "`python -m benchmarks.bringup --agents --write`: rendezvous, preflight, comparison, readiness; Ray is replaced",
     "by a stub that is up at once. *joining*: from the first node that joins to the last; *ready*: from the first that",
     "joins to a cluster for the driver. Simulated nodes speak the real protocol, from one process, to a real",
     "head; Slurm nodes are real, and all of them start their agents on the same 2 cores, for which they wait.",
@@ -77,7 +77,7 @@ def simulate(num_nodes: int, folder: Path) -> Result:
     environ = {**os.environ, **slurm, "SLURMD_NODENAME": names[0], "PYTHONPATH": f"{STUB_RAY}:{REPOSITORY}"}
     command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={attempt}", "--num-gpus=8"]
     log, counts = folder / "head.log", folder / "counts.json"
-    simulator = [sys.executable, "-m", "tools.bench.simulated_nodes", str(num_nodes), str(attempt), str(counts)]
+    simulator = [sys.executable, "-m", "benchmarks.simulated_nodes", str(num_nodes), str(attempt), str(counts)]
     with log.open("w") as stream:
         head = subprocess.Popen(
             [*command, "--", sys.executable, "-c", IDLE_DRIVER], env=environ, stderr=stream, cwd=folder
