@@ -10,33 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
-from rlpost.actor.stop_points import HOLD_DEADLINE_S, common_stop_point
+from rlpost.actor.stop_points import HOLD_DEADLINE_S, StopPoint, common_stop_point
 from rlpost.errors import HalfTrained, Interrupted, Preempted
 from rlpost.orchestration.preemption import EXIT_S, POLL_S, StopRequest
 
+T = TypeVar("T")
 
-class Actors(Protocol):
-    """The group of actor workers."""
 
-    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call ``method`` on every rank with its own arguments; results in order of rank."""
+class Holdable(Protocol):
+    """Ranks that can be stopped within a call."""
 
-    async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
-        """Call ``method`` on every rank beside what it computes; results in order of rank."""
+    async def hold(self) -> list[StopPoint]:
+        """Stop every rank at the next stop point that it reaches, and say which."""
+
+    async def release(self, stop_at: StopPoint | None) -> None:
+        """Let held ranks continue: to ``stop_at``, or without an end."""
 
 
 class InterruptibleCalls:
     """One call after the other."""
 
-    def __init__(self, actors: Actors, stop: StopRequest) -> None:
+    def __init__(self, actors: Holdable, stop: StopRequest) -> None:
         self._actors = actors
         self._stop = stop
 
-    async def make(self, method: str, arguments: Sequence[Sequence[Any]], *, may_leave: bool) -> list[Any]:
-        """Call ``method`` on every rank, each with its own arguments; results in order of rank.
+    async def make(self, call: Callable[[], Awaitable[T]], *, what: str, may_leave: bool) -> T:
+        """Await ``call()``, a call of all ranks; ``what`` names it in errors.
 
         Args: ``may_leave``: whether what was before the call is a state that a resume can start from.
 
@@ -46,7 +48,7 @@ class InterruptibleCalls:
         """
         if may_leave:
             self._stop.check()
-        work = asyncio.ensure_future(self._actors.call_each(method, arguments))
+        work = asyncio.ensure_future(call())
         left = not may_leave
         try:
             while not work.done():
@@ -56,15 +58,15 @@ class InterruptibleCalls:
                         left = True
                         await self._leave()
                     elif self._stop.is_nearly_over():
-                        raise HalfTrained(f"a stop was requested, and {method} does not end before the deadline")
-            results = work.result()
+                        raise HalfTrained(f"a stop was requested, and {what} does not end before the deadline")
+            result = work.result()
         except Interrupted:
-            raise Preempted(f"a stop was requested during {method}, which was left between two micro-batches") from None
+            raise Preempted(f"a stop was requested during {what}, which was left between two micro-batches") from None
         finally:
             work.cancel()
         if left and may_leave:  # it ended before the place to stop at, where the next pass would end
-            await self._actors.call_aside("boundaries.release", None)
-        return results
+            await self._actors.release(None)
+        return result
 
     async def _leave(self) -> None:
         """Let every rank end its pass at the first boundary that all of them come to. Raises HalfTrained."""
@@ -72,8 +74,8 @@ class InterruptibleCalls:
         within_s = min(HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S))
         try:
             async with asyncio.timeout(within_s):
-                held = await self._actors.call_aside("boundaries.hold")
-                await self._actors.call_aside("boundaries.release", common_stop_point(held))
+                held = await self._actors.hold()
+                await self._actors.release(common_stop_point(held))
         except TimeoutError:
             raise HalfTrained(
                 f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "

@@ -17,7 +17,7 @@ from typing import Literal
 
 from rlpost.config.tree import Config
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.workers import WorkerGroup
+from rlpost.orchestration.worker_groups import ActorGroup
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"  # rlpost.actor.memory
 CACHE = ("kv_cache", "cuda_graph")
@@ -28,7 +28,7 @@ Turn = Literal["train", "send", "generate"]
 class Offload:
     """Brings both sides to a turn; a turn that is already theirs costs nothing."""
 
-    def __init__(self, config: Config, actors: WorkerGroup, fleet: Fleet) -> None:
+    def __init__(self, config: Config, actors: ActorGroup, fleet: Fleet) -> None:
         """Both sides are whole at first."""
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
@@ -40,23 +40,23 @@ class Offload:
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE, "weights")
         if self._trainer_leaves:
-            await self._actors.call("memory.restore", WEIGHTS, GRADS, OPTIMIZER)
+            await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
 
     async def send(self) -> None:
         """Weights on both sides, and nothing else where it can leave."""
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
-            await self._actors.call("memory.offload", GRADS, OPTIMIZER)
-            await self._actors.call("memory.restore", WEIGHTS)
+            await self._actors.offload_memory(GRADS, OPTIMIZER)
+            await self._actors.restore_memory(WEIGHTS)
         if self._engines_leave:
             await self._fleet.restore_memory("weights")
 
     async def generate(self) -> None:
         """The trainer away, everything of the engines here; they stay paused."""
         if self._trainer_leaves:
-            await self._actors.call("sharing.release")
-            await self._actors.call("memory.offload", WEIGHTS, GRADS, OPTIMIZER)
+            await self._actors.release_shared_buckets()
+            await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
         if self._engines_leave:
             await self._fleet.restore_memory("weights", *CACHE)
 
@@ -68,7 +68,7 @@ class Offload:
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
-            await self._actors.call("memory.restore", WEIGHTS, OPTIMIZER)
+            await self._actors.restore_memory(WEIGHTS, OPTIMIZER)
         try:
             yield
         finally:

@@ -36,6 +36,7 @@ from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup, connect
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.journal import Journal
@@ -117,38 +118,38 @@ class ClusterStages:
                 f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log say who hangs"
             ) from None
 
-    def _actor_workers(self, placement: Placement) -> WorkerGroup:
+    def _actor_workers(self, placement: Placement) -> ActorGroup:
         settings, ranks = actor_settings(self._config), range(len(placement.actors))
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # the order of overlapped TP collectives relies on it
         env |= nccl_environment(self._config, os.environ)
-        return WorkerGroup(
+        workers = WorkerGroup(
             [partial(_make_actor, settings)] * len(ranks),
             placement.actors,
             names=[f"actor-{rank}" for rank in ranks],
             log_dir=Path(self._cluster.attempt_dir),
             envs=[env] * len(ranks),
         )
+        return ActorGroup(workers)
 
     async def _start_actors(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
         # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
         # request arrives next, and does not promise the order of requests.
-        positions: list[int | None] = await self._actors.call("gpu_position")
+        positions = await self._actors.gpu_positions()
         await self._actors.reorder(order_by_gpu(placement.actors, positions))
-        world, head = len(placement.actors), placement.actors[0].ip
-        await self._actors.call_each("setup", [(rank, world, head, ports.actor_group) for rank in range(world)])
-        data_ranks: list[int] = await self._actors.call("data_parallel_rank")
+        await self._actors.setup(placement.actors[0].ip, ports.actor_group)
+        data_ranks = await self._actors.data_parallel_ranks()
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         self._training = Training(
             self._config, self._actors, data_ranks, stop=self._stop, is_fresh=is_fresh, break_even=self._break_even
         )
         if checkpoint is None:
-            await self._actors.call("import_weights")
+            await self._actors.import_weights()
         else:
-            await self._actors.call("load", str(checkpoint))
+            await self._actors.load(checkpoint)
 
     async def _start_engines(self, num_ranks: int) -> None:
         config = self._config
-        gpus = await self._actors.call("visible_gpu") if config.cluster.colocate else [""] * num_ranks
+        gpus = await self._actors.visible_gpus() if config.cluster.colocate else [""] * num_ranks
         self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:
             await self._offload.generate()
@@ -192,15 +193,12 @@ class ClusterStages:
 
         async def write(folder: Path) -> None:
             self._stop.saves.begin()
-            await self._actors.call_each(
-                "save", [(str(folder), state.step)] * len(self._actors), in_background=in_background
-            )
+            await self._actors.save(folder, state.step, in_background=in_background)
 
         async with self._at_rest(is_last=wait):
             try:
                 if in_background:
-                    is_done = partial(self._actors.call_aside, "save_is_done")
-                    begun = await self._checkpoints.start(state, write, partial(written, is_done))
+                    begun = await self._checkpoints.start(state, write, partial(written, self._actors.save_is_done))
                 else:
                     begun = await self._checkpoints.commit(state, write)
             except (CheckpointError, OSError) as error:
@@ -209,7 +207,7 @@ class ClusterStages:
                 logger.error("checkpoint of step %d is not saved, the one before stays: %s", state.step, error)
                 return
             if begun and not self._stop.requested():
-                await self._hf_export.export(state.step, partial(self._actors.call, "export"))
+                await self._hf_export.export(state.step, self._actors.export)
 
     def save_is_owed(self) -> bool:
         """Whether a save that was due failed or was put off."""
@@ -234,7 +232,7 @@ class ClusterStages:
     async def weights_hash(self) -> str:
         """A hash of the trainer's weights under their Hugging Face names."""
         async with self._at_rest(is_last=True):
-            return (await self._actors.call("weights_hash"))[0]
+            return await self._actors.weights_hash()
 
     async def close(self) -> None:
         """End graders and router; Ray's workers, and the engines under them, end with the driver."""

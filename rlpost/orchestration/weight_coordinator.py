@@ -20,6 +20,7 @@ from rlpost.errors import ConfigError, RlpostError, SyncError
 from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
+from rlpost.orchestration.worker_groups import ActorGroup, BroadcastPlace, WeightCopies
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
@@ -59,7 +60,7 @@ class WeightCoordinator:
     """The way between ``actors`` and the engines of ``fleet``. ``connect`` first."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, actors: WorkerGroup, *, placement: Placement, ports: Ports, folder: Path
+        self, config: Config, fleet: Fleet, actors: ActorGroup, *, placement: Placement, ports: Ports, folder: Path
     ) -> None:
         """Args: ``folder`` is seen by all nodes; weights pass through it with ``--update-weight-transport disk``."""
         self._config = config
@@ -81,7 +82,7 @@ class WeightCoordinator:
         """Of all weights as they travel."""
         self.changed_frac: float | None = None
         """Elements that the last update wrote, of all; None where updates do not tell."""
-        self._copies: WorkerGroup | None = None
+        self._copies: WeightCopies | None = None
 
     async def connect(self) -> None:
         """Find out what there is to send and open the way; called again after an engine was restarted.
@@ -91,7 +92,7 @@ class WeightCoordinator:
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         self._update = WeightUpdate(self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s)
-        buckets = (await self._actors.call("buckets.plan"))[0]
+        buckets = await self._actors.bucket_plan()
         self.num_bytes = sum(map(num_bytes, buckets))
         self._mover: Mover
         if self._config.sync.update_weight_transport == "disk":
@@ -124,23 +125,23 @@ class WeightCoordinator:
 
     async def _leave(self) -> None:
         if self._group_name:
-            await self._actors.call("broadcast.disconnect")
+            await self._actors.disconnect_broadcast()
             await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
 
     async def _form_groups(self, mover: BroadcastMover) -> None:
         """One group for each pipeline stage: its source and all engine ranks."""
-        stages = await self._actors.call("sync_stage")
+        stages = await self._actors.sync_stages()
         sources = {stage: rank for rank, stage in enumerate(stages) if stage is not None}
         hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]
         addresses = list(zip(hosts, self._ports.sync_groups, strict=True))
         ranks = num_engine_ranks(self._update.receivers)
-        own = [
+        own: list[BroadcastPlace] = [
             ("", 0, ranks, "") if stage is None else (*addresses[stage], ranks, stage_group(self._group_name, stage))
             for stage in stages
         ]
-        self._backend = (await self._actors.call("broadcast.backend"))[0]
+        self._backend = await self._actors.broadcast_backend()
         await asyncio.gather(
-            self._actors.call_each("broadcast.connect", own),
+            self._actors.connect_broadcast(own),
             mover.connect(self._update.receivers, addresses, backend=self._backend),
         )
 
@@ -153,7 +154,7 @@ class WeightCoordinator:
     async def _send(self, index: int) -> None:
         self.before_each()
         try:
-            await self._actors.call("send_bucket", index)
+            await self._actors.send_bucket(index)
         except asyncio.CancelledError:  # an engine failed, and the trainer would wait for it until the deadline
             self._is_abandoned = True
             await self._release_trainer()
@@ -165,19 +166,19 @@ class WeightCoordinator:
     async def _release_trainer(self) -> None:
         """Make the broadcast that the trainer is in fail at once."""
         try:
-            await self._actors.call_aside("broadcast.abort")
+            await self._actors.abort_broadcast()
         except RlpostError as error:
             logger.warning("the trainer could not be released from a broadcast: %s", error)
 
     async def _share(self, index: int) -> list[str]:
         self.before_each()
-        return await self._actors.call("share_bucket", index)
+        return await self._actors.share_bucket(index)
 
     async def _write(self, version: int) -> list[str]:
         """A folder of this version, for as long as the engines read it."""
         self.before_each()
         folder = self._version_folder(version)
-        await self._actors.call("export", str(folder))
+        await self._actors.export(str(folder))
         return [str(folder)] * len(self._fleet.addresses)
 
     def _delta_mover(self) -> DeltaMover:
@@ -187,24 +188,24 @@ class WeightCoordinator:
         if self._copies is None:
             engines = [part for parts in self._placement.engines for part in parts]
             nodes = {part.node_id: Slot(part.node_id, part.ip, 0) for part in ([first] if local is None else engines)}
-            self._copies = WorkerGroup(
+            workers = WorkerGroup(
                 [partial(WeightCopy, copy)] * len(nodes),
                 list(nodes.values()),
                 names=[f"weights-{index}" for index in range(len(nodes))],
                 log_dir=self._attempt,
                 envs=[{}] * len(nodes),
             )
+            self._copies = WeightCopies(workers)
         return DeltaMover(self._write_change, self._take_change, copy=str(copy))
 
     async def _write_change(self, version: int, whole: bool) -> None:
         self.before_each()
-        told = await self._actors.call("write_weights", str(self._version_folder(version)), version, whole)
-        written = next(one for one in told if one is not None)
+        written = await self._actors.write_weights(self._version_folder(version), version, whole)
         self.num_bytes, self.changed_frac = written.num_bytes, written.changed_frac
 
     async def _take_change(self, version: int) -> list[str | None]:
         assert self._copies is not None
-        return await self._copies.call("take", str(self._version_folder(version)))
+        return await self._copies.take(self._version_folder(version))
 
     def _own_name(self) -> str:
         """Of this run's folder in one that others use too, such as runs of the same name: all in it is removed."""
@@ -219,7 +220,7 @@ class WeightCoordinator:
         if self._copies is not None:
             try:
                 async with asyncio.timeout(REMOVAL_S):
-                    await self._copies.call("remove")
+                    await self._copies.remove()
             except (RlpostError, TimeoutError) as error:
                 logger.warning("a copy of the weights may be left on a host of engines: %s", error)
         if self._config.sync.update_weight_disk_dir is not None:

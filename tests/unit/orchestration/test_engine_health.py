@@ -8,6 +8,7 @@ from rlpost.config.load import load
 from rlpost.errors import EngineDied, Preempted, SyncError
 from rlpost.orchestration.engine_health import EngineHealth
 from rlpost.orchestration.offload import Offload
+from rlpost.orchestration.worker_groups import ActorGroup
 
 INTERVAL_S = 0.01
 
@@ -311,7 +312,7 @@ def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, actors, fleet)
+        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
         for each in ("generate", "train", "send", "generate", "train", "send")[: 4 if turn == "generate" else 6]:
             await getattr(turns, each)()
             if each == turn:
@@ -325,7 +326,7 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, actors, fleet)
+        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
         await turns.generate()
         async with turns.save():
             assert actors.here == {"weights", "optimizer"} and fleet.released == {"kv_cache", "cuda_graph"}
@@ -340,7 +341,7 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
 def test_on_gpus_of_their_own_nobody_ever_leaves():
     async def run():
         fleet = FakeFleet()
-        turns = Offload(load([], {}).config, FakeActors(fleet.log), fleet)
+        turns = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
         for turn in (turns.train, turns.send, turns.generate):
             await turn()
         async with turns.save():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -17,28 +18,30 @@ class Ranks:
     """Each computes in a thread of its own: as many micro-batches as it was given, each some milliseconds long."""
 
     def __init__(self, delays_s, stop_file, stop_after=None):
-        self.boundaries = [StopPoints(deadline_s=20) for _ in delays_s]
+        self.stop_points = [StopPoints(deadline_s=20) for _ in delays_s]
         self.done = [0 for _ in delays_s]
         self.delays_s, self.stop_file, self.stop_after = delays_s, stop_file, stop_after
         self.pool = ThreadPoolExecutor()
         self.held = []
 
-    async def call_each(self, method, arguments):
+    async def compute(self, length):
         loop = asyncio.get_running_loop()
-        ranks = range(len(self.delays_s))
-        work = [loop.run_in_executor(self.pool, self._pass, rank, *arguments[rank]) for rank in ranks]
+        work = [loop.run_in_executor(self.pool, self._pass, rank, length) for rank in range(len(self.delays_s))]
         return list(await asyncio.gather(*work))
 
-    async def call_aside(self, method, *arguments):
-        found = [getattr(one, method.removeprefix("boundaries."))(*arguments) for one in self.boundaries]
-        if method.endswith("hold"):
-            self.held.append(found)
+    async def hold(self):
+        found = [one.hold() for one in self.stop_points]
+        self.held.append(found)
         return found
 
+    async def release(self, stop_at):
+        for one in self.stop_points:
+            one.release(stop_at)
+
     def _pass(self, rank, length):
-        with self.boundaries[rank].passing(length):
+        with self.stop_points[rank].passing(length):
             for index in range(length):
-                self.boundaries[rank].cross(index)
+                self.stop_points[rank].cross(index)
                 if rank == 0 and self.stop_after == self.done[rank]:
                     self.stop_file.write_text("test")
                 time.sleep(self.delays_s[rank])
@@ -57,9 +60,8 @@ def stop(tmp_path):
 
 
 def make(ranks, stop, length, *, may_leave=True):
-    return asyncio.run(
-        InterruptibleCalls(ranks, stop).make("train_step", [(length,)] * len(ranks.delays_s), may_leave=may_leave)
-    )
+    calls = InterruptibleCalls(ranks, stop)
+    return asyncio.run(calls.make(partial(ranks.compute, length), what="train_step", may_leave=may_leave))
 
 
 def test_without_a_request_nobody_is_asked_anything(tmp_path, stop):
@@ -98,17 +100,19 @@ def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(tmp_path,
     """What the ranks hold is unknown then; as a failure the attempt would save nothing and count as one."""
 
     class Hung:
-        async def call_each(self, method, arguments):
+        async def compute(self):
             end = time.time() + EXIT_S + 0.5 if is_near else None
             (tmp_path / "STOP").write_text(json.dumps({"reason": "late", "deadline": end}))
             await asyncio.Event().wait()
 
-        async def call_aside(self, method, *arguments):
+        async def hold(self):
             await asyncio.Event().wait()
 
     async def whole():
         async with asyncio.timeout(20):
-            await InterruptibleCalls(Hung(), StopRequest(tmp_path / "STOP")).make("train_step", [()], may_leave=True)
+            hung = Hung()
+            calls = InterruptibleCalls(hung, StopRequest(tmp_path / "STOP"))
+            await calls.make(hung.compute, what="train_step", may_leave=True)
 
     if not is_near:
         monkeypatch.setattr("rlpost.orchestration.interruptible.HOLD_DEADLINE_S", 0.2)

@@ -13,6 +13,7 @@ from rlpost.orchestration import stages, weight_coordinator
 from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.rollout.engine_side_weights import BroadcastMover, DiskMover, Receiver, SharingMover
 from rlpost.types import Bucket, EngineAddress
 from rlpost.weights.delta import Written
@@ -58,7 +59,7 @@ def movers(sync):
 @pytest.fixture
 def sync(tmp_path):
     actors = Actors(tmp_path / "STOP")
-    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
     one.before_each = StopRequest(tmp_path / "STOP").check
     return one, actors
 
@@ -101,7 +102,7 @@ class Refusing(Engine):
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
     """Not at the deadline of the broadcast, which is one of minutes."""
     actors = Blocked()
-    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
     one._backend = "nccl"
     mover = BroadcastMover(BUCKETS, one._send, group_name="g")
     receivers = [Receiver(EngineAddress("http://a", 1), Engine()), Receiver(EngineAddress("http://b", 1), Refusing())]
@@ -114,7 +115,7 @@ def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp
 def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
     actors = Blocked()
     actors.aborted.set()
-    one = WeightCoordinator(Config(), None, actors, placement=None, ports=None, folder=tmp_path)
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
     one._backend = "gloo"
     with pytest.raises(SyncError, match="aborted"):
         asyncio.run(one._send(0))
@@ -184,7 +185,11 @@ def delta_sync(tmp_path, monkeypatch, **settings):
     placement = Placement((ACTOR, ACTOR), ((NEAR, FAR), (NEAR,)))
     folder = tmp_path / "run" / "attempts" / "0" / "weights"
     actors = Writers(tmp_path / "STOP")
-    return WeightCoordinator(config, None, actors, placement=placement, ports=None, folder=folder), actors, folder
+    return (
+        WeightCoordinator(config, None, ActorGroup(actors), placement=placement, ports=None, folder=folder),
+        actors,
+        folder,
+    )
 
 
 def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path, monkeypatch):
@@ -195,23 +200,25 @@ def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path
         asyncio.run(mover.move([receiver], version))
     names = [str(folder / f"version-000000{version}") for version in (1, 2)]
     assert actors.wanted == [(names[0], 1, True), (names[1], 2, False)]
-    assert one._copies.slots == [Slot("n0", "10.0.0.1", 0)] and one._copies.folders == [folder / "copy"]
-    assert one._copies.asked == [("take", names[0]), ("take", names[1])]
+    assert one._copies._workers.slots == [Slot("n0", "10.0.0.1", 0)] and one._copies._workers.folders == [
+        folder / "copy"
+    ]
+    assert one._copies._workers.asked == [("take", names[0]), ("take", names[1])]
     assert (one.num_bytes, one.changed_frac) == (100, 0.02)
     asyncio.run(one.close())
-    assert one._copies.asked[-1] == ("remove",)
+    assert one._copies._workers.asked[-1] == ("remove",)
 
 
 def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_path, monkeypatch):
     """However many engines a node has; a repair makes a mover anew, and no copy."""
     one, _, _ = delta_sync(tmp_path, monkeypatch, update_weight_local_checkpoint_dir="/dev/shm")
     one._delta_mover()
-    copies = one._copies
+    copies = one._copies._workers
     assert [(slot.node_id, slot.num_gpus) for slot in copies.slots] == [("n1", 0), ("n2", 0)]
     (folder,) = set(copies.folders)
     assert str(folder).startswith("/dev/shm/run-")
     one._delta_mover()
-    assert one._copies is copies
+    assert one._copies._workers is copies
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
@@ -226,7 +233,7 @@ def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, mo
     if mode == "delta":
         mover = one._delta_mover()
         asyncio.run(mover.move([Receiver(EngineAddress("http://engine", 1), Engine())], 1))
-        assert {path.parent.parent for path in one._copies.folders} == {shared}
+        assert {path.parent.parent for path in one._copies._workers.folders} == {shared}
         assert {Path(words[0]).parent.parent for words in actors.wanted} == {shared}
     one._remove_files()
     asyncio.run(one.close())
@@ -241,6 +248,6 @@ def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, m
     async def died(method):
         raise SyncError("weights-0 died")
 
-    one._copies.call = died
+    one._copies._workers.call = died
     asyncio.run(one.close())
     assert "weights-0 died" in caplog.text
