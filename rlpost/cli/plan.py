@@ -76,24 +76,41 @@ def main(arguments: Sequence[str]) -> int:
         config,
         shape,
         gpu_bytes=gpu_bytes,
-        options=(width, options.suggest, options.write_gbps),
+        engine_width=width,
+        write_gbps=options.write_gbps,
+        wants_suggestions=options.suggest,
     )
 
 
-def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, options: tuple[int, bool, float]) -> int:
-    """Print the plan; ``options``: bytes of an engine's weight, whether to suggest, GB/s of a node's disk."""
-    width, wants_suggestions, write_gbps = options
+def show(
+    console: Console,
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int,
+    write_gbps: float,
+    wants_suggestions: bool,
+) -> int:
+    """Print the plan and return the exit code.
+
+    Args:
+        engine_width: bytes of a weight in the engines.
+        write_gbps: what a node writes to its disks, in GB/s.
+    """
     problems = layout_problems(config)
     fits = False
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, write_gbps))
         console.print(bars(made))
         console.print()
         if note := reference_note(config, shape):
             console.print(f"note: {note}", style="yellow")
-    choices = [] if fits and not wants_suggestions else suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+    choices: list[Choice] = []
+    if wants_suggestions or not fits:
+        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:

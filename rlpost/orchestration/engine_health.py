@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, SyncError
 from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.weight_coordinator import WeightCoordinator
 from rlpost.rollout.engine_side_weights import PauseMode
 
@@ -27,17 +28,16 @@ Hook = Callable[[], Awaitable[None]]
 class EngineHealth:
     """Updates and repairs, one at a time."""
 
-    def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator) -> None:
+    def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest) -> None:
+        """Args: ``stop``: a requested one ends a repair that waits for engines to start, and the health checks, for
+        the engines may have been ended already."""
+        self._stop = stop
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate
         self._fleet = fleet
         self._weights = weights
         self._busy = asyncio.Lock()
         self._version = 0  # of the trainer's weights
-        self.unless_stopped: Callable[[Awaitable[object]], Awaitable[object]] = _wait
-        """How to wait for engines that start, which takes minutes; what it raises ends the repair."""
-        self.stop_requested: Callable[[], bool] = lambda: False
-        """Whether the run has to leave: then engines are no longer looked after, for they may be ended already."""
 
     def trained(self) -> None:
         """The trainer has the weights of the next version; a repair from now on gives these to all engines."""
@@ -78,13 +78,13 @@ class EngineHealth:
 
         async def watch() -> None:
             try:
-                while not self.stop_requested():
+                while not self._stop.requested():
                     await asyncio.sleep(self._interval_s)
                     await self._look()
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
-                if self.stop_requested():
+                if self._stop.requested():
                     logger.warning("engines are not repaired: %s", error)
                 else:
                     failure.append(error)
@@ -121,16 +121,12 @@ class EngineHealth:
         await self._fleet.mend_router(sick)
         for index in set(sick) - self._fleet.dismissed:
             await self._fleet.dismiss(index)
-        await self.unless_stopped(asyncio.gather(*(self._fleet.restart(index) for index in sick)))
+        await self._stop.unless_requested(asyncio.gather(*(self._fleet.restart(index) for index in sick)))
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         for index in sick:
             await self._fleet.admit(index)
         logger.info("%d engines restarted, at policy version %d", len(sick), version)
-
-
-async def _wait(work: Awaitable[object]) -> object:
-    return await work
 
 
 async def _nothing() -> None:

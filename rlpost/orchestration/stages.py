@@ -80,14 +80,16 @@ class ClusterStages:
                 self._start_actors(placement, ports, checkpoint), self._start_engines(num_ranks)
             )
         folder = Path(cluster.attempt_dir) / "weights"
-        weights = WeightCoordinator(config, self._fleet, self._actors, placement=placement, ports=ports, folder=folder)
-        weights.before_each = self._stop.check
-        self._weights = weights
-        self._engine_health = EngineHealth(config, self._fleet, weights)
-        self._engine_health.unless_stopped, self._engine_health.stop_requested = (
-            self._stop.unless_requested,
-            self._stop.requested,
+        weights = self._weights = WeightCoordinator(
+            config,
+            self._fleet,
+            self._actors,
+            placement=placement,
+            ports=ports,
+            folder=folder,
+            stop=self._stop,
         )
+        self._engine_health = EngineHealth(config, self._fleet, weights, stop=self._stop)
         await self._within_deadline(weights.connect())
         await self._observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)

@@ -20,6 +20,7 @@ from rlpost.errors import ConfigError, RlpostError, SyncError
 from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup, BroadcastPlace, WeightCopies
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.engine_side_weights import (
@@ -60,9 +61,18 @@ class WeightCoordinator:
     """The way between ``actors`` and the engines of ``fleet``. ``connect`` first."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, actors: ActorGroup, *, placement: Placement, ports: Ports, folder: Path
+        self,
+        config: Config,
+        fleet: Fleet,
+        actors: ActorGroup,
+        *,
+        placement: Placement,
+        ports: Ports,
+        folder: Path,
+        stop: StopRequest,
     ) -> None:
-        """Args: ``folder`` is seen by all nodes; weights pass through it with ``--update-weight-transport disk``."""
+        """Args: ``folder`` is seen by all nodes; weights pass through it with ``--update-weight-transport disk``.
+        ``stop`` is checked before each bucket, or folder, is sent, while no rank is in a collective."""
         self._config = config
         self._fleet = fleet
         self._actors = actors
@@ -71,9 +81,7 @@ class WeightCoordinator:
         self._attempt = folder.parent
         disk = config.sync.update_weight_disk_dir
         self._folder = folder if disk is None else Path(disk) / self._own_name()
-        self.before_each: Callable[[], object] = lambda: None
-        """Called before each bucket, or folder, is sent; what it raises ends the update there, with no rank in a
-        collective."""
+        self._stop = stop
         self._num_connections = 0
         self._group_name = ""
         self._backend = ""
@@ -152,7 +160,7 @@ class WeightCoordinator:
         return self._is_abandoned and self._backend == "nccl"
 
     async def _send(self, index: int) -> None:
-        self.before_each()
+        self._stop.check()
         try:
             await self._actors.send_bucket(index)
         except asyncio.CancelledError:  # an engine failed, and the trainer would wait for it until the deadline
@@ -171,12 +179,12 @@ class WeightCoordinator:
             logger.warning("the trainer could not be released from a broadcast: %s", error)
 
     async def _share(self, index: int) -> list[str]:
-        self.before_each()
+        self._stop.check()
         return await self._actors.share_bucket(index)
 
     async def _write(self, version: int) -> list[str]:
         """A folder of this version, for as long as the engines read it."""
-        self.before_each()
+        self._stop.check()
         folder = self._version_folder(version)
         await self._actors.export(str(folder))
         return [str(folder)] * len(self._fleet.addresses)
@@ -199,7 +207,7 @@ class WeightCoordinator:
         return DeltaMover(self._write_change, self._take_change, copy=str(copy))
 
     async def _write_change(self, version: int, whole: bool) -> None:
-        self.before_each()
+        self._stop.check()
         written = await self._actors.write_weights(self._version_folder(version), version, whole)
         self.num_bytes, self.changed_frac = written.num_bytes, written.changed_frac
 

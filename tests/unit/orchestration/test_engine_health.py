@@ -1,6 +1,7 @@
 """Engines that fail are restarted, given the current weights and only then admitted; who shares GPUs takes turns."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from rlpost.config.load import load
 from rlpost.errors import EngineDied, Preempted, SyncError
 from rlpost.orchestration.engine_health import EngineHealth
 from rlpost.orchestration.offload import Offload
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup
 
 INTERVAL_S = 0.01
@@ -74,9 +76,9 @@ class FakeWeights:
         await ready()
 
 
-def watch_over(fleet, *, failures=0, **cluster):
+def watch_over(fleet, *, failures=0, stop=None, **cluster):
     config = load([], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}).config
-    return EngineHealth(config, fleet, FakeWeights(fleet, failures))
+    return EngineHealth(config, fleet, FakeWeights(fleet, failures), stop=stop or StopRequest(Path("/nowhere")))
 
 
 async def nothing():
@@ -195,14 +197,14 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
         asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
-def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop():
+def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop(tmp_path):
     """A preemption may end them first; the block is cutting off what they wrote, and saves it then."""
     fleet = FakeFleet(sick={0, 1})
-    watch = watch_over(fleet, colocate=True)
+    watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
     async def run():
         async with watch.over():
-            watch.stop_requested = lambda: True
+            (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(10 * INTERVAL_S)
             raise Preempted("a stop was requested while generating")
 

@@ -59,8 +59,8 @@ def movers(sync):
 @pytest.fixture
 def sync(tmp_path):
     actors = Actors(tmp_path / "STOP")
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
-    one.before_each = StopRequest(tmp_path / "STOP").check
+    stop = StopRequest(tmp_path / "STOP")
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
     return one, actors
 
 
@@ -102,7 +102,8 @@ class Refusing(Engine):
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
     """Not at the deadline of the broadcast, which is one of minutes."""
     actors = Blocked()
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
+    stop = StopRequest(tmp_path / "STOP")
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
     one._backend = "nccl"
     mover = BroadcastMover(BUCKETS, one._send, group_name="g")
     receivers = [Receiver(EngineAddress("http://a", 1), Engine()), Receiver(EngineAddress("http://b", 1), Refusing())]
@@ -115,7 +116,8 @@ def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp
 def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
     actors = Blocked()
     actors.aborted.set()
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path)
+    stop = StopRequest(tmp_path / "STOP")
+    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
     one._backend = "gloo"
     with pytest.raises(SyncError, match="aborted"):
         asyncio.run(one._send(0))
@@ -186,7 +188,15 @@ def delta_sync(tmp_path, monkeypatch, **settings):
     folder = tmp_path / "run" / "attempts" / "0" / "weights"
     actors = Writers(tmp_path / "STOP")
     return (
-        WeightCoordinator(config, None, ActorGroup(actors), placement=placement, ports=None, folder=folder),
+        WeightCoordinator(
+            config,
+            None,
+            ActorGroup(actors),
+            placement=placement,
+            ports=None,
+            folder=folder,
+            stop=StopRequest(tmp_path / "STOP"),
+        ),
         actors,
         folder,
     )
