@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from bootstrap.bandwidth import Survey
@@ -47,6 +48,9 @@ class Gathering:
         self._changed = asyncio.Event()
         self._first = asyncio.Event()
         self._own: asyncio.Task[HostFacts] | None = None
+        self.own_conflicts: tuple[str, ...] | None = (
+            None  # of this host's network, known once a node has shown the way here
+        )
         self.survey = Survey()
         self.used: tuple[str, ...] = ()
 
@@ -122,7 +126,7 @@ class Gathering:
         """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one."""
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
-        read = {facts.host: await self._own}
+        read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
         reports = self._reception.reports
         read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
         canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])
