@@ -48,9 +48,7 @@ class Gathering:
         self._changed = asyncio.Event()
         self._first = asyncio.Event()
         self._own: asyncio.Task[HostFacts] | None = None
-        self.own_conflicts: tuple[str, ...] | None = (
-            None  # of this host's network, known once a node has shown the way here
-        )
+        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
         self.survey = Survey()
         self.used: tuple[str, ...] = ()
 
