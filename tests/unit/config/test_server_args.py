@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sglang_router  # beside sglang, which takes seconds to import
 
+from rlpost.check import check
 from rlpost.cli import plan
 from rlpost.config import flags, server_arg_table
 from rlpost.config.load import dump, load, parse_dump
@@ -17,6 +18,7 @@ from rlpost.config.server_arg_source import OPAQUE, source_args
 from rlpost.config.server_arg_values import LIMITS, typed_value
 from rlpost.errors import ConfigError
 from rlpost.rollout.server_args import OURS, check_server_args, in_its_words
+from tests.unit.cli.projects import make_project
 
 SGLANG = Path(sglang_router.__path__[0]).with_name("sglang")
 TABLE = server_arg_table.server_arg_table()
@@ -231,3 +233,11 @@ def test_the_copy_is_of_the_pinned_version():
     copy = json.loads(server_arg_table.COPY.read_text())
     pinned = (Path(__file__).parents[3] / "setup.cfg").read_text()
     assert f"sglang=={copy['sglang']}\n" in pinned
+
+
+def test_a_check_of_a_recipe_refuses_values_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_project(tmp_path))
+    values = flags.parse(flags.parser("test", ""), ["--sglang-mem-fraction-static", "70", "--sglang-dp-size", "2"])[1]
+    with pytest.raises(ConfigError, match=r"--sglang-mem-fraction-static 70: .*; use 0.7"):
+        check(load([Path("recipe.toml")], values).config)
+    check(load([Path("recipe.toml")], {}).config)
