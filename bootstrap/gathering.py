@@ -42,13 +42,13 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
         self._num_needed = len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._first = asyncio.Event()
         self._own: asyncio.Task[HostFacts] | None = None
-        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
         self.survey = Survey()
         self.used: tuple[str, ...] = ()
 

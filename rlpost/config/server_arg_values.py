@@ -90,7 +90,6 @@ LIMITS: Mapping[str, Limit] = {
             "cuda_graph_bs_prefill",
             "cuda_graph_max_bs_decode",
             "cuda_graph_max_bs_prefill",
-            "max_prefill_tokens",
             "max_running_requests",
             "max_total_tokens",
             "page_size",
