@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from bootstrap.bandwidth import Survey
@@ -41,6 +42,7 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
         self._num_needed = len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
@@ -122,7 +124,7 @@ class Gathering:
         """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one."""
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
-        read = {facts.host: await self._own}
+        read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
         reports = self._reception.reports
         read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
         canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])

@@ -238,6 +238,7 @@ class HeadAgent:
             ip = _only_local_ip(self._reception.links.values())
             ifname = ifname_of(ip, local_addresses())
         network, found = logged_network_here(ifname, ip)
+        self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
         # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.

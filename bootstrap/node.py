@@ -138,8 +138,9 @@ class NodeAgent:
             ifname = ifname_of(link.local_ip, local_addresses())
         except NetworkError as error:
             problem = str(error)
+        row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
         taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first
-        said = replace(host_facts, taken_ports=taken, problem=problem, clock=time.time())
+        said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
         return NodeReport(
             self._facts.host,
             self._facts.rank,
@@ -148,14 +149,14 @@ class NodeAgent:
             link.local_ip,
             ifname,
             asdict(said),
-            self._look_at_network(ifname, link.local_ip) if ifname else {},
+            row,
         )
 
-    def _look_at_network(self, ifname: str, ip: str) -> dict[str, str]:
-        """The row of this node in the comparison; keeps what Ray's environment needs."""
+    def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The row of this node in the comparison, and its contradictions; keeps what Ray's environment needs."""
         facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
-        return network_row(facts, found, installed_versions())
+        return network_row(facts, found, installed_versions()), found.conflict_lines
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """Where the head may be; looked up anew now and then."""

@@ -107,9 +107,15 @@ def check_installed(config: Config) -> None:
 
 def _option_problems(config: Config) -> list[str]:
     return [
-        *_collect(lambda: check_server_args(config.sglang.server_args)),
+        *_server_arg_problems(config),
         *option_problems(config.megatron.options),
     ]
+
+
+def _server_arg_problems(config: Config) -> list[str]:
+    """One line for each setting of SGLang's own that it does not have, or whose value it does not take."""
+    gpus = config.cluster.rollout_num_gpus_per_engine
+    return _collect(lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus))
 
 
 def _package_problems(config: Config) -> list[str]:

@@ -1,7 +1,7 @@
 """``rlpost attach``, ``exec`` and ``tunnel``: into a run that is under way.
 
-In: a run and a node of it. Out: an ``srun --overlap`` beside what the job runs, started in the run's code; or the ssh
-command that brings Ray's dashboard to this machine. One question to Slurm, for the nodes; the rest is in the folder.
+In: a run and a node of it. Out: an ``srun --overlap`` beside what the job runs, started in the run's code; or the way
+to Ray's dashboard. One question to Slurm, for the nodes; the rest is in the folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from rlpost.cli.runs import add_run_options, find_run, last, running_job
+from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
@@ -23,6 +23,10 @@ from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
 DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
+_DASHBOARD = re.compile(
+    r"view the dashboard at [^\n]*\n[^\n]*?(?:http://)?(?P<address>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)[ \t]*$",
+    re.M,
+)
 
 
 def attach_main(arguments: Sequence[str]) -> int:
@@ -58,31 +62,65 @@ def exec_main(arguments: Sequence[str]) -> int:
 
 
 def tunnel_main(arguments: Sequence[str]) -> int:
-    """Print the ssh command that brings Ray's dashboard from the head through the login node."""
-    made = argparse.ArgumentParser(prog="rlpost tunnel", description="The ssh command for Ray's dashboard.")
+    """Print where Ray's dashboard is: the ssh command through the login node, or the address on this machine."""
+    made = argparse.ArgumentParser(prog="rlpost tunnel", description="The way to Ray's dashboard.")
     add_run_options(made)
     made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
+    made.add_argument(
+        "--port", type=int, default=DASHBOARD_PORT, help=f"port on your machine (default: {DASHBOARD_PORT})"
+    )
     options = made.parse_args(arguments)
+    if not 0 < options.port < 65536:
+        raise ConfigError(f"--port {options.port}: a port, 1 to 65535; for instance {DASHBOARD_PORT}")
     run = find_run(options.run, options.runs_dir)
-    _, nodes = running_nodes(run)
-    print(tunnel_command(options.login or os.uname().nodename, head_of(run, nodes), dashboard_port(run)))
+    login = options.login or os.uname().nodename
+    if is_local(run):
+        address, port = dashboard_address(run)
+        print(f"on this machine: http://{host_port(address, port)}")
+        print(f"from another: {tunnel_command(login, None, address, port, options.port)}")
+    else:
+        _, nodes = running_nodes(run)
+        print(tunnel_command(login, head_of(run, nodes), *dashboard_address(run), options.port))
     secret = (run.attempts / "latest").resolve() / "secret"
-    print(f"then open http://localhost:{DASHBOARD_PORT}; it asks for the token in {secret}")
+    print(f"then open http://localhost:{options.port}; it asks for the token in {secret}")
     return 0
 
 
-def tunnel_command(login: str, head: str, port: int) -> str:
-    """The ssh command. The dashboard listens on the head's loopback alone, so ssh goes on from the login node to it."""
-    return f"ssh -N -L {DASHBOARD_PORT}:127.0.0.1:{port} -J {login} {head}"
+def tunnel_command(login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT) -> str:
+    """The ssh command for the machine of whoever looks.
+
+    Where the dashboard listens on the head's loopback alone, ssh goes on from the login node to the head; any other
+    address is one that the login node itself reaches. ``head`` is None where the run is on the login node.
+    """
+    forward = f"ssh -N -L {own_port}:{host_port(address, port)}"
+    is_on_login = head is None or not address.startswith(("127.", "::1"))
+    return f"{forward} {login}" if is_on_login else f"{forward} -J {login} {head}"
 
 
-def dashboard_port(run: RunFolder) -> int:
-    """Port of Ray's dashboard, as ``ray start`` has printed it into the attempt's logs. Raises ConfigError."""
+def host_port(address: str, port: int) -> str:
+    """``10.0.0.1:8265``, ``[fd00::1]:8265``."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def dashboard_address(run: RunFolder) -> tuple[str, int]:
+    """Address and port of Ray's dashboard, as ``ray start`` has printed them into the attempt's logs.
+
+    With ``--ray-dashboard-host 0.0.0.0`` Ray prints the node's own address. Raises ConfigError.
+    """
     for log in sorted((run.attempts / "latest").glob("*ray*.log")):
-        match = re.search(r"view the dashboard at [^\n]*\n[^\n]*?127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))
-        if match:
-            return int(match[1])
+        if match := _DASHBOARD.search(log.read_text(errors="replace")):
+            return match["address"].strip("[]"), int(match["port"])
     raise ConfigError(f"{run.root.name}: no log says that Ray's dashboard is up; submit with --ray-dashboard")
+
+
+def is_local(run: RunFolder) -> bool:
+    """Whether a run is under way on this machine, without Slurm. Raises ConfigError when it was, and has ended."""
+    job_id = current_job(run)
+    if not job_id.startswith(LOCAL):
+        return False
+    if not local_is_alive(job_id):
+        raise ConfigError(f"{run.root.name}: ran on this machine and has ended, its dashboard with it")
+    return True
 
 
 def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:

@@ -32,6 +32,7 @@ from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.rollout.server_args import check_server_args
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.write_gbps <= 0:
         raise ConfigError(f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    check_server_args(
+        config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
+    )  # the plan counts with them
     shape, width = model_of(config)
     gpu_bytes = parse_size(options.gpu_memory)
     if options.json:

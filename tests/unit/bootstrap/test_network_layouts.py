@@ -8,6 +8,7 @@ import random
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -147,3 +148,22 @@ def test_the_bench_agrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert ended.value.code == 0
     table = capsys.readouterr().out
     assert "WRONG" not in table and f"{len(LAYOUTS)} layouts" in table
+
+
+def test_the_index_of_published_recipes_is_named_where_it_is_wrong():
+    """GID index 3 is right on most RoCE hosts, and on this one it is not."""
+    facts = parse_facts(layout("am4-h100-roce-ipv6-linklocal"))
+    found = detect(facts, environ={"NCCL_IB_GID_INDEX": "3", "NCCL_IB_TC": "160"})
+    (line,) = found.conflict_lines
+    assert "NCCL_IB_GID_INDEX=3 is set" in line and "this host shows 1 " in line and "Unset it" in line
+
+
+def test_no_recipe_and_no_example_pins_what_a_node_shows_by_itself():
+    """Traffic classes cannot be detected; the index of a GID can, and NCCL 2.21 finds it too."""
+    pinned = [
+        (path.name, name)
+        for path in (ROOT / "jobs").glob("*/*.toml")
+        for name in tomllib.loads(path.read_text()).get("cluster", {}).get("environment", {})
+        if name.endswith("_GID_INDEX")
+    ]
+    assert pinned == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli import control, follow, image_doctor, inside, runs
-from rlpost.cli.inside import dashboard_port, head_of
+from rlpost.cli.inside import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
@@ -104,7 +104,7 @@ def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
 
 def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path, capsys):
     make_run(tmp_path / "runs/here", job_id="local-1")
-    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "on this machine")):
+    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "has ended")):
         assert main([verb, "here"]) == 2
         assert word in capsys.readouterr().err
     for words, message in ((["exec"], "which command"), (["logs", "here"], "has not started"), (["report"], "no step")):
@@ -310,12 +310,47 @@ def test_the_head_is_the_first_node_that_the_attempt_used(tmp_path):
     assert head_of(run, ["n7"]) == "n7"  # requeued on other nodes, not started there yet
 
 
-def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path):
+STAMP = "2026-11-20 15:17:55,224\tINFO scripts.py:1151 -- "
+
+
+def say_dashboard(attempt, address):
+    said = f"{STAMP}To monitor and debug Ray, view the dashboard at \n{STAMP}  {address}\n{STAMP}\n{STAMP}If it\n"
+    (attempt / "ray-n1.log").write_text(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("127.0.0.1:20002", ("127.0.0.1", 20002)),
+        ("192.0.2.2:17902", ("192.0.2.2", 17902)),  # --ray-dashboard-host 0.0.0.0
+        ("[fd00::1]:17902", ("fd00::1", 17902)),
+        ("http://n01.site:17902", ("n01.site", 17902)),
+    ],
+)
+def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path, said, found):
     run = RunFolder(tmp_path)
     attempt = run.new_attempt()
     with pytest.raises(ConfigError, match="--ray-dashboard"):
-        dashboard_port(run)
-    stamp = "2026-11-20 15:17:55,224\tINFO scripts.py:1151 -- "
-    said = f"{stamp}To monitor and debug Ray, view the dashboard at \n{stamp}  127.0.0.1:20002\n"
-    (attempt / "ray-n1.log").write_text(said)
-    assert dashboard_port(run) == 20002
+        dashboard_address(run)
+    say_dashboard(attempt, said)
+    assert dashboard_address(run) == found
+
+
+def test_a_tunnel_goes_on_to_the_head_only_where_it_has_to():
+    assert tunnel_command("login", "n1", "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 -J login n1"
+    assert tunnel_command("login", "n1", "192.0.2.2", 17902, 9000) == "ssh -N -L 9000:192.0.2.2:17902 login"
+    assert tunnel_command("login", "n1", "fd00::1", 17902) == "ssh -N -L 8265:[fd00::1]:17902 login"
+    assert tunnel_command("box", None, "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 box"
+
+
+def test_a_run_on_this_machine_has_its_dashboard_here(no_slurm, tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "runs/here", job_id="local-7")
+    monkeypatch.setattr(inside, "local_is_alive", lambda job_id: job_id == "local-7")
+    say_dashboard(run.new_attempt(), "127.0.0.1:20002")
+    assert main(["tunnel", "here", "--login", "box.site", "--port", "9000"]) == 0
+    here, elsewhere, token = capsys.readouterr().out.splitlines()
+    assert here == "on this machine: http://127.0.0.1:20002"
+    assert elsewhere == "from another: ssh -N -L 9000:127.0.0.1:20002 box.site"
+    assert "http://localhost:9000" in token and "attempts/0/secret" in token
+    assert main(["tunnel", "here", "--port", "70000"]) == 2
+    assert "--port 70000: a port, 1 to 65535" in capsys.readouterr().err
