@@ -1,0 +1,70 @@
+"""Nodes whose task ended before their agent joined: srun knows within a moment what a deadline tells in minutes.
+
+Input: ``launch.log`` of the attempt, which srun writes on the batch host, and the ends of agents' logs. Output: hosts,
+each with the reason. Only tasks that failed are listed there; one that ended with 0 is left to the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Collection
+from pathlib import Path
+
+from bootstrap.causes import with_likely_cause
+from bootstrap.facts import FactsError, expand_hosts
+from bootstrap.files import tail
+from bootstrap.handoff import LAUNCH_LOG
+
+POLL_S = 0.5
+# Failures for one reason come together, and a log of another node takes a moment to be seen here.
+SETTLE_S = 1.0
+_NUM_LINES = 8
+_MAX_BYTES = 1 << 20
+# srun 22.05 to 24.11 (src/srun/libsrun/task_state.c, launch.c); hosts are a compact list.
+_FAILED = (
+    re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M),
+    re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M),
+)
+
+
+def failed_tasks(launch: str) -> dict[str, str]:
+    """Hosts whose task has failed, each with srun's words. Pure."""
+    found: dict[str, str] = {}
+    for pattern in _FAILED:
+        for hosts, how in pattern.findall(launch):
+            try:
+                found.update(dict.fromkeys(expand_hosts(hosts), how))
+            except FactsError:  # a text of another shape
+                continue
+    return found
+
+
+def read_failed_tasks(attempt_dir: Path) -> dict[str, str]:
+    """The same of an attempt, so far; empty where srun has said nothing."""
+    try:
+        with (attempt_dir / LAUNCH_LOG).open("rb") as file:
+            return failed_tasks(file.read(_MAX_BYTES).decode(errors="replace"))
+    except OSError:
+        return {}
+
+
+def describe(host: str, how: str, attempt_dir: Path) -> str:
+    """One host's end in srun's words, with its log's last lines and what they mean."""
+    log = with_likely_cause(tail(attempt_dir / f"agent-{host}.log", _NUM_LINES))
+    return f"{host} failed before it joined: {how}: {log}"
+
+
+async def failures_before_joining(
+    attempt_dir: Path, missing: Callable[[], Collection[str]]
+) -> AsyncIterator[dict[str, str]]:
+    """Each time some of the missing hosts have failed: these, with their reasons. Ends when none is missing."""
+    known: set[str] = set()
+    while missing():
+        if set(await asyncio.to_thread(read_failed_tasks, attempt_dir)) & set(missing()) - known:
+            await asyncio.sleep(SETTLE_S)
+            failed = await asyncio.to_thread(read_failed_tasks, attempt_dir)
+            new = [host for host in missing() if host in failed and host not in known]
+            known.update(new)
+            yield {host: await asyncio.to_thread(describe, host, failed[host], attempt_dir) for host in new}
+        await asyncio.sleep(POLL_S)
