@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
 from bootstrap.causes import with_likely_cause
@@ -21,30 +21,32 @@ POLL_S = 0.5
 SETTLE_S = 1.0
 _NUM_LINES = 8
 _MAX_BYTES = 1 << 20
-# srun 22.05 to 24.11 (src/srun/libsrun/task_state.c, launch.c); hosts are a compact list.
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): of tasks that ended, of a node that
+# did not take its tasks, and of a task that its node could not start. Hosts are a compact list, or a task's number.
 _FAILED = (
     re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M),
     re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M),
 )
+_NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
 
 
-def failed_tasks(launch: str) -> dict[str, str]:
-    """Hosts whose task has failed, each with srun's words. Pure."""
-    found: dict[str, str] = {}
+def failed_tasks(launch: str, hosts: Sequence[str]) -> dict[str, str]:
+    """Hosts whose task has failed, each with srun's words; ``hosts`` are those of the step by rank. Pure."""
+    found = {hosts[int(task)]: how for task, how in _NOT_STARTED.findall(launch) if int(task) < len(hosts)}
     for pattern in _FAILED:
-        for hosts, how in pattern.findall(launch):
+        for nodelist, how in pattern.findall(launch):
             try:
-                found.update(dict.fromkeys(expand_hosts(hosts), how))
+                found.update(dict.fromkeys(expand_hosts(nodelist), how))
             except FactsError:  # a text of another shape
                 continue
     return found
 
 
-def read_failed_tasks(attempt_dir: Path) -> dict[str, str]:
+def read_failed_tasks(attempt_dir: Path, hosts: Sequence[str]) -> dict[str, str]:
     """The same of an attempt, so far; empty where srun has said nothing."""
     try:
         with (attempt_dir / LAUNCH_LOG).open("rb") as file:
-            return failed_tasks(file.read(_MAX_BYTES).decode(errors="replace"))
+            return failed_tasks(file.read(_MAX_BYTES).decode(errors="replace"), hosts)
     except OSError:
         return {}
 
@@ -56,14 +58,14 @@ def describe(host: str, how: str, attempt_dir: Path) -> str:
 
 
 async def failures_before_joining(
-    attempt_dir: Path, missing: Callable[[], Collection[str]]
+    attempt_dir: Path, hosts: Sequence[str], missing: Callable[[], Collection[str]]
 ) -> AsyncIterator[dict[str, str]]:
     """Each time some of the missing hosts have failed: these, with their reasons. Ends when none is missing."""
     known: set[str] = set()
     while missing():
-        if set(await asyncio.to_thread(read_failed_tasks, attempt_dir)) & set(missing()) - known:
+        if set(await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)) & set(missing()) - known:
             await asyncio.sleep(SETTLE_S)
-            failed = await asyncio.to_thread(read_failed_tasks, attempt_dir)
+            failed = await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)
             new = [host for host in missing() if host in failed and host not in known]
             known.update(new)
             yield {host: await asyncio.to_thread(describe, host, failed[host], attempt_dir) for host in new}

@@ -304,14 +304,15 @@ class HeadAgent:
     async def _watch_launch(self) -> None:
         """Lose, or do without, the nodes whose task failed before their agent joined."""
         causes: dict[str, str] = {}
-        async for failed in failures_before_joining(self._options.attempt_dir, self._reception.missing):
+        attempt_dir, hosts = self._options.attempt_dir, self._facts.hosts
+        async for failed in failures_before_joining(attempt_dir, hosts, self._reception.missing):
             causes |= failed
             needed = [host for host, cause in failed.items() if not self._gathering.can_do_without(host, cause)]
             for host in failed.keys() - set(needed):
                 logger.warning("%s; the run goes on without it", failed[host])
             if needed:
                 # As at the deadline: all but the head speaks against the head rather than against each of them.
-                all_others = len(causes) > 1 and len(causes) == len(self._facts.hosts) - 1
+                all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
                 self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:

@@ -177,7 +177,7 @@ class NodeAgent:
             BringupError: that has happened; nobody will listen where the head should be.
         """
         attempt_dir, head = self._options.attempt_dir, self._facts.head_host
-        how = read_failed_tasks(attempt_dir).get(head)
+        how = read_failed_tasks(attempt_dir, self._facts.hosts).get(head)
         if how is None or os.path.exists(attempt_dir / VERDICT_FILE):
             return
         cause = describe(head, how, attempt_dir)

@@ -21,9 +21,11 @@ MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
 MAX_CHARS = 1200
 
-# Lines of srun (22.05 to 24.11, src/srun/libsrun/task_state.c and launch.c); hosts are a compact list.
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): of tasks that ended, of a node that
+# did not take its tasks, and of a task that its node could not start. Hosts are a compact list, or a task's number.
 _TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
+_NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
 _AGENT_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\[", re.M)
 
 
@@ -164,13 +166,13 @@ class Finding:
     exclude: Sequence[str] = ()
 
 
-def task_ends(launch: str) -> dict[str, str]:
-    """Hosts whose task has failed, each with srun's words, from what srun wrote."""
-    found = {}
+def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
+    """Hosts whose task has failed, each with srun's words, from what srun wrote; of ``hosts`` task by task."""
+    found = {hosts[int(task)]: how for task, how in _NOT_STARTED.findall(launch) if int(task) < len(hosts)}
     for pattern in (_NOT_LAUNCHED, _TASK_ENDED):
-        for hosts, how in pattern.findall(launch):
+        for nodelist, how in pattern.findall(launch):
             try:
-                found.update(dict.fromkeys(expand(hosts), how))
+                found.update(dict.fromkeys(expand(nodelist), how))
             except NodelistError:
                 continue
     return found

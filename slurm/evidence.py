@@ -28,11 +28,11 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     Its verdict is ``none`` where agents had begun, or nothing at all is known. Secrets of the run are masked.
     """
     launch = tail(attempt_dir / LAUNCH_LOG)
-    ends = task_ends(launch)
     try:
         hosts: Sequence[str] = expand(nodelist)
     except NodelistError:
         hosts = ()
+    ends = task_ends(launch, hosts)
     if not hosts:  # the ledger lost the start of this attempt: at least those that left something
         logs = {path.stem[len("agent-") :] for path in attempt_dir.glob("agent-*.log")}
         hosts = sorted(logs | set(ends))

@@ -13,7 +13,8 @@ Python, only a preempted run starts again. What the script knows that the agents
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
   user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
-- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began.
+- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began; a variable would
+  let it name the first of several nodes only.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
@@ -167,7 +168,7 @@ def _command(spec: JobSpec) -> str:
         inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
+SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
   --output="${{attempt_dir//%/%%}}/agent-%N.log" 2>>"$attempt_dir/launch.log" \\
 {inside}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
   "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &

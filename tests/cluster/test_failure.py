@@ -130,15 +130,16 @@ def test_a_node_whose_agent_hangs_before_it_joins_is_named_at_the_deadline(lab: 
 
 
 def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) -> None:
-    """Slurm cannot even open the log of its agent."""
+    """Slurm cannot even open the log of its agent, and says so through srun."""
     lab.run("n02", ["mount", "-t", "tmpfs", "tmpfs", str(lab.shared)], cwd="/")
-    attempt = Attempt(lab, "nofolder", options="--bringup-deadline-s 3", stub_ray=True)
+    attempt = Attempt(lab, "nofolder", stub_ray=True)
     try:
         word, cause = attempt.wait()
     finally:
         lab.run("n02", ["umount", str(lab.shared)], cwd="/")
     assert word == "failed"
-    assert "n02: probably its agent never began" in cause and "not mounted" in cause
+    assert cause.startswith("n02 failed before it joined: Slurmd could not connect IO")
+    assert "probably its agent never began" in cause and "not mounted" in cause
     assert attempt.excluded == ["n02"]
     attempt.end()
 

@@ -110,7 +110,9 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
         )
         script = render_sbatch(spec)
         (folder / "job.sbatch").write_text(script)  # as executor.submit does; the successor in a chain is made of it
-        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script), folder)
+        # A user's: srun would report one of several tasks that end alike.
+        environment = {"SLURM_SRUN_REDUCE_TASK_EXIT_MSG": "1"}
+        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script, env=environment), folder)
     yield started
 
 

@@ -50,17 +50,20 @@ def test_hosts_and_reasons_are_read_from_what_srun_says() -> None:
 srun: error: n[02-03]: tasks 1-2: Exited with exit code 127
 srun: error: Task launch for StepId=5.0 failed on node gpu-b1: Communication connection failure
 srun: error: n[0: task 9: Killed
+srun: error: task 0 launch failed: Slurmd could not connect IO
+srun: error: task 9 launch failed: Slurmd could not connect IO
 srun: Job step aborted
 """
-    code = "Exited with exit code 127"
-    assert failed_tasks(launch) == {"n02": code, "n03": code, "gpu-b1": "Communication connection failure"}
+    code, io = "Exited with exit code 127", "Slurmd could not connect IO"
+    found = failed_tasks(launch, ["n01", "n02", "n03", "gpu-b1"])
+    assert found == {"n01": io, "n02": code, "n03": code, "gpu-b1": "Communication connection failure"}
 
 
 def test_each_missing_host_is_told_once_and_one_that_joined_never(tmp_path: Path) -> None:
     missing = ["n2", "n3"]
 
     async def scene() -> None:
-        told = failures_before_joining(tmp_path, lambda: missing)
+        told = failures_before_joining(tmp_path, HOSTS, lambda: missing)
         fails(tmp_path, "n2", "task 1")
         first = await anext(told)
         assert list(first) == ["n2"] and EXIT_1 in first["n2"] and "broken image" in first["n2"]
