@@ -3,9 +3,10 @@
 Input: what each host left (its task's end as srun reports it, the end of its agent's log) and what was said while the
 step was launched (``launch.log``: srun itself, or the import of the image). Output: a ``Finding``, or None.
 
-A failure is lasting only if every host of the job shows a known sign of one. A sign that a registry, a network or a
-disk was to blame outweighs all others, and a text without a known sign may be transient. Only the standard library of
-Python 3.8 and later, see ``supervise``.
+A failure is lasting only if every host of the job shows a known sign of one among its last lines and its task ended
+by itself: a preemption during the setup commands is none. A sign that a registry, a network or a disk was to blame
+outweighs all others, and a text without a known sign may be transient. Only the standard library of Python 3.8 and
+later, see ``supervise``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from slurm.nodelist import expand
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
 MAX_CHARS = 1200
+SIGN_LINES = 30  # the last ones of a log, where a lasting sign counts
 
 # Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): of tasks that ended, of a node that
 # did not take its tasks, and of a task that its node could not start. Hosts are a compact list, or a task's number.
@@ -152,6 +154,12 @@ class HostEnd:
     words: str = ""
 
     @property
+    def ended_by_itself(self) -> bool:
+        """Whether the task failed and no signal ended it, neither directly nor below a shell (128 and more)."""
+        code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
+        return code is not None and int(code[1]) < 128
+
+    @property
     def agent_began(self) -> bool:
         """Whether the agent itself wrote something: what came before it had worked."""
         return _AGENT_LINE.search(self.words) is not None
@@ -195,7 +203,9 @@ def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
     is_everywhere = len(early) == len(ends)
     if not failed:
         return _never_launched(launch) if is_everywhere else None
-    is_lasting = is_everywhere and all(isinstance(sign, _Lasting) for sign in signs.values())
+    is_lasting = is_everywhere and all(
+        isinstance(signs[host], _Lasting) and end.ended_by_itself for host, end in early.items()
+    )
     parts = [_paragraph(hosts, early[hosts[0]], signs[hosts[0]]) for hosts in _alike(failed, early, signs)]
     return Finding("config" if is_lasting else "failed", "\n".join(parts), () if is_everywhere else tuple(failed))
 
@@ -229,8 +239,9 @@ def _sign(text: str) -> _Lasting | _Passing | None:
     passing = _TRANSIENT.search(text)
     if passing:
         return _Passing(passing[0])
+    newest = "\n".join(text.splitlines()[-SIGN_LINES:])
     for pattern, sign in _LASTING_PATTERNS:
-        match = pattern.search(text)
+        match = pattern.search(newest)
         if match:
             named = match[1].strip()[:200] if pattern.groups else ""
             return _Lasting(sign.what.format(named), sign.remedy)

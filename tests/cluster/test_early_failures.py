@@ -52,6 +52,7 @@ def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
         "interpreter": {"container": Container("pyxis", image), "python": "/nowhere/python"},
         "rc-interpreter": {"container": Container("enroot", image), "python": "/nowhere/python"},
         "tag": {"container": Container("enroot", f"{REGISTRY}:9.9", (), cache)},
+        "no-pyxis": {"container": Container("pyxis", image)},
         "outage": {"container": Container("pyxis", f"{REGISTRY}:1.2", (), cache), "max_failures": 1},
     }
 
@@ -77,7 +78,8 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
         common = {"nodes": 2, "num_gpus_per_node": 1, "exclusive": False, "time": "10", "driver_args": ("done",)}
         places = {"home": str(home), "run_folder": str(folder), "output": f"{folder}/slurm-%j.out"}
         script = render_sbatch(JobSpec(**{**common, **places, **values}))
-        jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=environment)
+        variables = {} if name == "no-pyxis" else environment  # then srun is Slurm's own
+        jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=variables)
     for name, job in jobs.items():
         until(lambda job=job: job_info(lab, job).state.is_over, lab, f"{name} is over", deadline_s=240)
     yield {name: Ended(job_info(lab, job), lab.shared / name) for name, job in jobs.items()}
@@ -104,6 +106,13 @@ def test_a_container_that_fails_on_every_node_ends_the_job_at_the_first_attempt(
     assert len(hosts.split(", ")) == 2 and what.startswith(headline.format(shared=lab.shared))
     assert second.startswith("remedy: ") and remedy in second
     assert first in run.log and second in run.log
+
+
+def test_a_cluster_without_pyxis_is_told_by_its_srun(ended: Mapping[str, Ended]) -> None:
+    run = ended["no-pyxis"]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    (verdict,) = run.verdicts
+    assert verdict["cause"].startswith("srun does not know --container-image: this cluster has no pyxis\nremedy: ")
 
 
 def test_an_import_that_can_never_succeed_stands_in_the_ledger(ended: Mapping[str, Ended]) -> None:

@@ -105,6 +105,18 @@ def test_what_may_pass_or_is_unknown_is_tried_again_with_its_cause(words: str) -
     assert last_words(words) in finding.cause and finding.cause.startswith("n01, n02: ")
 
 
+@pytest.mark.parametrize("how", ["Terminated", "Killed", "Exited with exit code 143", ""])
+def test_a_preemption_during_the_setup_commands_is_no_fault_of_theirs(how: str) -> None:
+    """They try one way and then another, and were ended in the middle of it."""
+    finding = both(NO_PSUTIL + "Collecting psutil\n", how)
+    assert finding.verdict == "failed"
+
+
+def test_only_the_last_lines_of_a_log_tell_why_it_ended() -> None:
+    installed = "".join(f"Requirement already satisfied: package-{number}\n" for number in range(40))
+    assert both(NO_PSUTIL + installed + "Segmentation fault\n").verdict == "failed"
+
+
 def test_one_bad_host_is_avoided_and_does_not_end_the_job() -> None:
     """The agent of the other had begun; the text alone would be final."""
     ends = {"n01": HostEnd("", AGENT), "n02": HostEnd(EXIT_1, NO_PSUTIL)}
