@@ -13,6 +13,8 @@ Python, only a preempted run starts again. What the script knows that the agents
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
   user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
+- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began; a variable would
+  let it name the first of several nodes only.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
@@ -113,7 +115,10 @@ def image(spec: JobSpec) -> str:
     assert container.cache is not None
     words = shlex.join((container.image, "--cache", container.cache))
     needed = _needed(container.variables)
-    get = f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+    # What the import says goes to both logs; where it fails, a step that fails at once stands for srun.
+    get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "$attempt_dir/launch.log" >&2'
+    get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
+    get += ' || { log "no image; see above"; srun() { return 1; }; }\n'
     return (f"image=''{needed}" if needed else "") + get
 
 
@@ -163,8 +168,8 @@ def _command(spec: JobSpec) -> str:
         inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
-  --output="${{attempt_dir//%/%%}}/agent-%N.log" \\
+SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
+  --output="${{attempt_dir//%/%%}}/agent-%N.log" 2>>"$attempt_dir/launch.log" \\
 {inside}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
   "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &
 """
@@ -261,5 +266,5 @@ _AGAIN = """\
 for _ in {1..30}; do state=$(timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %T) && break; sleep 2; done
 [ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
-log "requeue: the run can go on from its checkpoint"; trap '' TERM # requeue sends it
+log "requeue: job $SLURM_JOB_ID starts again"; trap '' TERM # requeue sends it
 """

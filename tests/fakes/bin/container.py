@@ -18,10 +18,26 @@ LANGUAGE = ("LANG", "LC_ALL", "LANGUAGE")
 
 
 def read_image(path):
+    """The image; in the words of enroot 4.1.2 where it is missing or none."""
+    if not Path(path).exists():
+        sys.exit(f"[ERROR] No such file or directory: {path}")
     text = Path(path).read_text()
     if not text.startswith(MAGIC):
-        sys.exit(f"container stand-in: {path} is no image")
+        sys.exit(f"[ERROR] Invalid image format: {path}")
     return json.loads(text.removeprefix(MAGIC))
+
+
+def read_image_as_pyxis(path):
+    """The same; what enroot says, pyxis 0.24 quotes."""
+    try:
+        return read_image(path)
+    except SystemExit as error:
+        lines = (f"failed to create container filesystem for image: {path}", "printing enroot log file:")
+        lines += (f"    {error.code}", "couldn't start container")
+        name = f"slurmstepd-{os.uname().nodename}: error: "
+        text = "".join(f"{name}pyxis: {line}\n" for line in lines)
+        print(text + name + "Failed to invoke spank plugin stack", file=sys.stderr)
+        sys.exit(1)
 
 
 def enter(image, mounts, environment, command):
@@ -53,14 +69,18 @@ def inside(plan, command):
             mount("-o", "remount,bind,ro", target)
     if workdir := os.environ.pop("STANDIN_WORKDIR", ""):
         os.chdir(workdir)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:  # as slurmstepd does
+        print(f"slurmstepd-{os.uname().nodename}: error: execve(): {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(error.errno)
 
 
 def main():
     if sys.argv[1] == "--inside":
         inside(json.loads(sys.argv[2]), sys.argv[3:])
     plan, command = json.loads(sys.argv[1]), sys.argv[2:]
-    image = read_image(plan["image"])
+    image = read_image_as_pyxis(plan["image"])
     host = {name: value for name, value in os.environ.items() if name not in LANGUAGE}
     kept = {name: host[name] for name in plan["host_wins"]}
     environment = {**host, **image["environment"], **kept, "STANDIN_WORKDIR": plan["workdir"]}
