@@ -33,7 +33,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.container import container_removal, enroot_command, pyxis_options
 from slurm.spec import JobSpec
 from slurm.supervise import EXIT_PREEMPTED
 
@@ -189,9 +189,7 @@ def _decide(spec: JobSpec) -> str:
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []
     preempted = "75" if spec.requeue == "never" else "again"
-    removal = ""
-    if spec.container is not None and spec.container.backend == "enroot":
-        removal = enroot_removal('"$(patience 60)"')
+    removal = container_removal(spec.container, lambda seconds: f'"$(patience {seconds})"')
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"

@@ -6,7 +6,7 @@ knows no preemption: one that is started again begins anew.
 
 from __future__ import annotations
 
-from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.container import container_removal, enroot_command, pyxis_options
 from slurm.render import directives, image, places, preparation, shell_word
 from slurm.spec import JobSpec
 
@@ -32,7 +32,7 @@ address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JO
   "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
   --save "$writing" "$@"
 code=$?
-{_removal(spec)}\
+{container_removal(spec.container)}\
 [ "$code" -eq 0 ] && mv -T -- "$writing" "$save" && log "$save is written" && exit 0
 rm -rf -- "$writing"
 log "not converted (exit $code); the end of $run_folder/*.log:"
@@ -42,13 +42,13 @@ exit 1
 
 
 def render_look(spec: JobSpec) -> str:
-    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run; its log tells."""
+    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run: the file ``findings``."""
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
 {_begin(spec)}
-{_srun(spec)}"$python" -m bootstrap.image_doctor {words}
+{_srun(spec)}"$python" -m bootstrap.image_doctor {words} --output "$run_folder/findings"
 code=$?
-{_removal(spec)}\
+{container_removal(spec.container)}\
 exit "$code"
 """
 
@@ -66,10 +66,6 @@ def _srun(spec: JobSpec) -> str:
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
   --output="${{run_folder//%/%%}}/%N.log" \\
 {inside}  {preparation(spec, '"$RLPOST_HOME"')}"""
-
-
-def _removal(spec: JobSpec) -> str:
-    return enroot_removal() if spec.container and spec.container.backend == "enroot" else ""
 
 
 _HEAD = """\
