@@ -234,7 +234,6 @@ patience() { # seconds for what may hang: $1, unless the job ends before
   [ "$end" -gt 0 ] 2>/dev/null && left=$((end - $(date +%s) - 5))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
-
 stopped='' terminated=''
 trap 'stopped=early' USR2
 trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
