@@ -22,7 +22,9 @@ from pathlib import Path
 
 MAGIC = "hsqs"
 LANGUAGE = ("LANG", "LC_ALL", "LANGUAGE")
-DATA = Path(os.environ.get("ENROOT_DATA_PATH", "/tmp/enroot-data"))
+IN_ENROOT_CONF = os.environ.get("STANDIN_ENROOT_DATA", "/tmp/enroot-data")
+# pyxis does not read the job's own ENROOT_DATA_PATH.
+DATA = Path(IN_ENROOT_CONF if __name__ == "__main__" else os.environ.get("ENROOT_DATA_PATH", IN_ENROOT_CONF))
 
 
 def read_image(path):
