@@ -17,7 +17,7 @@ everything else that the run reads must be listed. What pyxis 0.24 and enroot 4.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,6 @@ _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
 _MOUNT = re.compile(rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?")
 _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
-_REMOVAL_S = {"pyxis": 20, "enroot": 60}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +133,18 @@ def enroot_command(container: Container) -> str:
 """
 
 
-def container_removal(container: Container | None, limit: Callable[[int], str] = str) -> str:
+def container_removal(backend: str, seconds: str = "60") -> str:
     """A line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
 
-    Raw enroot always leaves one; pyxis does with its default scope "global", and there the line never fails or speaks.
+    Raw enroot always leaves one; pyxis does with its default scope "global", where this is done as far as it can be.
 
     Args:
-        limit: makes the text for the shell of the seconds that this may take.
+        backend: ``enroot``, ``pyxis`` or text for the shell that gives one of these.
+        seconds: how long it may take at most, as text for the shell.
     """
-    if container is None:
-        return ""
-    step = f"timeout -k 1 {limit(_REMOVAL_S[container.backend])} srun --ntasks-per-node=1 --overlap --mpi=none"
-    script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {container.backend} {_NAME}'
-    if container.backend == "pyxis":
-        return f"{step} {script} >/dev/null 2>&1\n"
-    return f'{step} {script} ||\n  log "a container may be left on a node; the next start there removes it"\n'
+    step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
+    script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {backend} {_NAME}'
+    return f'{step} {script} || log "a container may be left on a node; the next run there removes it"\n'
 
 
 def _mounts(container: Container) -> Iterable[tuple[str, ...]]:

@@ -189,7 +189,7 @@ def _decide(spec: JobSpec) -> str:
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []
     preempted = "75" if spec.requeue == "never" else "again"
-    removal = container_removal(spec.container, lambda seconds: f'"$(patience {seconds})"')
+    removal = container_removal(spec.container.backend, '"$(patience 60)"') if spec.container else ""
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"

@@ -32,7 +32,7 @@ address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JO
   "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
   --save "$writing" "$@"
 code=$?
-{container_removal(spec.container)}\
+{_removal(spec)}\
 [ "$code" -eq 0 ] && mv -T -- "$writing" "$save" && log "$save is written" && exit 0
 rm -rf -- "$writing"
 log "not converted (exit $code); the end of $run_folder/*.log:"
@@ -48,7 +48,7 @@ def render_look(spec: JobSpec) -> str:
 {_begin(spec)}
 {_srun(spec)}"$python" -m bootstrap.image_doctor {words} --output "$run_folder/findings"
 code=$?
-{container_removal(spec.container)}\
+{_removal(spec)}\
 exit "$code"
 """
 
@@ -66,6 +66,10 @@ def _srun(spec: JobSpec) -> str:
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
   --output="${{run_folder//%/%%}}/%N.log" \\
 {inside}  {preparation(spec, '"$RLPOST_HOME"')}"""
+
+
+def _removal(spec: JobSpec) -> str:
+    return container_removal(spec.container.backend) if spec.container else ""
 
 
 _HEAD = """\

@@ -28,10 +28,26 @@ DATA = Path(IN_ENROOT_CONF if __name__ == "__main__" else os.environ.get("ENROOT
 
 
 def read_image(path):
+    """The image; in the words of enroot 4.1.2 where it is missing or none."""
+    if not Path(path).exists():
+        sys.exit(f"[ERROR] No such file or directory: {path}")
     text = Path(path).read_text()
     if not text.startswith(MAGIC):
-        sys.exit(f"container stand-in: {path} is no image")
+        sys.exit(f"[ERROR] Invalid image format: {path}")
     return json.loads(text.removeprefix(MAGIC))
+
+
+def read_image_as_pyxis(path):
+    """The same; what enroot says, pyxis 0.24 quotes."""
+    try:
+        return read_image(path)
+    except SystemExit as error:
+        lines = (f"failed to create container filesystem for image: {path}", "printing enroot log file:")
+        lines += (f"    {error.code}", "couldn't start container")
+        name = f"slurmstepd-{os.uname().nodename}: error: "
+        text = "".join(f"{name}pyxis: {line}\n" for line in lines)
+        print(text + name + "Failed to invoke spank plugin stack", file=sys.stderr)
+        sys.exit(1)
 
 
 def extract(image, name):
@@ -116,7 +132,11 @@ def inside(plan, command):
         os.close(descriptor)
     os.chroot(root)
     os.chdir(os.environ.pop("STANDIN_WORKDIR", "/"))
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:  # as slurmstepd does
+        print(f"slurmstepd-{os.uname().nodename}: error: execve(): {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(error.errno)
 
 
 def pyxis_environment(image, plan):
@@ -135,6 +155,7 @@ def main():
     plan = json.loads(plan)
     name = f"pyxis_{plan['name']}"
     if not is_joining:
+        read_image_as_pyxis(plan["image"])
         extract(plan["image"], name)
     elif not (DATA / name).is_dir():
         sys.exit(f"container stand-in: pyxis: no container image given for {name}")
