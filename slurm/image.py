@@ -115,7 +115,7 @@ def ensure(image: str, cache: Path) -> Path:
 def _known(entry: Path) -> Path | None:
     """Raises ImageError for an image that is there and that this user may not read."""
     try:
-        path = entry.parent / json.loads(entry.read_text())["file"]
+        path: Path = entry.parent / json.loads(entry.read_text())["file"]
     except PermissionError:
         raise _unreadable(entry) from None
     except (OSError, ValueError, KeyError, TypeError):
