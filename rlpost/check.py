@@ -108,8 +108,8 @@ def check_installed(config: Config) -> None:
 
 
 def _stack_problems(config: Config) -> list[str]:
-    """What the parts of this run are made of and this environment lacks. Engines and actors would say so too, minutes
-    later, and as a failure that the job starts again after."""
+    """Packages that parts of this run need and this environment lacks. Without this check engines and actors fail on
+    them minutes later, and the job is requeued."""
     trains = not config.debug.debug_rollout_only
     generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     parts = [

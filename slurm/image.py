@@ -10,7 +10,7 @@ cache that all nodes see, named by the digest of its content, so that the regist
     CACHE/NAME-KEY.lock
 
 Invariants: an image appears whole or not at all; of several jobs that want the same name one imports and the
-others wait. Whoever may read the cache's folder may use its images, and whoever may write there may import: the files
+others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the files
 have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
 """
 
@@ -87,15 +87,15 @@ def ensure(image: str, cache: Path) -> Path:
         ImageError: no enroot here, or it failed (holds what it said); or the cache is not one that this user may use.
     """
     entry = cache / f"{key(image)}.json"
-    # Before the lock: who only reads needs no right to write.
+    # Before the lock: reading needs no permission to write.
     known = _known(entry)
     if known is not None:
         return known
     cache.mkdir(parents=True, exist_ok=True)
     if not os.access(cache, os.W_OK | os.X_OK):
         raise ImageError(
-            f"image_cache {cache} holds no {image}, and {_user()} may not write there; let somebody who may import it "
-            f"(python3 -m slurm.image {image} --cache {cache}), or give another --image-cache"
+            f"image_cache = {cache} (--image-cache) holds no {image}, and {_user()} cannot write to it; import the image "
+            f"as a user who can (python3 -m slurm.image {image} --cache {cache}), or give another folder"
         )
     with _lock(cache / f"{key(image)}.lock"):
         known = _known(entry)
@@ -131,8 +131,8 @@ def _known(entry: Path) -> Path | None:
 
 def _unreadable(path: Path) -> ImageError:
     return ImageError(
-        f"image_cache: {path} is there and {_user()} may not read it; its owner has to share it "
-        f"(chmod g+r,o+r {path}), or give another --image-cache"
+        f"image_cache (--image-cache): {path} exists and {_user()} cannot read it; its owner has to share it "
+        f"(chmod g+r,o+r {path}), or give another folder"
     )
 
 
@@ -144,9 +144,9 @@ def _user() -> str:
 
 
 def _share(path: Path) -> None:
-    """Let those read a file who may read its folder; the group is the folder's where that is setgid.
+    """Give a file its folder's permissions to read, which the batch script's umask withholds.
 
-    The batch script's umask keeps all others out. Only the owner of a file can do this; for others it is as it is.
+    Only the owner of a file can do this. The group of the file is the folder's where that is setgid.
     """
     folder = path.parent.stat()
     readable = 0o600 | (folder.st_mode & 0o044)
@@ -210,7 +210,7 @@ def _open_lock(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    # Whoever may write into the folder may lock; as _share, which gives no right to write.
+    # A user who can write to the folder can lock; _share gives permission to read only.
     writable = path.parent.stat().st_mode & 0o066
     with contextlib.suppress(OSError):  # another user's
         os.fchmod(descriptor, 0o600 | writable)
@@ -218,7 +218,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _say_without_lock(path: Path, error: OSError) -> None:
-    """No file system with locks, or another user's lock: then jobs may import twice, and still never half."""
+    """A file system without locks, or another user's lock: jobs may import twice, and each image appears whole."""
     print(f"{path}: no lock ({error}); importing without", file=sys.stderr)
 
 

@@ -105,7 +105,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two
 
 @pytest.fixture
 def open_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As ``registry``, where every user may look: pytest's own folders are closed at each start of a pytest."""
+    """As ``registry``, in a folder that every user can read; each start of pytest closes its own."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="rlpost-images-") as folder:
         Path(folder).chmod(0o755)
         (Path(folder) / "images.json").write_text(json.dumps({URI: TEXT}))
@@ -176,7 +176,7 @@ def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
 def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
     (open_registry / "cache").mkdir(mode=0o755)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"holds no {NAME}, and user {USER} may not write there" in done.stderr
+    assert done.returncode == 1 and f"holds no {NAME}, and user {USER} cannot write to it" in done.stderr
     assert "--image-cache" in done.stderr
 
 
@@ -189,6 +189,6 @@ def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owne
     (path,) = cache.glob("*.sqsh")
     path.chmod(0o600)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"{path} is there and user {USER} may not read it" in done.stderr
+    assert done.returncode == 1 and f"{path} exists and user {USER} cannot read it" in done.stderr
     ensure(NAME, cache)
     assert ask_as(USER, open_registry).stdout == f"{path}\n"
