@@ -10,8 +10,8 @@ cache that all nodes see, named by the digest of its content, so that the regist
     CACHE/NAME-KEY.lock
 
 Invariants: an image appears whole or not at all; of several jobs that want the same name one imports and the
-others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the files
-have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
+others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the
+files have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def ensure(image: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     if not os.access(cache, os.W_OK | os.X_OK):
         raise ImageError(
-            f"image_cache = {cache} (--image-cache) holds no {image}, and {_user()} cannot write to it; import the image "
-            f"as a user who can (python3 -m slurm.image {image} --cache {cache}), or give another folder"
+            f"image_cache = {cache} (--image-cache) holds no {image}, and {_user()} cannot write to it; import "
+            f"the image as a user who can (python3 -m slurm.image {image} --cache {cache}), or give another folder"
         )
     with _lock(cache / f"{key(image)}.lock"):
         known = _known(entry)
