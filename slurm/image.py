@@ -11,7 +11,8 @@ cache that all nodes see, named by the digest of its content, so that the regist
 
 Invariants: an image appears whole or not at all; of several jobs that want the same name one imports and the
 others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the
-files have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
+files have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see
+``ledger``.
 """
 
 from __future__ import annotations
