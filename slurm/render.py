@@ -35,7 +35,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.container import container_removal, enroot_command, pyxis_options
 from slurm.spec import JobSpec
 from slurm.supervise import EXIT_PREEMPTED
 
@@ -194,9 +194,7 @@ def _decide(spec: JobSpec) -> str:
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []
     preempted = "75" if spec.requeue == "never" else "again"
-    removal = ""
-    if spec.container is not None and spec.container.backend == "enroot":
-        removal = enroot_removal('"$(patience 60)"')
+    removal = container_removal(spec.container.backend, '"$(patience 60)"') if spec.container else ""
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"
@@ -241,7 +239,6 @@ patience() { # seconds for what may hang: $1, unless the job ends before
   [ "$end" -gt 0 ] 2>/dev/null && left=$((end - $(date +%s) - 5))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
-
 stopped='' terminated=''
 trap 'stopped=early' USR2
 trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
