@@ -11,8 +11,8 @@ import pytest
 
 from rlpost.check import check
 from rlpost.cli import plan
+from rlpost.cli.job import job_spec
 from rlpost.cli.plan_page import recipes_page
-from rlpost.cli.submit import job_spec
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
