@@ -28,10 +28,10 @@ def image_problem(image: str) -> str:
     if not path.is_absolute() or not path.parent.is_dir():
         return ""
     if not path.is_file():
-        return f"RLPOST_IMAGE={image}: no such file; import it (docs/containers.md), or name an image of a registry"
+        return f"image {image}: no such file; import it (docs/containers.md), or name an image of a registry"
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            return f"RLPOST_IMAGE={image}: not a squashfs file; make it with enroot import -o {path.name} NAME"
+            return f"image {image}: not a squashfs file; make it with enroot import -o {path.name} NAME"
     return ""
 
 
