@@ -10,8 +10,10 @@ refuse() { say "$*" && exit 78; }
 has_pyxis() { srun --help 2>/dev/null | grep -e --container-image >/dev/null; }
 has_enroot() { command -v enroot >/dev/null; }
 
+# RLPOST_CONTAINER counts with auto alone.
 backend=$1 image=${2:-} missing=$(for name in "${@:3}"; do [ "${!name:-}" ] || echo -n " $name"; done)
 why='the cluster profile says so' none='--container none'
+[ "${RLPOST_CONTAINER:-$backend}" = "$backend" ] || why="$why, RLPOST_CONTAINER=$RLPOST_CONTAINER has no effect"
 if [ "$backend" = auto ]; then
   backend=${RLPOST_CONTAINER:-} why="RLPOST_CONTAINER=${RLPOST_CONTAINER:-}" none='RLPOST_CONTAINER=none'
   case $backend in

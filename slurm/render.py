@@ -41,8 +41,8 @@ from slurm.supervise import EXIT_PREEMPTED
 
 def render_sbatch(spec: JobSpec) -> str:
     """The batch script for this job."""
-    parts = (directives(spec), _RENDERED, submits_itself(spec), _PREAMBLE, places(spec), _ATTEMPT)
-    parts += (image(spec), _record(spec), _stop(spec))
+    before = (directives(spec), _RENDERED, submits_itself(spec), _PREAMBLE, places(spec), _ATTEMPT)
+    parts = (*before, image(spec), _record(spec), _stop(spec))
     return "".join((*parts, _command(spec), _wait(spec), _decide(spec), _AGAIN, _restart(spec)))
 
 

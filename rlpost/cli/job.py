@@ -18,6 +18,7 @@ from slurm.container_choice import choose
 from slurm.errors import SpecError
 from slurm.spec import JobSpec
 
+IMAGE = "RLPOST_IMAGE"
 IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
 
 
@@ -83,7 +84,7 @@ def container_of(cluster: ClusterConfig) -> Container | None:
     """
     if cluster.container == "none":
         return None
-    image = cluster.container_image or ("$RLPOST_IMAGE" if cluster.container == "auto" else "")
+    image = cluster.container_image or (f"${IMAGE}" if cluster.container == "auto" else "")
     cache = cluster.image_cache or os.environ.get(IMAGE_CACHE) or str(Path(cluster.runs_dir) / "images")
     return Container(cluster.container, image, cluster.container_mounts, cache)
 
@@ -106,12 +107,12 @@ def as_the_job_would(config: Config) -> tuple[Config, str]:
     backend = config.cluster.container
     if backend not in ("auto", "pyxis"):  # enroot may be on the nodes alone
         return config, ""
-    image = config.cluster.container_image or ""
+    image = config.cluster.container_image or os.environ.get(IMAGE, "")
     try:
-        backend, why = choose(backend, "" if image.startswith("$") else image)
+        chosen, why = choose(backend, "" if image.startswith("$") else image)
     except SpecError as error:
         raise ConfigError(str(error)) from None
-    return with_container(config, backend), why
+    return with_container(config, chosen), why
 
 
 def with_container(config: Config, backend: str) -> Config:

@@ -30,8 +30,8 @@ export SBATCH_ACCOUNT=rl                         # read by sbatch itself; not wh
 sbatch jobs/qwen3_4b.sbatch
 ```
 
-The same file runs with pyxis, raw enroot or no container ([containers](containers.md#choosing-one)). A job that misses a
-variable says which and ends with exit code 78; `./jobs/qwen3_4b.sbatch` checks that and more on the login node, then
+The same file runs with pyxis, raw enroot or no container ([containers](containers.md#choosing-one)). A job that misses
+a variable says which and ends with exit code 78; `./jobs/qwen3_4b.sbatch` checks that and more on the login node, then
 submits itself.
 
 ## Models and data

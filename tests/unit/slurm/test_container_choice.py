@@ -55,6 +55,15 @@ def test_the_variable_wins_over_what_the_cluster_has_in_the_job_and_in_the_setti
     assert load([], {"cluster": {"container": "pyxis"}}).config.cluster.container == "pyxis"
 
 
+def test_a_profile_that_names_a_container_wins_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, tmp_path, srun=PYXIS)
+    monkeypatch.setenv("RLPOST_CONTAINER", "none")
+    assert choose("pyxis", IMAGE) == (
+        "pyxis",
+        "pyxis: the cluster profile says so, RLPOST_CONTAINER=none has no effect",
+    )
+
+
 def test_a_word_that_is_no_choice_is_refused_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, tmp_path)
     monkeypatch.setenv("RLPOST_CONTAINER", "docker")

@@ -166,7 +166,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
     assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
 
 
-@pytest.mark.parametrize("name", ["ledger", "image", "supervise"])
+@pytest.mark.parametrize("name", ["ledger", "image", "supervise", "login"])
 def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
     """Syntax of Python 3.8, and no module of ours beside these three."""
     tree = ast.parse((ROOT / f"slurm/{name}.py").read_text(), feature_version=(3, 8))
