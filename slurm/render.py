@@ -167,21 +167,20 @@ def image(spec: JobSpec) -> str:
         assignment = f"image={_assigned(container.image)}" + (_needed(container.variables) or "\n")
         return assignment + (_imported(container) if is_variable else "")
     assert container.cache is not None
-    words = shlex.join((container.image, "--cache", container.cache))
     needed = _needed(container.variables)
-    get = f"image=$(python3 -m slurm.image {words}) || {_NO_IMAGE}\n"
+    get = _get_image(shlex.join((container.image, "--cache", container.cache)))
     return (f"image=''{needed}" if needed else "") + get
 
 
 def _imported(container: Container) -> str:
     """A line that imports what image names, unless that is a file or nothing."""
     cache = shlex.quote(container.cache) if container.cache else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
-    return f"""\
-[[ $image == /* || ! $image ]] || image=$(python3 -m slurm.image "$image" --cache {cache}) || {_NO_IMAGE}
-"""
+    return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}')
 
 
-_NO_IMAGE = '{ log "no image; see above" && exit 1; }'
+def _get_image(words: str) -> str:
+    """A command that sets image to the file of an image in the cache; ``words`` for ``slurm.image``, as shell text."""
+    return f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
 
 
 def _needed(variables: Sequence[str]) -> str:
