@@ -10,7 +10,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from rlpost.config.checks.arithmetic import (
     model_problems,
     rollout_problems,
 )
-from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.observe import observe_problems
@@ -95,17 +97,49 @@ def notes(config: Config) -> list[str]:
         shape = hf_shape(hf)
     except WeightError:
         shape = None  # a model family from outside: the note goes without sizes
-    note = reference_note(config, shape)
-    return [] if note is None else [note]
+    found = (reference_note(config, shape), interpreter_note(config))
+    return [note for note in found if note is not None]
 
 
 def check_installed(config: Config) -> None:
-    """What only the machine that trains can tell: names of SGLang's and Megatron-core's own options, the packages.
+    """What only the machine that trains can tell: the packages, names of SGLang's and Megatron-core's own options.
 
     Raises ConfigError with one line for each problem.
     """
-    if problems := [*_option_problems(config), *_package_problems(config)]:
+    if problems := [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]:
         raise ConfigError("\n".join(problems))
+
+
+def _stack_problems(config: Config) -> list[str]:
+    """What the parts of this run are made of and this environment lacks. Engines and actors would say so too, minutes
+    later, and as a failure that the job starts again after."""
+    trains = not config.debug.debug_rollout_only
+    generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
+    parts = [
+        (True, "the cluster", ("ray",)),
+        (trains, "the trainer", ("torch", "megatron-core")),
+        (generates, "the engines", ("sglang", "sglang-router")),
+    ]
+    where = f"{sys.executable}: install what is missing (make install)"
+    if config.cluster.container != "none":
+        image = config.cluster.container_image
+        where = (
+            f"{sys.executable} of container_image = {image}: name another interpreter of the image with cluster.python "
+            "(--python), or see what it lacks with rlpost doctor --image"
+        )
+    return [
+        f"{package} is not installed, and {part} cannot start; this is {where}"
+        for is_on, part, packages in parts
+        for package in packages
+        if is_on and not _is_installed(package)
+    ]
+
+
+def _is_installed(package: str) -> bool:
+    """Without importing anything; other packages share the name ``megatron``."""
+    if package == "megatron-core":
+        return option_names() is not None
+    return PathFinder.find_spec(package.replace("-", "_")) is not None
 
 
 def _option_problems(config: Config) -> list[str]:

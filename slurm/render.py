@@ -34,7 +34,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from slurm.container import Container, enroot_command, enroot_removal, pyxis_options
+from slurm.container import Container, container_removal, enroot_command, pyxis_options
 from slurm.spec import JobSpec
 from slurm.supervise import EXIT_PREEMPTED
 
@@ -245,10 +245,12 @@ inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
 
 
 def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """Lines that remove what raw enroot leaves, if that is the container; ``seconds`` as ``enroot_removal``."""
-    if spec.container is None or spec.container.backend == "pyxis":
+    """A line that removes what the container leaves on the nodes, if there is one; ``seconds``: at most, as text."""
+    if spec.container is None:
         return ""
-    return ('[ "$RLPOST_CONTAINER" != enroot ] || ' if _is_auto(spec) else "") + enroot_removal(seconds)
+    if _is_auto(spec):
+        return '[ "$RLPOST_CONTAINER" = none ] || ' + container_removal('"$RLPOST_CONTAINER"', seconds)
+    return container_removal(spec.container.backend, seconds)
 
 
 def _is_auto(spec: JobSpec) -> bool:

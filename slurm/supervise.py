@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def start(options: argparse.Namespace) -> int:
     ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
+    details["home"] = os.environ.get("RLPOST_HOME")  # where a step beside the agents finds their code
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):
         print(f"job {options.job} was cancelled (rlpost cancel) and does not start again", file=sys.stderr)

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rlpost.cli.runs import add_run_options, find_run, last, running_job
 from rlpost.config.keys import without_keys
@@ -34,7 +36,8 @@ def attach_main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs_dir)
     job_id, nodes = running_nodes(run)
     node = _checked(options.node, nodes) or head_of(run, nodes)
-    return _run(run, step_argv(job_id, ["bash", "-i"], nodes=[node], inside=_inside(run, job_id), terminal=True))
+    inside = _inside(run, job_id)
+    return _run(step_argv(job_id, ["bash", "-i"], nodes=[node], inside=inside, terminal=True), inside)
 
 
 def exec_main(arguments: Sequence[str]) -> int:
@@ -54,7 +57,8 @@ def exec_main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs_dir)
     job_id, nodes = running_nodes(run)
     node = _checked(options.node, nodes)
-    return _run(run, step_argv(job_id, command, nodes=[node] if node else nodes, inside=_inside(run, job_id)))
+    inside = _inside(run, job_id)
+    return _run(step_argv(job_id, command, nodes=[node] if node else nodes, inside=inside), inside)
 
 
 def tunnel_main(arguments: Sequence[str]) -> int:
@@ -106,15 +110,38 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
         container = container_of_attempt(cluster, (run.attempts / "latest").resolve())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
+    # Ray's own commands ask for the attempt's secret; this is its place.
+    secret = (run.attempts / "latest").resolve() / "secret"
+    variables = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret)}
+    inside = Inside(run.root, home_of(run), environment=tuple(variables.items()))
     if container is None:
-        return Inside(run.root, run.code)
+        return inside
     info = job_info(job_id)
     if info.state is JobState.UNKNOWN:
         raise ConfigError(
             f"{run.root.name}: scontrol does not say how often job {job_id} was restarted, and its container's name "
             "holds that; does scontrol ping say that the controller is up?"
         )
-    return Inside(run.root, run.code, container, info.num_restarts)
+    return replace(inside, container=container, num_restarts=info.num_restarts)
+
+
+def home_of(run: RunFolder) -> Path:
+    """The code that a run's agents run: the snapshot of ``rlpost submit``, or RLPOST_HOME of a plain sbatch.
+
+    Raises:
+        ConfigError: neither is known to be there.
+    """
+    if run.code.is_dir():
+        return run.code
+    recorded = last(run.ledger.read(), "attempt").get("home")
+    # A run whose batch host has no Python has no such entry; the folder that it makes by itself is HOME/runs/NAME-JOB.
+    for home in filter(None, (recorded, run.root.parent.parent)):
+        if (Path(home) / "bootstrap/agent.py").is_file():
+            return Path(home)
+    raise ConfigError(
+        f"{run.root}: holds no code, and {recorded or 'the ledger'} does not lead to the one that it runs; "
+        "link the RLPOST_HOME of its sbatch to code in the run folder"
+    )
 
 
 def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
@@ -123,8 +150,7 @@ def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
     return node
 
 
-def _run(run: RunFolder, argv: Sequence[str]) -> int:
-    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
-    # Ray's own commands ask for the attempt's secret; this is its place.
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((run.attempts / "latest").resolve() / "secret")}
+def _run(argv: Sequence[str], inside: Inside) -> int:
+    home = str(inside.home)
+    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": home, "PYTHONPATH": home}
     return subprocess.run(argv, env=environ).returncode

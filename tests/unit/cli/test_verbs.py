@@ -22,7 +22,7 @@ from rlpost.reward.pool import _Worker
 from rlpost.rollout.process import ServerProcess
 from slurm.queue import QueueEntry
 from slurm.run_folder import RunFolder, create_run_folder
-from slurm.states import JobState
+from slurm.states import JobInfo, JobState
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
@@ -142,10 +142,56 @@ def test_a_run_that_nobody_would_start_again_is_not_asked_to_requeue(tmp_path, m
 def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_path):
     """Its name holds the restarts of the job, which only the controller knows."""
     run = make_run(tmp_path / "run", job_id="7")
+    run.code.mkdir()
     cluster = {"container": "pyxis", "container_image": "/images/a.sqsh", "runs_dir": "/runs"}
     run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
     with pytest.raises(ConfigError, match="scontrol"):
         inside._inside(run, "7")
+
+
+def plain_run(home, *, backend="pyxis"):
+    """A run of plain sbatch: job 7, without a snapshot of the code in its folder."""
+    run = make_run(home / "runs/tiny-7")
+    cluster = {"container": backend, "container_image": "/images/a.sqsh", "environment": {"HF_HOME": "/models"}}
+    run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
+    (home / "bootstrap").mkdir()
+    (home / "bootstrap/agent.py").touch()
+    return run
+
+
+@pytest.mark.parametrize("backend", ["pyxis", "enroot"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
+    tmp_path, monkeypatch, backend, is_recorded
+):
+    """As the ledger has it; without Python on the batch host, from the place of the run folder."""
+    run = plain_run(tmp_path, backend=backend)
+    if is_recorded:
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+        run = RunFolder(tmp_path / "elsewhere/tiny-7")
+        run.ledger.append("attempt", attempt=0, job_id="7", home=str(tmp_path))
+    attempt = run.new_attempt()
+    seen = []
+    monkeypatch.setattr(inside, "running_job", lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"))
+    monkeypatch.setattr(inside, "job_info", lambda job: JobInfo(job, JobState.RUNNING))
+    monkeypatch.setattr(
+        subprocess, "run", lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0)
+    )
+    assert main(["exec", "--run", str(run.root), "ray", "status"]) == 0
+    ((argv, environ),) = seen
+    assert environ["RLPOST_HOME"] == environ["PYTHONPATH"] == str(tmp_path)
+    text = " ".join(argv)
+    assert f"{tmp_path}/slurm/enroot_exec.sh" in text or f"--container-workdir={tmp_path} " in text
+    assert argv[-2:] == ["ray", "status"] and "HF_HOME=/models" in argv
+    assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={attempt}/secret"} <= set(argv)
+
+
+def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
+    run = plain_run(tmp_path / "home")
+    run.ledger.append("attempt", attempt=0, job_id="7", home="/gone")
+    (tmp_path / "home/bootstrap/agent.py").unlink()
+    with pytest.raises(ConfigError, match=r"/gone does not lead to .* link the RLPOST_HOME"):
+        inside.home_of(run)
 
 
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
@@ -176,7 +222,7 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
 
 def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/n01.log\n")
+    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/findings\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in KEYS:
@@ -184,6 +230,20 @@ def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, ca
     assert image_doctor._submitted("#!/bin/sh\n", tmp_path) == 0
     assert capsys.readouterr().out == "fine\n"
     assert "hf_secret" not in (tmp_path / "seen").read_text()
+
+
+@pytest.mark.parametrize(("findings", "code"), [("[]\n", 0), (None, 1)])
+def test_standard_output_of_a_look_has_the_findings_alone(tmp_path, monkeypatch, capsys, findings, code):
+    """Not what enroot and setup commands said; where nothing was found out, those are shown as messages."""
+    made = f"echo '{findings.strip()}' >{tmp_path}/findings" if findings else ":"
+    logs = f"echo '[INFO] Extracting squashfs filesystem...' >{tmp_path}/n01.log; echo no image >{tmp_path}/job.out"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 7\n{logs}\n{made}\nexit {code}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert image_doctor._submitted("#!/bin/sh\n", tmp_path) == code
+    said = capsys.readouterr()
+    assert said.out == (findings or "")
+    assert ("no image\n[INFO] Extracting" in said.err) == (findings is None)
 
 
 def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(tmp_path, capsys):

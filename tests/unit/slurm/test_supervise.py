@@ -132,14 +132,15 @@ def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> 
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ).stdout
 
 
-def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
-    """Nodes, image and code at the start; verdict, cause, answer and bad hosts at the end."""
+def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes, image and code (which is where) at the start; verdict, cause, answer and bad hosts at the end."""
     attempt = tmp_path / "attempts/0"
     attempt.mkdir(parents=True)
     (tmp_path / "code.json").write_text('{"commit": "abc", "is_dirty": true}')
     (attempt / "verdict").write_text("failed\n")
     (attempt / "verdict.json").write_text('{"cause": "n02 is gone"}')
     (attempt / "exclude").write_text("n02\n")
+    monkeypatch.setenv("RLPOST_HOME", "/home/me/rlpost")
     image = f"/images/sha256-{'0' * 64}.sqsh"
     assert supervise(tmp_path, "start", "--job", "7", "--nodes", "n[01-02]", "--image", image) == ""
     limits = ("--max-preemptions", "1", "--max-failures", "1", "--max-stalled-attempts", "2")
@@ -152,6 +153,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
         "job_id": "7",
         "nodes": "n[01-02]",
         "image": {"path": image, "sha256": "0" * 64},
+        "home": "/home/me/rlpost",
         "code": {"commit": "abc", "is_dirty": True},
     }
     assert end == {
