@@ -92,14 +92,19 @@ class Gathering:
 
     async def wait(self) -> None:
         """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
-        complete = self._reception.complete
         if not self._options.spare_nodes:
-            await complete.wait()
-        while not complete.is_set():
+            await self._reception.complete.wait()
+        while not self._reception.complete.is_set():
             if len(self._fit) >= self._num_needed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(complete.wait(), self._options.spare_wait_s)
+                    await asyncio.wait_for(self._wait_for_the_rest(), self._options.spare_wait_s)
                 return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _wait_for_the_rest(self) -> None:
+        """Until every host has joined or is known to be gone."""
+        while any(host not in self._absent for host in self._reception.missing()):
             self._changed.clear()
             await self._changed.wait()
 

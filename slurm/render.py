@@ -13,6 +13,8 @@ Python, only a preempted run starts again. What the script knows that the agents
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
   user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
+- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began; a variable would
+  let it name the first of several nodes only.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
@@ -155,32 +157,37 @@ def _assigned(image: str) -> str:
     return f"${{{image[1:]}:-}}" if image.startswith("$") else shlex.quote(image)
 
 
-def image(spec: JobSpec) -> str:
-    """Lines that set image, or end the job with the names of what is not set."""
+def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
+    """Lines that set image, or end the job with the names of what is not set; ``log`` for what an import says."""
     container = spec.container
     if container is None:
         return ""
     if container.backend == "auto":
-        return _imported(container)
+        return _imported(container, log)
     if not container.is_imported:
         is_variable = container.image.startswith("$")
         assignment = f"image={_assigned(container.image)}" + (_needed(container.variables) or "\n")
-        return assignment + (_imported(container) if is_variable else "")
+        return assignment + (_imported(container, log) if is_variable else "")
     assert container.cache is not None
     needed = _needed(container.variables)
-    get = _get_image(shlex.join((container.image, "--cache", container.cache)))
+    get = _get_image(shlex.join((container.image, "--cache", container.cache)), log)
     return (f"image=''{needed}" if needed else "") + get
 
 
-def _imported(container: Container) -> str:
+def _imported(container: Container, log: str) -> str:
     """A line that imports what image names, unless that is a file or nothing."""
     cache = shlex.quote(container.cache) if container.cache else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
-    return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}')
+    return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}', log)
 
 
-def _get_image(words: str) -> str:
-    """A command that sets image to the file of an image in the cache; ``words`` for ``slurm.image``, as shell text."""
-    return f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+def _get_image(words: str, log: str) -> str:
+    """A command that sets image to the file of an image in the cache; ``words`` for ``slurm.image``, as shell text.
+
+    What the import says goes to both logs; where it fails, a step that fails at once stands for srun.
+    """
+    get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "{log}" >&2'
+    get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
+    return get + ' || { log "no image; see above"; srun() { return 1; }; }\n'
 
 
 def _needed(variables: Sequence[str]) -> str:
@@ -264,8 +271,8 @@ def _command(spec: JobSpec) -> str:
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
 {chosen_words(spec, "$attempt_dir")}\
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
-  --output="${{attempt_dir//%/%%}}/agent-%N.log" \\
+SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
+  --output="${{attempt_dir//%/%%}}/agent-%N.log" 2>>"$attempt_dir/launch.log" \\
 {inside(spec)}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
   "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &
 """
@@ -352,5 +359,5 @@ _AGAIN = """\
 for _ in {1..30}; do state=$(timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %T) && break; sleep 2; done
 [ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
-log "requeue: the run can go on from its checkpoint"; trap '' TERM # requeue sends it
+log "requeue: job $SLURM_JOB_ID starts again"; trap '' TERM # requeue sends it
 """

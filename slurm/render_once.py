@@ -65,7 +65,13 @@ exit "$code"
 def _begin(spec: JobSpec) -> str:
     before = (directives(spec, is_warned=False), _RENDERED, submits_itself(spec), _HEAD)
     return "".join(
-        (*before, places(spec, is_supervised=False), _FOLDER, image(spec), chosen_words(spec, "$run_folder"))
+        (
+            *before,
+            places(spec, is_supervised=False),
+            _FOLDER,
+            image(spec, "$run_folder/launch.log"),
+            chosen_words(spec, "$run_folder"),
+        )
     )
 
 

@@ -91,6 +91,26 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
     assert (found["state"], found["step"], found["eta_s"]) == ("FAILED", 3, None)
 
 
+def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_path, capsys):
+    """The batch host's cause where the agents left none, and the newest attempt's alone."""
+    run = make_run(tmp_path / "runs/a", job_id="local-999999999")
+    run.new_attempt()
+    cause = "n01, n02: the image /x.sqsh does not exist (Exited with exit code 1)\nremedy: correct --container-image"
+    ended = {"verdict": "config", "answer": 78, "reason": "not requeued: starting again cannot help"}
+    run.ledger.append("verdict", attempt=0, cause=cause, **ended)
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["cause"], found["decision"]) == ("config", cause, ended["reason"])
+    assert main(["list"]) == 0
+    assert cause.splitlines()[0] in capsys.readouterr().out
+    assert main(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert "remedy: correct --container-image" in shown and ended["reason"] in shown
+    run.new_attempt()
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "", "of the attempt before"
+
+
 def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
     """Broken run.json, ledger, metrics and verdict."""
     root = tmp_path / "runs/broken"
