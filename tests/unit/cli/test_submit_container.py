@@ -160,6 +160,7 @@ def test_exec_and_attach_go_where_the_attempt_went(chosen, site) -> None:
     container = container_of_attempt(config.cluster, attempt)
     assert (container.backend if container else "none") == chosen
     if chosen == "none":
+        run.code.mkdir(exist_ok=True)
         (run.attempts / "latest").unlink(missing_ok=True)
         (run.attempts / "latest").symlink_to(attempt.name)
         assert _inside(run, "7").container is None
