@@ -31,6 +31,7 @@ if [ "$backend" = auto ]; then
     missing=" RLPOST_IMAGE$missing"
   fi
 fi
+
 [ -z "$missing" ] || refuse "not set:$missing; export before sbatch, or fill jobs/clusters/site.toml and make jobs"
 [ "$backend" != pyxis ] || has_pyxis ||
   refuse "pyxis ($why): srun --help lists no --container-image on $(hostname), so this cluster has no pyxis;" \

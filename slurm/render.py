@@ -133,7 +133,8 @@ def _choice(spec: JobSpec, is_supervised: bool) -> str:
     if container is None:
         return _PYTHON
     if container.backend != "auto":
-        return f"bash slurm/container.sh {container.backend} >/dev/null || exit 78\n"
+        image = f' "{_assigned(container.image)}"' if container.image.startswith("$") else ""
+        return f"bash slurm/container.sh {container.backend}{image} >/dev/null || exit 78\n"
     words = ("bash slurm/container.sh auto", '"$image"', *container.variables)
     in_image = shlex.quote(spec.python) if spec.python else "${RLPOST_PYTHON:-python3}"
     on_host = spec.python or spec.host_python
