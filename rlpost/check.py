@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,12 @@ from rlpost.weights.files import file_problems
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
 
 
-def check(config: Config, *, run: Path | None = None) -> None:
+def check(config: Config, *, run: Path | None = None, mounted: Sequence[str] = ()) -> None:
     """Raise ConfigError with one line for each problem, or return.
 
-    Args: ``run`` is the folder of the run, None for one that is still to be made.
+    Args:
+        run: the folder of the run, None for one that is still to be made.
+        mounted: folders that its container has beyond that one and ``container_mounts``.
     """
     if unset := variable_problems(config):
         raise ConfigError("\n".join(unset))
@@ -77,7 +80,7 @@ def check(config: Config, *, run: Path | None = None) -> None:
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
-        *container_problems(config),
+        *container_problems(config, (*mounted, *(() if run is None else (str(run.absolute()),)))),
         *environment_problems(config),
         *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
         *_option_problems(config),

@@ -7,14 +7,15 @@ once and exit code 2. Imports neither torch nor anything of the training stack.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlpost.check import check, notes
+from rlpost.cli.job import as_the_job_would, job_spec
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
-from rlpost.cli.submit import job_spec
 from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     require_model(options.recipe, loaded.config)
     problems = []
-    for look in (check, job_spec):
+    for look in (_as_in_a_job, job_spec):
         try:
             look(loaded.config)
         except (ConfigError, SpecError) as error:
@@ -57,6 +58,12 @@ def _print_object(config: Config, problems: list[str]) -> int:
         content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0
+
+
+def _as_in_a_job(config: Config) -> None:
+    """All checks with the container of a job from here; $RLPOST_HOME is what a batch file of jobs/ mounts."""
+    home = os.environ.get("RLPOST_HOME")
+    check(as_the_job_would(config)[0], mounted=(home,) if home else ())
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:

@@ -17,17 +17,16 @@ from pathlib import Path
 from rlpost.check import check, notes
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
+from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
-from rlpost.config.groups.cluster import ClusterConfig
-from rlpost.config.keys import KEYS, without_keys
+from rlpost.config.keys import without_keys
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.container import Container
 from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
@@ -46,68 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(submit_main, arguments)
 
 
-def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder.
-
-    Raises:
-        ConfigError: a key is among the variables, which stand in the batch script.
-        SpecError: a value cannot go into a batch script.
-    """
-    cluster = config.cluster
-    if keys := [name for name in KEYS if name in cluster.environment]:
-        raise ConfigError(
-            f"cluster.environment (--environment) has {', '.join(keys)}, which would stand in the batch script; export "
-            "it where rlpost submit is called instead: then it goes into RUN/secrets.env alone"
-        )
-    agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
-    agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
-    if cluster.socket_ifname is not None:
-        agent_args += ["--socket-ifname", cluster.socket_ifname]
-    if cluster.ray_object_store_memory is not None:
-        agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
-    if cluster.preflight_bandwidth_gbps is not None:
-        agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
-    container = container_of(cluster)
-    for target in container.targets if container is not None else ():
-        agent_args += ["--needed-path", target]
-    if cluster.ray_dashboard:
-        agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
-    return JobSpec(
-        job_name=cluster.job_name,
-        nodes=config.num_nodes,
-        spare_nodes=cluster.spare_nodes,
-        num_gpus_per_node=cluster.num_gpus_per_node,
-        gpu_request=cluster.gpu_request,
-        time=cluster.time,
-        partition=cluster.partition,
-        account=cluster.account,
-        qos=cluster.qos,
-        reservation=cluster.reservation,
-        constraint=cluster.constraint,
-        exclusive=cluster.exclusive,
-        exclude=cluster.exclude,
-        requeue=cluster.requeue,
-        max_preemptions=cluster.max_preemptions,
-        max_failures=cluster.max_failures,
-        max_stalled_attempts=cluster.max_stalled_attempts,
-        python=cluster.python,
-        container=container,
-        environment=tuple(cluster.environment.items()),
-        setup_commands=cluster.setup_commands,
-        signal_lead_s=cluster.signal_lead_s,
-        agent_args=tuple(agent_args),
-        driver_args=driver_args,
-    )
-
-
-def container_of(cluster: ClusterConfig) -> Container | None:
-    """The container that a run's agents live in."""
-    if cluster.container == "none":
-        return None
-    cache = cluster.image_cache or str(Path(cluster.runs_dir) / "images")
-    return Container(cluster.container, cluster.container_image or "", cluster.container_mounts, cache)
-
-
 def submit_main(arguments: Sequence[str]) -> int:
     """``rlpost submit RECIPE``. Raises ConfigError."""
     made = parser("python -m rlpost.submit", "Check a recipe, make its run folder and submit it.")
@@ -118,7 +55,13 @@ def submit_main(arguments: Sequence[str]) -> int:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
-    check(config, run=root)
+    local = options.local or options.debug or not is_available()
+    if local and not options.dry_run:
+        config = _without_slurm(config)
+    seen, why = (config, "") if options.dry_run else as_the_job_would(config)
+    check(seen, run=root)
+    if why:
+        print(f"note: container {why}", file=sys.stderr)
     for note in notes(config):
         print(f"note: {note}", file=sys.stderr)
     try:
@@ -130,7 +73,6 @@ def submit_main(arguments: Sequence[str]) -> int:
         if options.test_only:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
-        local = options.local or options.debug or not is_available()
         if local and config.num_nodes > 1:
             raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
         _check_wandb_key(config, RunFolder(root))
@@ -148,6 +90,17 @@ def submit_main(arguments: Sequence[str]) -> int:
         return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def _without_slurm(config: Config) -> Config:
+    """The settings of a run on this machine, where ``auto`` is no container. Raises ConfigError."""
+    backend = config.cluster.container
+    if backend not in ("none", "auto"):
+        raise ConfigError(
+            f"cluster.container (--container) = {backend!r}: a run without Slurm (none found, or --local) has no "
+            "container; use --container none"
+        )
+    return with_container(config, "none")
 
 
 def _check_it_has_ended(run: RunFolder) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from rlpost.config import pass_through
 from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
-from rlpost.config.path_variables import expanded, variables_of
+from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 
 FLAG = "the command line"
 NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
+SITE = "site"
 PROFILES = {"model": "models", "cluster": "clusters"}
 """Tables that may stand in a file of their own, and the folders of ``jobs/`` that hold such files."""
 
@@ -96,8 +97,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     A NAME is a file of ``jobs/models`` or ``jobs/clusters``; a path is seen from the recipe, or from the working
     directory when it is of the command line. Raises ConfigError when the recipe cannot be read.
     """
-    if recipe is not None and recipe.name == str(recipe) and not recipe.suffix and not recipe.exists():
-        recipe = JOBS / "recipes" / f"{recipe}.toml"
+    recipe = _recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}
     found: dict[str, list[Path]] = {}
     for table, folder in PROFILES.items():
@@ -108,6 +108,34 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             is_path = word.endswith(".toml") or "/" in word
             found[table] = [base / Path(word).expanduser() if is_path else JOBS / folder / f"{word}.toml"]
     return [*found.get("model", []), *([recipe] if recipe is not None else []), *found.get("cluster", [])]
+
+
+def site_profile(recipe: Path | None) -> str | None:
+    """The profile of a recipe where none is named: "site", with which its batch file is rendered too.
+
+    That is so for recipes of a cluster, which are those with a path below $RLPOST_ASSETS. Raises ConfigError when the
+    recipe cannot be read.
+    """
+    path = _recipe_file(recipe)
+    named = {} if path is None else read_toml(path)
+    if isinstance(named.get("cluster"), str) or not (JOBS / "clusters" / f"{SITE}.toml").exists():
+        return None
+    return SITE if any(text.startswith(f"${ASSETS}") for text in _texts(named)) else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _recipe_file(recipe: Path | None) -> Path | None:
+    """The file of a recipe that may be named by its NAME."""
+    if recipe is None or recipe.name != str(recipe) or recipe.suffix or recipe.exists():
+        return recipe
+    return JOBS / "recipes" / f"{recipe}.toml"
 
 
 def read_toml(path: Path) -> Values:
@@ -192,6 +220,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
             image, mounts = node.container_image, node.container_mounts
             changed["container_image"] = image and expanded(image, variables)
             changed["container_mounts"] = tuple(expanded(mount, variables) for mount in mounts)
+            changed["container"] = container_word(node, os.environ)
         update[name] = node.model_copy(update=changed)
     return config.model_copy(update=update)
 
