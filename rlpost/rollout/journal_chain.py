@@ -1,4 +1,4 @@
-"""Which records of a journal follow on a checkpoint: the chain of its segments, from file to file. Pure, but for reading.
+"""Which records of a journal follow on a checkpoint: the chain of its segments, from file to file.
 
 Input: the segments of a folder, and the checkpoint state that a run resumes from. Output: the records that provably
 follow on that state, in order, and for everything else the file's name, why it is not used and what that costs.
@@ -53,7 +53,8 @@ def read_folder(folder: Path) -> tuple[list[Segment], list[Unreadable]]:
     """All segments of a journal by number, and the files that have no valid header. Raises OSError where the folder
     cannot be listed."""
     found = [read_segment(path) for path in segment_paths(folder)]
-    return [each for each in found if isinstance(each, Segment)], [each for each in found if isinstance(each, Unreadable)]
+    valid = [each for each in found if isinstance(each, Segment)]
+    return valid, [each for each in found if isinstance(each, Unreadable)]
 
 
 def follow(

@@ -3,7 +3,7 @@
 Comes in: what happened to a rollout (a group finished, a batch was taken, an evaluation was made). Goes out: framed
 records, and from a folder of segments the records that follow on a checkpoint.
 
-    record    length (4 bytes, little endian), checksum (4 bytes) of what follows, kind (1 byte), body (length - 1 bytes)
+    record    length (4 bytes, little endian), checksum (4 bytes) of the rest, kind (1 byte), body (length - 1 bytes)
     segment   NUMBER.log: one HEADER record, then records in the order in which things happened
 
 The checksum is a CRC-32 that continues from the checksum of the record before, so a record is only valid in its place.
@@ -25,6 +25,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,29 +94,27 @@ class Record:
 
         Raises CheckpointError when they cannot be read twice, or are not what they were when the run began.
         """
+        place = f"{self.path}: the record at byte {self.offset}"
+        with suppress(OSError):
+            return self._read(place)
         try:
-            frame = self._read()
-        except OSError:
-            frame = None
-        try:
-            frame = self._read() if frame is None else frame
+            return self._read(place)
         except OSError as error:
-            raise CheckpointError(f"{self._place()} cannot be read: {error}; {_NEXT_ATTEMPT}") from error
-        content = frame[_FRAME.size :]
-        if len(frame) != self.size or _FRAME.pack(len(content), zlib.crc32(content, self.seed)) != frame[: _FRAME.size]:
-            raise CheckpointError(f"{self._place()} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}")
-        return content
+            raise CheckpointError(f"{place} cannot be read: {error}; {_NEXT_ATTEMPT}") from error
 
     def group(self) -> SampleGroup:
         """The group of a GROUP record. Raises as ``content`` does."""
         return _group(memoryview(self.content())[1:])
 
-    def _read(self) -> bytes:
-        with open(self.path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), self.size, self.offset)
-
-    def _place(self) -> str:
-        return f"{self.path}: the record at byte {self.offset}"
+    def _read(self, place: str) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            frame = file.read(self.size)
+        content = frame[_FRAME.size :]
+        head = _FRAME.pack(len(content), zlib.crc32(content, self.seed))
+        if len(frame) != self.size or frame[: _FRAME.size] != head:
+            raise CheckpointError(f"{place} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}")
+        return content
 
 
 _NEXT_ATTEMPT = "the next attempt uses what is before it and generates the rest again"

@@ -47,7 +47,7 @@ class Counter:
     def state(self) -> dict[str, int]:
         return {"offset": self.at}
 
-    def copy(self) -> "Counter":
+    def copy(self) -> Counter:
         return Counter(self.at)
 
 
