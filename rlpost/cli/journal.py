@@ -55,7 +55,7 @@ def _chain(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadab
     base, step = _resumed_from(folder.parent, found)
     used = follow(found, base, step, unreadable=unreadable)
     names = " -> ".join(segment.path.stem for segment in used.chain) or "no segment"
-    lines = [f"a resume from step {step} (segment {base}) uses {names}: {contents(used.records)}"]
+    lines = [f"a resume from step {step} (segment {base}) uses {names}; {contents(used.records)}"]
     lines += [f"{problem}; what is before it serves" for problem in used.problems]
     if any(segment.header.format == 1 for segment in used.chain):
         lines.append("an older program wrote segments without a chain: that none is missing between them is not proven")

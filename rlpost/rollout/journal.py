@@ -140,7 +140,7 @@ class Journal:
             del self._evaluations[at]
         if lost:
             logger.warning(
-                "journal: %s, record at byte %d: %s; it is not used: %s are generated again",
+                "journal: %s, record at byte %d: %s; it is not used. Generated again: %s",
                 *(lost[0].path, lost[0].offset, why, contents(lost)),
             )
         if lost or later:

@@ -88,7 +88,7 @@ def follow(
     problems = [] if changed is None or following is None else [_unused(following, changed)]
     if chain and chain[-1].problem is not None:
         problems.append(f"{chain[-1].path}: {chain[-1].problem}")
-    problems += [f"{each.path}: {each.problem}; it is not used" for each in unreadable if each.number >= base]
+    problems += [f"{each.path}: {each.problem}; its {each.num_bytes} bytes are not used" for each in unreadable if each.number >= base]
     if start is None and (base > 0 or any(each.header.number >= base for each in ordered)):
         problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
     last_served = max((each.header.number for each in [*chain, *([following] if following else [])]), default=base - 1)
@@ -101,7 +101,8 @@ def contents(records: Sequence[Record]) -> str:
     """How much there is of what, in words."""
     groups = [record for record in records if record.kind == GROUP]
     tokens = sum(record.meta["num_tokens"] for record in groups)
-    return f"{len(groups)} groups ({tokens} tokens) and {sum(record.kind == BATCH for record in records)} batches"
+    batches = sum(record.kind == BATCH for record in records)
+    return f"groups: {len(groups)} ({tokens} tokens), batches: {batches}"
 
 
 def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
@@ -148,4 +149,4 @@ def _why(segment: Segment, chain: Sequence[Segment], ordered: Sequence[Segment])
 
 
 def _unused(segment: Segment, why: str) -> str:
-    return f"{segment.path}: {why}; it is not used: {contents(segment.records)} are generated again"
+    return f"{segment.path}: {why}; it is not used. Generated again: {contents(segment.records)}"

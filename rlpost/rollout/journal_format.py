@@ -145,6 +145,7 @@ class Unreadable:
 
     path: Path
     problem: str
+    num_bytes: int  # of the file
 
     @property
     def number(self) -> int:
@@ -276,9 +277,10 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
     """The segment, and whether reading failed."""
     records: list[Record] = []
     digests: dict[int, str] = {}
-    framing, header, problem, failed = Framing(), None, None, False
+    framing, header, problem, failed, size = Framing(), None, None, False, 0
     try:
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             while True:
                 offset, seed = framing.num_bytes, framing.checksum if header and header.format > 1 else 0
                 frame = _next_frame(file, framing, seed=seed)
@@ -295,7 +297,7 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
     except OSError as error:
         problem, failed = f"it cannot be read from byte {framing.num_bytes} on: {error}", True
     if header is None:
-        return Unreadable(path, problem or "it is empty"), failed
+        return Unreadable(path, problem or "it is empty", size), failed
     good_bytes = max(digests)
     return Segment(path, header, tuple(records), good_bytes, problem, digests), failed
 

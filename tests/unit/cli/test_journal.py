@@ -41,7 +41,7 @@ def test_every_segment_is_a_line_with_what_it_holds(tmp_path, run, capsys):
     assert {key: rows[0][key] for key in counts} == counts
     assert (rows[1]["segment"], rows[1]["from step"], rows[1]["groups"]) == ("1", "1", "0")
     assert (rows[0]["follows on"], rows[1]["follows on"]) == ("-", "segment 0")
-    assert chain == "a resume from step 0 (segment 0) uses 0000000 -> 0000001: 2 groups (11 tokens) and 1 batches"
+    assert chain == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"
 
 
 def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
@@ -72,7 +72,7 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     (folder / "0000002.log").write_bytes(b"")
     main([str(run.root)])
     *_, used, empty, last = capsys.readouterr().out.splitlines()
-    assert used == "a resume from step 1 (segment 1) uses 0000001: 0 groups (0 tokens) and 0 batches"
+    assert used == "a resume from step 1 (segment 1) uses 0000001; groups: 0 (0 tokens), batches: 0"
     assert empty.startswith(f"{folder / '0000002.log'}: it is empty")
     assert last.startswith(f"{folder / '0000003.log'}: follows on segment 2, which is missing or damaged")
 

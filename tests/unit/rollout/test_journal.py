@@ -37,8 +37,8 @@ def group(prompt_id, *lengths):
     return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
 
 
-def resumed(folder, base=0, step=0, settings="s"):
-    return Journal.resume(folder, base, step=step, settings=settings)
+def resumed(folder, base=0, step=0, settings="s", **named):
+    return Journal.resume(folder, base, step=step, settings=settings, **named)
 
 
 def replayed(journal):
