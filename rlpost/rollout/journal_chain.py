@@ -88,7 +88,11 @@ def follow(
     problems = [] if changed is None or following is None else [_unused(following, changed)]
     if chain and chain[-1].problem is not None:
         problems.append(f"{chain[-1].path}: {chain[-1].problem}")
-    problems += [f"{each.path}: {each.problem}; its {each.num_bytes} bytes are not used" for each in unreadable if each.number >= base]
+    problems += [
+        f"{each.path}: {each.problem}; its {each.num_bytes} bytes are not used"
+        for each in unreadable
+        if each.number >= base
+    ]
     if start is None and (base > 0 or any(each.header.number >= base for each in ordered)):
         problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
     last_served = max((each.header.number for each in [*chain, *([following] if following else [])]), default=base - 1)

@@ -5,14 +5,18 @@ none is committed, so that a crash leaves a chain of segments that all follow on
 """
 
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from rlpost.checkpoint.state import RunState
+from rlpost.data.cursor import PromptCursor
 from rlpost.rollout.journal_format import BATCH, segments
+from tests.unit.orchestration import test_loop
 from tests.unit.orchestration.test_crash import Killed, Mortal
-from tests.unit.orchestration.test_loop import FakeStages, comparable, run
+from tests.unit.orchestration.test_loop import FakeStages, Prompts, comparable, run
+from tests.unit.rollout.test_journal_chain import as_format_1
 
 MODES = ["sync", "one_step_off", "fully_async"]
 NUM_STEPS = 5  # until the kill
@@ -118,7 +122,12 @@ def resumed(folder, mode, **changed):
 
 
 def batches(folder):
-    return [(r.meta["step"], r.meta["prompt_ids"]) for s in segments(folder / "journal") for r in s.records if r.kind == BATCH]
+    return [
+        (r.meta["step"], r.meta["prompt_ids"])
+        for s in segments(folder / "journal")
+        for r in s.records
+        if r.kind == BATCH
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,3 +178,47 @@ def test_a_run_that_was_damaged_is_resumed_again_from_what_it_has_regenerated(tm
     stages = resumed(folder, mode)
     assert stages.seen[:16] == again.seen[:16]
     assert len(set(stages.written) & set(again.seen[:16])) == 0
+
+
+class Changed(Prompts):
+    """Rows as they are after somebody edited the file."""
+
+    def prompt(self, position, prompt_id):
+        found = super().prompt(position, prompt_id)
+        return found if position != 3 or found is None else replace(found, text="asks something else")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prompts", [lambda bad: Prompts((3,)), Changed], ids=["became bad", "changed"])
+def test_answers_to_a_row_that_changed_are_not_used_and_the_run_goes_on(
+    tmp_path, killed, monkeypatch, caplog, mode, prompts
+):
+    """Also where the fingerprint of a large file does not show it."""
+    folder = shutil.copytree(killed(mode), tmp_path / "run")
+    before = batches(folder)
+    monkeypatch.setattr(test_loop, "Prompts", prompts)
+    stages = PutOff()
+    run(folder, stages, RunState(pending={}), rollout_mode=mode)
+    assert len(stages.seen) == len(set(stages.seen)) == 24
+    assert min(stages.ages) >= 0
+    third = next(prompt.prompt_id for prompt in cursor().take(10) if prompt.text == "p3")
+    intact = [prompts for _, prompts in before if max(prompts) < third]
+    assert stages.seen[: 4 * len(intact)] == [prompt for prompts in intact for prompt in prompts]
+    assert f"prompt {third}, which is another one now: --prompt-data has changed" in caplog.text or (
+        f"a group of prompt {third}, for which the run does not wait" in caplog.text
+    )
+    assert "Generated again: groups:" in caplog.text
+
+
+def cursor():
+    return PromptCursor(Prompts(), shuffle=True, seed=1)
+
+
+def test_a_batch_of_another_step_is_never_trained(tmp_path, killed, caplog):
+    """Segments of format 1 cannot show that one between them is missing; the run's own bookkeeping can."""
+    folder = shutil.copytree(killed("sync"), tmp_path / "run")
+    as_format_1(folder / "journal")
+    delete(folder / "journal/0000002.log")
+    stages = resumed(folder, "sync")
+    assert stages.seen == list(range(24))
+    assert "a group written by the weights of step 2, while the run is at step 1; it is not used" in caplog.text

@@ -288,7 +288,9 @@ def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the
     path = tmp_path / "0000004.log"
     failing(path, journal.waiting[2].offset)
     assert [record.key for record in journal.again()] == [(GROUP, 0), (BATCH, 0)]
-    with pytest.raises(CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*; the next attempt"):
+    with pytest.raises(
+        CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*; the next attempt"
+    ):
         [record.group() for record in journal.again()]
     journal.close()
     assert waiting(resumed(tmp_path)) == events[:2]
