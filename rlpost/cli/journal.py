@@ -39,7 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--records", action="store_true", help="every record, in order")
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
-    found, unreadable = read_folder(folder)
+    try:
+        found, unreadable = read_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"rlpost journal: {folder} cannot be listed: {error}") from error
     if not found and not unreadable:
         raise ConfigError(f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run")
     print("\n".join([str(folder), *table([_row(segment) for segment in found])]))
@@ -56,7 +59,7 @@ def _chain(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadab
     used = follow(found, base, step, unreadable=unreadable)
     names = " -> ".join(segment.path.stem for segment in used.chain) or "no segment"
     lines = [f"a resume from step {step} (segment {base}) uses {names}; {contents(used.records)}"]
-    lines += [f"{problem}; what is before it serves" for problem in used.problems]
+    lines += used.problems
     if any(segment.header.format == 1 for segment in used.chain):
         lines.append("an older program wrote segments without a chain: that none is missing between them is not proven")
     return lines

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from rlpost.rollout.journal_format import (
@@ -72,33 +73,29 @@ def follow(
     Nothing is used that was written under other ``settings`` or with other prompt ``data``; None compares with neither.
     """
     ordered = sorted(found, key=lambda segment: segment.header.number)
-    start = next((each for each in reversed(ordered) if (each.header.base, each.header.step) == (base, step)), None)
     chain: list[Segment] = []
-    events: dict[tuple[int, int], Record] = {}
-    changed = None
-    following = start
+    problems: list[str] = []
+    following = _start(ordered, base, step)
+    if following is None and (base > 0 or any(segment.header.number >= base for segment in ordered)):
+        problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
+    served = base - 1  # the newest segment that nothing more has to be said of
     while following is not None:
+        served = following.header.number
         changed = _changed(following, settings, data)
         if changed is not None:
+            problems.append(_unused(following, changed))
             break
         chain.append(following)
         following = _next(following, ordered)
-        for record in _before(chain[-1], following):
-            events.setdefault(record.key, record)
-    problems = [] if changed is None or following is None else [_unused(following, changed)]
     if chain and chain[-1].problem is not None:
         problems.append(f"{chain[-1].path}: {chain[-1].problem}")
-    problems += [
-        f"{each.path}: {each.problem}; its {each.num_bytes} bytes are not used"
-        for each in unreadable
-        if each.number >= base
-    ]
-    if start is None and (base > 0 or any(each.header.number >= base for each in ordered)):
-        problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
-    last_served = max((each.header.number for each in [*chain, *([following] if following else [])]), default=base - 1)
-    behind = [each for each in ordered if each.header.number > last_served]  # those before were superseded by a resume
-    problems += [_unused(each, _why(each, chain, ordered)) for each in behind]
-    return Found(tuple(events.values()), tuple(problems), tuple(chain))
+    for file in unreadable:
+        if file.number >= base:
+            problems.append(f"{file.path}: {file.problem}; its {file.num_bytes} bytes are not used")
+    for segment in ordered:  # those before ``served`` that are not in the chain were superseded by a resume
+        if segment.header.number > served:
+            problems.append(_unused(segment, _why(segment, chain, ordered)))
+    return Found(_events(chain), tuple(problems), tuple(chain))
 
 
 def contents(records: Sequence[Record]) -> str:
@@ -109,10 +106,17 @@ def contents(records: Sequence[Record]) -> str:
     return f"groups: {len(groups)} ({tokens} tokens), batches: {batches}"
 
 
+def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
+    """The newest segment that begins at a state: its own, or that of the newest resume."""
+    for segment in reversed(ordered):
+        if (segment.header.base, segment.header.step) == (base, step):
+            return segment
+    return None
+
+
 def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
     """The segment that continues this one."""
-    number = segment.header.number
-    later = [each for each in ordered if each.header.number > number]
+    later = [each for each in ordered if each.header.number > segment.header.number]
     sealed = [each for each in later if each.header.previous is not None and segment.sealed(each.header.previous)]
     if sealed:
         return sealed[-1]
@@ -122,11 +126,16 @@ def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
     return unproven[0] if unproven and unproven[0].header.unbroken else None
 
 
-def _before(segment: Segment, following: Segment | None) -> Iterable[Record]:
-    """The records of a segment up to where the following one began."""
-    seal = None if following is None else following.header.previous
-    end = segment.good_bytes if seal is None else seal.num_bytes
-    return [record for record in segment.records if record.offset + record.size <= end]
+def _events(chain: Sequence[Segment]) -> tuple[Record, ...]:
+    """The records of all segments, each up to where the next one began, every event once."""
+    events: dict[tuple[int, int], Record] = {}
+    for segment, following in zip_longest(chain, chain[1:]):
+        seal = None if following is None else following.header.previous
+        end = segment.good_bytes if seal is None else seal.num_bytes
+        for record in segment.records:
+            if record.offset + record.size <= end:
+                events.setdefault(record.key, record)
+    return tuple(events.values())
 
 
 def _changed(segment: Segment, settings: str | None, data: str | None) -> str | None:

@@ -77,7 +77,8 @@ class _Trial:
         if prompt is None:
             return f"a group of prompt {meta['prompt_id']}, for which the run does not wait at step {step}"
         if meta.get("prompt") not in (None, prompt_digest(prompt)):
-            return f"answers to prompt {meta['prompt_id']}, which is another one now: --prompt-data has changed"
+            changed = "--prompt-data or the tokenizer has changed"
+            return f"answers to prompt {meta['prompt_id']}, which reads differently now: {changed}"
         if meta["newest_version"] > step:
             return f"a group written by the weights of step {meta['newest_version']}, while the run is at step {step}"
         self._book.replayed(_without_answers(record), wanted=meta["wanted"])

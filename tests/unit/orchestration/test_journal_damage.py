@@ -1,7 +1,7 @@
 """One damaged file of a journal of many segments: the run comes back, and never trains a batch at another step.
 
-The real loop, collector and journal. Saves are put off, as slow storage does to --async-save: each begins a segment, and
-none is committed, so that a crash leaves a chain of segments that all follow on the beginning of the run.
+The real loop, collector and journal. Saves are put off, as slow storage does to --async-save: each begins a segment
+and none is committed, so that a crash leaves a chain of segments that all follow on the beginning of the run.
 """
 
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.checkpoint.state import RunState
 from rlpost.data.cursor import PromptCursor
-from rlpost.rollout.journal_format import BATCH, segments
+from rlpost.rollout.journal_format import BATCH, read_segment, segments
 from tests.unit.orchestration import test_loop
 from tests.unit.orchestration.test_crash import Killed, Mortal
 from tests.unit.orchestration.test_loop import FakeStages, Prompts, comparable, run
@@ -62,8 +62,7 @@ def cut_in_half(path):
 
 
 def cut_between_records(path):
-    found = [segment for segment in segments(path.parent) if segment.path == path][0]
-    path.write_bytes(path.read_bytes()[: found.records[-1].offset])
+    path.write_bytes(path.read_bytes()[: read_segment(path).records[-1].offset])
 
 
 def empty(path):
@@ -122,12 +121,9 @@ def resumed(folder, mode, **changed):
 
 
 def batches(folder):
-    return [
-        (r.meta["step"], r.meta["prompt_ids"])
-        for s in segments(folder / "journal")
-        for r in s.records
-        if r.kind == BATCH
-    ]
+    """Steps and prompts of all batches that were taken."""
+    records = [record for segment in segments(folder / "journal") for record in segment.records]
+    return [(record.meta["step"], record.meta["prompt_ids"]) for record in records if record.kind == BATCH]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -204,8 +200,9 @@ def test_answers_to_a_row_that_changed_are_not_used_and_the_run_goes_on(
     third = next(prompt.prompt_id for prompt in cursor().take(10) if prompt.text == "p3")
     intact = [prompts for _, prompts in before if max(prompts) < third]
     assert stages.seen[: 4 * len(intact)] == [prompt for prompts in intact for prompt in prompts]
-    assert f"prompt {third}, which is another one now: --prompt-data has changed" in caplog.text or (
-        f"a group of prompt {third}, for which the run does not wait" in caplog.text
+    assert (
+        f"prompt {third}, which reads differently now: --prompt-data or the tokenizer has changed" in caplog.text
+        or (f"a group of prompt {third}, for which the run does not wait" in caplog.text)
     )
     assert "Generated again: groups:" in caplog.text
 

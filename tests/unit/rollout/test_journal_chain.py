@@ -110,7 +110,7 @@ def damage(folder, kind, number, at):
         path.write_bytes(theirs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(OPERATIONS, st.sampled_from(DAMAGE), st.integers(0, 99), st.integers(0, 9999))
 def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations, kind, number, at):
     folder = tmp_path_factory.mktemp("life")
@@ -288,9 +288,7 @@ def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the
     path = tmp_path / "0000004.log"
     failing(path, journal.waiting[2].offset)
     assert [record.key for record in journal.again()] == [(GROUP, 0), (BATCH, 0)]
-    with pytest.raises(
-        CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*; the next attempt"
-    ):
+    with pytest.raises(CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*attempt"):
         [record.group() for record in journal.again()]
     journal.close()
     assert waiting(resumed(tmp_path)) == events[:2]
@@ -312,7 +310,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(journal_format.os, "listdir", stale)
-    with pytest.raises(CheckpointError, match="cannot be listed: .*[Ss]tale"):
+    with pytest.raises(CheckpointError, match=r"cannot be listed: .*[Ss]tale"):
         resumed(tmp_path)
 
 
