@@ -4,7 +4,9 @@ The real loop, collector and journal. Saves are put off, as slow storage does to
 and none is committed, so that a crash leaves a chain of segments that all follow on the beginning of the run.
 """
 
+import random
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +18,9 @@ from rlpost.rollout.journal_format import BATCH, read_segment, segments
 from tests.unit.orchestration import test_loop
 from tests.unit.orchestration.test_crash import Killed, Mortal
 from tests.unit.orchestration.test_loop import FakeStages, Prompts, comparable, run
+from tests.unit.rollout.test_journal_chain import DAMAGE as KINDS
 from tests.unit.rollout.test_journal_chain import as_format_1
+from tests.unit.rollout.test_journal_chain import damage as damage_a_file
 
 MODES = ["sync", "one_step_off", "fully_async"]
 NUM_STEPS = 5  # until the kill
@@ -219,3 +223,45 @@ def test_a_batch_of_another_step_is_never_trained(tmp_path, killed, caplog):
     stages = resumed(folder, "sync")
     assert stages.seen == list(range(24))
     assert "a group written by the weights of step 2, while the run is at step 1; it is not used" in caplog.text
+
+
+PLACES_TO_DIE = ["train", "trained", "sync", "evaluate", "save"]
+
+
+class Sometimes(PutOff):
+    """Commits some of its states. ``begun`` is the step from which it trains."""
+
+    def __init__(self, dies_at, rng, begun):
+        super().__init__(dies_at)
+        self.rng, self.begun, self.committed = rng, begun, []
+
+    async def save(self, state, *, wait):
+        self.passes("save")
+        if wait or self.rng.random() < 0.3:
+            self.committed.append((state, self.weights))
+
+    async def train(self, groups):
+        found = await super().train(groups)
+        self.ages[-len(groups) :] = [self.begun + age for age in self.ages[-len(groups) :]]
+        return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_whose_journal_is_damaged_after_every_crash_comes_to_its_end(tmp_path, untouched, mode, seed):
+    """It resumes now and then from the checkpoint before the newest, as if that were damaged as well."""
+    rng = random.Random(f"{mode} {seed}")
+    committed = [(RunState(pending={}), "")]
+    for dies_at in [*((rng.choice(PLACES_TO_DIE), rng.randint(1, 6)) for _ in range(4)), None]:
+        del committed[rng.choice([len(committed), len(committed), max(1, len(committed) - 1)]) :]
+        state, weights = committed[-1]
+        stages = Sometimes(dies_at, rng, state.step)
+        stages.weights, stages.versions = weights, [state.step]
+        with suppress(Killed):
+            run(tmp_path, stages, state, saved=len(committed) > 1, rollout_mode=mode)
+        assert all(0 <= age <= (mode != "sync") for age in stages.ages)
+        committed += stages.committed
+        damage_a_file(tmp_path / "journal", rng.choice(KINDS), rng.randrange(99), rng.randrange(9999))
+    assert [line["step"] for line in comparable(tmp_path)] == list(range(7))
+    if mode == "sync":
+        assert (stages.weights, comparable(tmp_path)) == untouched

@@ -93,7 +93,7 @@ def waiting(journal):
 def damage(folder, kind, number, at):
     paths = sorted(folder.glob("*.log"))
     path = paths[number % len(paths)]
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes() or b"\0")
     if kind == "flip":
         data[at % len(data)] ^= 1 << at % 8
         path.write_bytes(bytes(data))
