@@ -148,6 +148,21 @@ def four_segments(folder):
     return [(kind, event) for step in range(4) for kind, event in ((GROUP, step), (BATCH, [step]))]
 
 
+def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path):
+    """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal by then."""
+    first = resumed(tmp_path)
+    first.finished(group(0), wanted=True)
+    number = first.begin(1)
+    first.finished(group(1), wanted=True)
+    first.close()
+    second = resumed(tmp_path, number, 1)
+    second.finished(group(2), wanted=True)
+    second.begin(2)
+    second.finished(group(3), wanted=True)
+    second.close()
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2), (GROUP, 3)]
+
+
 def as_format_1(folder):
     """The same journal as the program before format 2 wrote it."""
     for segment in segments(folder):
