@@ -67,6 +67,7 @@ class Checkpoints:
         self._background: asyncio.Task[None] | None = None
         self._started = 0.0  # when the writing of the newest began
         self._owed: int | None = None  # the newest step whose commit was due and is not there
+        self._newest: Path | None = None  # that this attempt has committed
         self.last: SaveTimes | None = None
 
     @property
@@ -96,9 +97,10 @@ class Checkpoints:
     def oldest_kept(self) -> int | None:
         """The step of the oldest checkpoint that a recovery may fall back to: of the --keep-last newest complete ones.
 
-        None when there is no complete one. Only sizes are compared; those of --keep-every do not count.
+        None when there is no complete one; those of --keep-every do not count. Of those that are newer than the last
+        commit of this attempt the checksums are compared, for which a file system may take its time.
         """
-        kept = recoverable(self._save, self._settings.keep_last)
+        kept = recoverable(self._save, self._settings.keep_last, committed=self._newest)
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
@@ -203,13 +205,13 @@ class Checkpoints:
 
     async def _written(self, state: RunState, write: Write) -> Path:
         """The folder that ``write`` filled."""
-        self.check_owner()
+        await in_daemon(self.check_owner)
         lane = None if self._claim is None else self._claim.lane
         try:
             folder = await in_daemon(partial(begin, self._save, state.step, lane=lane))
             await write(folder)
         except (RlpostError, OSError):
-            self.check_owner()
+            await in_daemon(self.check_owner)
             raise
         return folder
 
@@ -223,7 +225,7 @@ class Checkpoints:
             raise
         except (RlpostError, OSError) as error:
             logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
-            self.check_owner()
+            await in_daemon(self.check_owner)
             return
         await self._tidy()
 
@@ -232,8 +234,9 @@ class Checkpoints:
             num_bytes = await in_daemon(partial(self._write_beside, state, folder))
             path = await in_daemon(partial(commit, folder, check=self.check_owner))
         except (CheckpointError, OSError):
-            self.check_owner()  # its folder may have been taken away
+            await in_daemon(self.check_owner)  # its folder may have been taken away
             raise
+        self._newest = path
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
         self.last = SaveTimes(state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes)
@@ -264,7 +267,13 @@ class Checkpoints:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane
         try:
             self.check_owner()
-            prune(self._save, settings.keep_last, keep_every=settings.keep_every, lane=lane)
+            prune(
+                self._save,
+                settings.keep_last,
+                keep_every=settings.keep_every,
+                lane=lane,
+                committed=self._newest,
+            )
         except (CheckpointError, OSError) as error:
             logger.warning("old checkpoints in %s are not deleted: %s", self._save, error)
 
