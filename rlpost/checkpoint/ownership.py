@@ -129,6 +129,21 @@ def _take_away(lane: Path, *, into: Path) -> None:
             set_aside(path, into=aside)
 
 
+def check_attempt(folder: Path, attempt: int, run: str) -> None:
+    """Raises Fenced when OWNER names a newer attempt of the same run: for the last word of one that may not even have
+    claimed the folder. Storage that fails, or an OWNER that is missing or damaged, says nothing.
+    """
+    try:
+        found = read_owner(folder)
+    except OSError:
+        return
+    if found is None:
+        return
+    number, _, of_run = found.attempt.partition(" of ")
+    if of_run == run and number.isdecimal() and int(number) > attempt:
+        raise Fenced(f"{folder} belongs to {found}; attempt {attempt} of {run} writes nothing any more")
+
+
 def read_owner(folder: str | Path) -> Owner | None:
     """What OWNER says; None when it is not there or says nothing of the kind. Raises OSError when it cannot be read."""
     try:

@@ -55,9 +55,9 @@ class Checkpoints:
         committed: Callable[[int, Path], None],
         provenance: Provenance | None = None,
     ) -> None:
-        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit, and
-        a failure of storage there is logged; ``provenance`` goes into each and is held against that of what is resumed
-        from."""
+        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit,
+        in a thread, and a failure of storage there is logged; ``provenance`` goes into each and is held against that
+        of what is resumed from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings
@@ -145,7 +145,7 @@ class Checkpoints:
         async with self._deadline(state):
             folder = await self._written(state, write)
             await self._commit(state, folder, started, blocking_s=None)
-        await self._tidy()
+        await self._tidy(state.step)
         return True
 
     async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
@@ -227,7 +227,7 @@ class Checkpoints:
             logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
             await in_daemon(self.check_owner)
             return
-        await self._tidy()
+        await self._tidy(state.step)
 
     async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
         try:
@@ -243,10 +243,6 @@ class Checkpoints:
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None
-        try:
-            self._committed(state.step, path)
-        except (CheckpointError, OSError) as error:
-            logger.error("checkpoint %s is committed, but this cannot be written down: %s", path, error)
 
     def _write_beside(self, state: RunState, folder: Path) -> int:
         """Add what is not the actors' to write; returns the bytes of all."""
@@ -255,13 +251,21 @@ class Checkpoints:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    async def _tidy(self) -> None:
-        """What cannot be deleted today is tomorrow: a commit is one all the same."""
+    async def _tidy(self, step: int) -> None:
+        """Tell of a commit, and delete old ones. What fails here does not undo it, and is not waited for."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
+                await in_daemon(partial(self._tell, step))
                 await in_daemon(self._prune)
         except TimeoutError:
             logger.warning("old checkpoints in %s are still being deleted; they are not waited for", self._save)
+
+    def _tell(self, step: int) -> None:
+        assert self._newest is not None
+        try:
+            self._committed(step, self._newest)
+        except (CheckpointError, OSError) as error:
+            logger.error("checkpoint %s is committed, but this cannot be written down: %s", self._newest, error)
 
     def _prune(self) -> None:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane

@@ -187,7 +187,7 @@ class Loop:
             self._journal.evaluated(self.state.step, found)
             metrics |= found
         if metrics:
-            self._metrics.write(self.state.step, metrics)
+            await self._metrics.put(self.state.step, metrics)
         self.state = self.state.settled()
         interval = self._config.checkpoint.save_interval
         is_due = interval is not None and self.state.step and self.state.step % interval == 0
