@@ -97,8 +97,9 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for a damaged one."""
     try:
         entry = json.loads(line.decode())
-        datetime.fromisoformat(entry["time"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if "time" in entry:
+            datetime.fromisoformat(entry["time"])
+    except (ValueError, TypeError, RecursionError):
         return None
     return entry if isinstance(entry.get("event"), str) else None
 
