@@ -246,11 +246,15 @@ class StopRequest:
     def _read(self) -> Request:
         if self._request is None:
             try:
-                request = parse_request(self._path.read_text(errors="replace"))
+                text = self._path.read_text(errors="replace")
+                request = parse_request(text)
                 written = request.time
                 if written is None and request.deadline is None:
                     written = self._path.stat().st_mtime  # for people
             except OSError as error:  # the next look may tell the deadline
                 return Request(f"its reason cannot be read: {error}")
-            self._request = Request(request.reason, written, request.deadline)
+            request = Request(request.reason, written, request.deadline)
+            if not text.strip():  # where there are no hard links a file is there before what it says
+                return request
+            self._request = request
         return self._request

@@ -266,3 +266,14 @@ def test_a_file_that_another_node_wrote_is_seen_though_a_cache_knows_of_none(tmp
     assert not stop.requested()
     (tmp_path / "STOP").write_text("now")
     assert stop.requested()
+
+
+def test_a_request_that_is_still_being_written_is_read_again(tmp_path):
+    (tmp_path / "STOP").write_text("")
+    stop = StopRequest(tmp_path / "STOP", clock=lambda: 130.0)
+    with pytest.raises(Preempted, match="no reason given"):
+        stop.check()
+    (tmp_path / "STOP").write_text('{"reason": "USR2", "time": 100, "deadline": 200}')
+    assert stop.time_left_s() == pytest.approx(70)
+    with pytest.raises(Preempted, match="USR2"):
+        stop.check()
