@@ -79,11 +79,14 @@ class RunFile:
         lost: str,
         check: Callable[[], None] | None = None,
         deadline_s: float | None = None,
+        max_waiting: int = 100_000,
     ) -> None:
-        """``lost`` says what a write that never happens costs; ``check`` raises Fenced when the run is not ours."""
+        """``lost`` says what a write that never happens costs; ``check`` raises Fenced when the run is not ours; of
+        more writes than ``max_waiting`` the newest are lost, for they are held in memory."""
         self._path, self._lost = path, lost
         self._check = check
         self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+        self._max_waiting = max_waiting
         self._lock = threading.Lock()  # guards what follows
         self._waiting: deque[tuple[Callable[[], None], Future[bool]]] = deque()
         self._thread: threading.Thread | None = None
@@ -100,6 +103,10 @@ class RunFile:
         with self._lock:
             if self._fenced is not None:
                 done.set_exception(self._fenced)
+                return done
+            if len(self._waiting) >= self._max_waiting:
+                logger.error("%s: a write is lost, %d wait already: %s", self._path, self._max_waiting, self._lost)
+                done.set_result(False)
                 return done
             self._waiting.append((act, done))
             if self._thread is None:

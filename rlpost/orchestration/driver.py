@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,18 +43,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXIT_FAILED = 1
-PLOT_S = 60.0
+PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 
 def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
     """Run one attempt; returns its exit code. Errors are logged, never raised, unless they are ours to fix."""
     stop = StopRequest(cluster.stop_file)
     try:
+        code = _ended(config, run, cluster, stop)
+    except Fenced as error:  # to come back would be to drive the other attempt out; and the report is its own now
+        logger.error("%s", error)
+        return EXIT_CONFIG
+    except BaseException:
+        _last_report(run)
+        raise
+    _last_report(run)
+    return code
+
+
+def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
+    """The exit code of an attempt that has ended. Raises Fenced, and what is ours to fix."""
+    try:
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
     except Preempted as request:
         return _preempted(request, config, run, cluster, stop)
-    except (ConfigError, DataError, Fenced) as error:  # fenced: to come back would be to drive the other attempt out
+    except Fenced:
+        raise
+    except (ConfigError, DataError) as error:
         logger.error("%s", error)
         return EXIT_CONFIG
     except RlpostError as error:
@@ -65,24 +82,27 @@ def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
             raise
         logger.error("%s. What is committed and what the journal has is safe", words)
         return EXIT_FAILED
-    finally:
-        try_to_write_report(run)
     return EXIT_DONE
 
 
+def _last_report(run: RunFolder) -> None:
+    """The page, within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
+    writing = threading.Thread(target=try_to_write_report, args=(run,), daemon=True)
+    writing.start()
+    writing.join(LAST_REPORT_S)
+    if writing.is_alive():
+        logger.warning("no report this time: it is not written to %s within %.0f s", run.report, LAST_REPORT_S)
+
+
 def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
-    """Write down a stop, when the run is still this attempt's; a stop stays one when it cannot be written."""
+    """Write down a stop; it stays one when it cannot be written. Raises Fenced when the run is not this attempt's."""
     seconds, saved = _rounded(stop.seconds_from_signal()), stop.left_with or "nothing"
     folder = Path(config.checkpoint.save) if config.checkpoint.save else run.checkpoints
     name = Path(cluster.attempt_dir).name
     number = int(name) if name.isdecimal() else 0
     lines = LedgerLines(run.ledger, check=partial(check_attempt, folder, number, str(run.root)))
     details = {"step": stop.at_step, "saved": saved, "seconds_from_signal": seconds}
-    try:
-        lines.finish("preempted", reason=str(request), **details)
-    except Fenced as error:
-        logger.error("%s", error)
-        return EXIT_CONFIG
+    lines.finish("preempted", reason=str(request), **details)
     logger.info("everything is safe %s s after the signal; saved: %s", seconds, saved)
     return EXIT_PREEMPTED
 

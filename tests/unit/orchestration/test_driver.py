@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 
 import pytest
 
@@ -83,3 +84,21 @@ def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger
     cluster = Cluster("10.0.0.1:6379", str(run.attempts / "4"), (), 20000, 100)
     assert driver.drive(config, run, cluster) == (EXIT_PREEMPTED if is_ours else EXIT_CONFIG)
     assert [entry["event"] for entry in run.ledger.read()] == (["preempted"] if is_ours else [])
+    assert (run.report / "report.html").exists() == is_ours
+
+
+def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, monkeypatch, caplog):
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run, answers = create_run_folder(tmp_path / "run", dump(config)), threading.Event()
+
+    async def attempt(config, run, cluster, stop, also):
+        return None
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    monkeypatch.setattr(driver, "LAST_REPORT_S", 0.1)
+    monkeypatch.setattr(driver, "try_to_write_report", lambda run: answers.wait(20))
+    try:
+        assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_DONE
+    finally:
+        answers.set()
+    assert "no report this time" in caplog.text
