@@ -158,7 +158,8 @@ class FolderTest:
             except LinkLost as error:
                 self.answered(host, {"error": str(error)})
         own = asyncio.create_task(asyncio.to_thread(_append_quietly, folder / _LINES, own_host))
-        await asyncio.wait([own, *self._answers.values()], timeout=ANSWER_S)
+        awaited: list[asyncio.Future[Any]] = [own, *self._answers.values()]
+        await asyncio.wait(awaited, timeout=ANSWER_S)
         answers = {host: answer.result() for host, answer in self._answers.items() if answer.done()}
         answered_at = {host: at for host, (_, at) in answers.items()}
         try:

@@ -88,12 +88,12 @@ class RunFile:
         self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         self._max_waiting = max_waiting
         self._lock = threading.Lock()  # guards what follows
-        self._waiting: deque[tuple[Callable[[], None], Future[bool]]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], Future[bool]]] = deque()
         self._thread: threading.Thread | None = None
         self._fenced: Fenced | None = None
         self._is_late = False
 
-    def soon(self, act: Callable[[], None]) -> Future[bool]:
+    def soon(self, act: Callable[[], object]) -> Future[bool]:
         """Have ``act`` done after all before it; returns at once.
 
         The result is True when it is done and False when it failed and waits for the next one; Fenced when it is
@@ -114,7 +114,7 @@ class RunFile:
                 self._thread.start()
         return done
 
-    async def do(self, act: Callable[[], None]) -> bool:
+    async def do(self, act: Callable[[], object]) -> bool:
         """The same; returns when it is done, has failed, or takes longer than the deadline: then False.
 
         While a write is late, those after it are not waited for. Raises Fenced.
@@ -123,7 +123,7 @@ class RunFile:
         await asyncio.wait([done], timeout=0.0 if self._is_late else self._deadline_s)
         return self._outcome(done.done(), done.result)
 
-    def finish(self, act: Callable[[], None] = lambda: None) -> bool:
+    def finish(self, act: Callable[[], object] = lambda: None) -> bool:
         """The same for the last word, without an event loop, within LAST_S; False also when a write from before waits
         still. Raises Fenced."""
         done = self.soon(act)
@@ -175,7 +175,7 @@ class RunFile:
             else:
                 self._settle(done, None)
 
-    def _attempt(self, act: Callable[[], None]) -> None:
+    def _attempt(self, act: Callable[[], object]) -> None:
         for pause_s in (*RETRY_AFTER_S, None):
             if self._check is not None:
                 self._check()
