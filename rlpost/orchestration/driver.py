@@ -20,6 +20,7 @@ from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
+from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
 from rlpost.files import in_daemon
 from rlpost.metrics.mirrors import mirrors
@@ -207,4 +208,5 @@ def _journal(config: Config, save_folder: Path, checkpoint: Path | None, state: 
         return Journal.off()
     is_own = checkpoint is None or checkpoint.parent == save_folder
     base = state.journal if is_own else 0
-    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings_hash(config))
+    settings, data = settings_hash(config), data_fingerprint(config.rollout.prompt_data)
+    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings, data=data)

@@ -9,9 +9,11 @@ import pytest
 
 from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
 from rlpost.checkpoint.ownership import claim
+from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError, Preempted, RlpostError
 from rlpost.orchestration import driver
+from rlpost.types import SampleGroup
 from slurm.run_folder import create_run_folder
 
 ENDS = [
@@ -102,3 +104,21 @@ def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, mon
     finally:
         answers.set()
     assert "no report this time" in caplog.text
+
+
+def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, caplog):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "a"}\n' * 11)
+    config = load([], {"rollout": {"prompt_data": [str(prompts)]}}).config
+
+    def resumed():
+        journal = driver._journal(config, tmp_path, None, RunState())
+        found = len(journal.waiting)
+        journal.finished(SampleGroup(0, ()), wanted=False)
+        journal.close()
+        return found
+
+    assert [resumed(), resumed()] == [0, 1]
+    prompts.write_text('{"input": "a"}\n' * 9)
+    assert resumed() == 0
+    assert "the files of --prompt-data have changed since" in caplog.text

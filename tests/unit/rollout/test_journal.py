@@ -1,9 +1,11 @@
 """The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or full."""
 
 import asyncio
+import os
 import random
 import resource
 import signal
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +15,13 @@ from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout import journal as journal_module
 from rlpost.rollout.journal import Journal, settings_hash
+from rlpost.rollout.journal_chain import follow
 from rlpost.rollout.journal_format import (
     BATCH,
     GROUP,
+    Framing,
     Record,
-    follow,
-    group_bytes,
+    group_content,
     read_segment,
     segments,
 )
@@ -36,8 +39,8 @@ def group(prompt_id, *lengths):
     return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
 
 
-def resumed(folder, base=0, step=0, settings="s"):
-    return Journal.resume(folder, base, step=step, settings=settings)
+def resumed(folder, base=0, step=0, settings="s", **named):
+    return Journal.resume(folder, base, step=step, settings=settings, **named)
 
 
 def replayed(journal):
@@ -66,7 +69,7 @@ def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, mas
         for i, n in enumerate(lengths)
     )
     written = SampleGroup(7, samples)
-    data = b"before" + group_bytes(written, wanted=True)
+    data = b"before" + Framing().frame(group_content(written, wanted=True))
     path.write_bytes(data)
     assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
 
@@ -202,14 +205,14 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
 def test_a_resume_that_an_older_attempt_comes_before_may_be_made_again(tmp_path, monkeypatch):
     import rlpost.rollout.journal as module
 
-    real = module._create
+    real = module.create
 
     def second(path, records):
         path.write_bytes(b"")
         real(path, records)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_create", second)
+        patched.setattr(module, "create", second)
         with pytest.raises(CheckpointError, match=r"0000000\.log was made by another attempt") as error:
             resumed(tmp_path)
     assert not isinstance(error.value, Fenced)
@@ -268,7 +271,7 @@ def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypa
     asyncio.run(journal.durable())
     assert synced.count(first) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(module.Journal, "_start", lambda self, base, step: None)
+        patched.setattr(module.Journal, "_start", lambda self, base, step, previous: None)
         journal.begin(1)
         assert synced.count(first) == 1
         journal.finished(group(1), wanted=True)
@@ -289,3 +292,71 @@ def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
     journal.finished(group(0), wanted=True)
     journal.close()
     assert follow(segments(tmp_path), 0, 20).records == ()
+
+
+def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monkeypatch):
+    """The state does not have it: it was taken before."""
+    journal, fsync, begun, go_on = resumed(tmp_path), os.fsync, threading.Event(), threading.Event()
+
+    def slow(descriptor):
+        begun.set()
+        go_on.wait(20)
+        fsync(descriptor)
+
+    async def run():
+        journal.finished(group(0), wanted=True)
+        monkeypatch.setattr(os, "fsync", slow)
+        beginning = asyncio.create_task(journal.begin_off_loop(1))
+        await asyncio.to_thread(begun.wait, 20)
+        journal.finished(group(1), wanted=True)
+        go_on.set()
+        number = await beginning
+        journal.finished(group(2), wanted=True)
+        return number
+
+    number = asyncio.run(run())
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (GROUP, 2)]
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
+
+
+def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_no_event_loop(
+    tmp_path, monkeypatch, caplog
+):
+    journal, fsync, answers = resumed(tmp_path), os.fsync, threading.Event()
+    monkeypatch.setattr("rlpost.rollout.journal.FSYNC_DEADLINE_S", 0.2)
+
+    async def run():
+        journal.finished(group(0), wanted=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
+            beginning, ticks = asyncio.create_task(journal.begin_off_loop(1)), 0
+            while not beginning.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert ticks > 5 and not journal.is_written
+            assert "a new segment took more than 0 s" in caplog.text
+            journal.finished(group(1), wanted=True)
+            answers.set()
+            await asyncio.sleep(0.1)
+        assert not journal.is_written, "what comes back late changes nothing"
+        number = await journal.begin_off_loop(2)
+        assert journal.is_written
+        journal.finished(group(2), wanted=True)
+        return number
+
+    try:
+        number = asyncio.run(run())
+    finally:
+        answers.set()
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 2)) == [(GROUP, 2)]
+
+
+def test_a_newer_attempt_is_told_of_off_the_loop_as_well(tmp_path):
+    old = resumed(tmp_path)
+    resumed(tmp_path).close()
+    with pytest.raises(Fenced):
+        asyncio.run(old.begin_off_loop(1))
+    old.finished(group(1), wanted=True)
+    assert not old.is_written
