@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -72,6 +73,22 @@ def write_within(folder: int, name: str, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     sync_names(folder)
+
+
+def started(act: Callable[[], T]) -> Future[T]:
+    """What ``act`` is going to return, from a thread that the end of the process does not wait for."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = act()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
 
 
 async def in_daemon(act: Callable[[], T]) -> T:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,7 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
-from rlpost.files import in_daemon
+from rlpost.files import in_daemon, started
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -88,10 +88,9 @@ def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) 
 
 def _last_report(run: RunFolder) -> None:
     """The page, within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
-    writing = threading.Thread(target=try_to_write_report, args=(run,), daemon=True)
-    writing.start()
-    writing.join(LAST_REPORT_S)
-    if writing.is_alive():
+    writing = started(lambda: try_to_write_report(run))
+    wait_for([writing], LAST_REPORT_S)
+    if not writing.done():
         logger.warning("no report this time: it is not written to %s within %.0f s", run.report, LAST_REPORT_S)
 
 

@@ -17,15 +17,17 @@ import asyncio
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from bootstrap.handoff import is_there
 from rlpost.errors import HalfTrained, Preempted
+from rlpost.files import started
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +146,7 @@ class StopRequest:
         self._path = path
         self._clock, self._monotonic = clock, monotonic
         self._is_requested = False
-        self._poll: threading.Thread | None = None
+        self._poll: Future[None] | None = None
         self._absent_at: float | None = None  # when the last poll began that did not find the file
         self._present_at: float | None = None  # when the first one ended that did
         self._request: Request | None = None
@@ -158,11 +160,10 @@ class StopRequest:
     def requested(self) -> bool:
         """Whether the run must end soon; latches once true. A file system that does not answer says nothing."""
         if not self._is_requested:
-            is_hanging = self._poll is not None and self._poll.is_alive()
+            is_hanging = self._poll is not None and not self._poll.done()
             if not is_hanging:
-                self._poll = threading.Thread(target=self._look_once, daemon=True)
-                self._poll.start()
-                self._poll.join(ANSWER_S)
+                self._poll = started(self._look_once)
+                wait_for([self._poll], ANSWER_S)
         return self._is_requested
 
     def _look_once(self) -> None:
