@@ -97,11 +97,13 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for a damaged one."""
     try:
         entry = json.loads(line.decode())
+        if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+            return None
         if "time" in entry:
             datetime.fromisoformat(entry["time"])
     except (ValueError, TypeError, RecursionError):
         return None
-    return entry if isinstance(entry.get("event"), str) else None
+    return entry
 
 
 def _lock(descriptor: int) -> None:

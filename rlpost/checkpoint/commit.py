@@ -155,7 +155,7 @@ def _name_latest(folder: Path, lane: Path | None, name: str) -> None:
 
 def rescue(folder: Path, lane: Path) -> None:
     """Give a complete checkpoint that stepped aside into ``lane``, or into one below it, its name back where no
-    complete one has that: whoever was to replace it did not come to do so."""
+    complete one has that: the save that was to replace it was interrupted."""
     for replaced in _stepped_aside(lane):
         final = folder / replaced.name.removeprefix(REPLACED)
         if defect(replaced, checksums=False) is not None:

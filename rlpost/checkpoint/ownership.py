@@ -14,7 +14,7 @@ LANE_A/iter_N to iter_N, write COMMITTED into that folder by its descriptor, ren
 its way to delete is a rename into LANE_A. B's claim moves LANE_A. Where a rename of A's comes later, one side
 of it is gone and it fails; A never makes its lane again. Where A's rename to iter_N came before, the sweep
 finds iter_N: with COMMITTED it is a checkpoint like any other, and B's search sees it; without, it is moved
-into B's lane, and A's COMMITTED goes there, where nobody reads it, whatever lies under the name iter_N by
+into B's lane, and A's COMMITTED goes there, where it is never read, whatever lies under the name iter_N by
 then. Should COMMITTED be written in the very moment between B's look and B's rename, then B looks once more
 after the rename, and puts the folder back. A complete checkpoint that A had moved into LANE_A, to replace it,
 comes back.
@@ -23,7 +23,7 @@ None of this needs a lock or a clock: it rests on rename, which a file server do
 client of NFS may look LANE_A up in its cache (up to acdirmax, 60 s) and rename out of it though it was moved:
 so the sweep gives new names to what is inside as well, which the server decides. Reading OWNER makes A stop
 early, with a message; it is opened each time, and NFS asks the server at each open. An OWNER that is missing
-or damaged says nothing: nobody can have claimed the folder while our lane is in place, so the run goes on (a
+or damaged says nothing: no attempt can have claimed the folder while our lane is in place, so the run goes on (a
 person may have removed the file). Two claims at the same moment may fence each other; then both end, nothing
 is lost, and the next attempt goes on.
 """

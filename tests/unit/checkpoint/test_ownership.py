@@ -91,7 +91,7 @@ def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
 
 
 def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_place(tmp_path, caplog):
-    """Nobody can have claimed the folder: a claim moves the lane away. A run that is fenced never comes back."""
+    """No attempt can have claimed the folder: a claim moves the lane away. A run that is fenced never comes back."""
     ours = claim(tmp_path, "1")
     (tmp_path / "OWNER").unlink()
     ours.check()

@@ -111,6 +111,7 @@ DAMAGE = {
     "a flipped bit in a brace": (b"}", b"{"),
     "a flipped bit in the time": (b'"time": "2', b'"time": "r'),
     "another kind of value": (b'"committed"', b"7"),
+    "a time of another kind": (b'"time": "', b'"time": 7, "x": "'),
 }
 
 
@@ -166,3 +167,11 @@ def test_a_file_system_without_locks_has_a_ledger(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuses)
     Ledger(tmp_path / "ledger.jsonl").append("made")
     assert [entry["event"] for entry in Ledger(tmp_path / "ledger.jsonl").read()] == ["made"]
+
+
+@pytest.mark.parametrize("line", ["[]", "7", "null", '"event"'])
+def test_what_is_no_entry_is_left_out(tmp_path, line):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.path.write_text(line + "\n")
+    ledger.append("done")
+    assert [entry["event"] for entry in ledger.read()] == ["done"] and len(ledger.damage()) == 1
