@@ -93,18 +93,18 @@ class RunFile:
         self._fenced: Fenced | None = None
         self._is_late = False
 
-    def soon(self, act: Callable[[], object]) -> Future[bool]:
+    def soon(self, act: Callable[[], object], *, is_last: bool = False) -> Future[bool]:
         """Have ``act`` done after all before it; returns at once.
 
         The result is True when it is done and False when it failed and waits for the next one; Fenced when it is
-        never going to be done. ``act`` must bear to be tried again after an OSError.
+        never going to be done. ``act`` must bear to be tried again after an OSError. The last one is never too many.
         """
         done: Future[bool] = Future()
         with self._lock:
             if self._fenced is not None:
                 done.set_exception(self._fenced)
                 return done
-            if len(self._waiting) >= self._max_waiting:
+            if len(self._waiting) >= self._max_waiting and not is_last:
                 logger.error("%s: a write is lost, %d wait already: %s", self._path, self._max_waiting, self._lost)
                 done.set_result(False)
                 return done
@@ -126,7 +126,7 @@ class RunFile:
     def finish(self, act: Callable[[], object] = lambda: None) -> bool:
         """The same for the last word, without an event loop, within LAST_S; False also when a write from before waits
         still. Raises Fenced."""
-        done = self.soon(act)
+        done = self.soon(act, is_last=True)
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)
 
