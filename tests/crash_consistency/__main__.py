@@ -74,7 +74,7 @@ def _tell(result: Result) -> None:
 
 def table(results: Sequence[Result]) -> str:
     """One line a scenario, and an example of each kind of problem."""
-    lines = ["| scenario | trials | as undisturbed | problems |", "|---|---|---|---|"]
+    lines = ["| scenario | trials | without a problem | problems | remarks |", "|---|---|---|---|---|"]
     examples: dict[tuple[str, str, str], Trial] = {}
     for scenario in dict.fromkeys(result.trial.scenario for result in results):
         own = [result for result in results if result.trial.scenario == scenario]
@@ -86,10 +86,14 @@ def table(results: Sequence[Result]) -> str:
                 examples.setdefault((*kind, scenario), result.trial)
         good = sum(not result.problems for result in own)
         told = "; ".join(f"{count} {category} ({name})" for (name, category), count in found.most_common())
-        lines.append(f"| {scenario} | {len(own):,} | {good:,} | {told or 'none'} |")
+        remarks = Counter(result.remark for result in own if result.remark)
+        remarked = "; ".join(f"{count} {remark}" for remark, count in remarks.most_common())
+        lines.append(f"| {scenario} | {len(own):,} | {good:,} | {told or 'none'} | {remarked} |")
     if examples:
         lines += ["", "| finding | problem | trial |", "|---|---|---|"]
-        lines += [f"| {name} | {category} | `{trial}` |" for (name, category, _), trial in sorted(examples.items(), key=str)]
+        lines += [
+            f"| {name} | {category} | `{trial}` |" for (name, category, _), trial in sorted(examples.items(), key=str)
+        ]
     return "\n".join(lines)
 
 

@@ -19,6 +19,15 @@ FINDINGS = {
 }
 
 
+_OF_PAIRS = {
+    oracle.DESTROYED: "F1",
+    oracle.NEVER: "F1",
+    oracle.METRICS: "F3",
+    oracle.SAMPLES: "F3",
+    oracle.TRACEBACK: "F7",
+}
+
+
 def finding(result: Result, problem: Problem) -> str:
     """F1 to F9, or "new"."""
     scenario, category, detail, note = result.trial.scenario, problem.category, problem.detail, result.note
@@ -29,12 +38,12 @@ def finding(result: Result, problem: Problem) -> str:
     if scenario == "fault" and category == oracle.NEVER and ("latest" in note or "metrics" in note):
         return "F7"
     if scenario == "two_attempts":
-        return {oracle.DESTROYED: "F1", oracle.METRICS: "F3", oracle.SAMPLES: "F3", oracle.NEVER: "F1"}.get(category, "new")
+        return _OF_PAIRS.get(category, "new")
     if scenario == "damage":
         return _of_damage(category, detail, note)
-    if scenario == "power" and category in (oracle.AGAIN, oracle.RETRAINED):
-        return "F8"
-    if scenario == "change" and category in (oracle.SILENT, oracle.NEVER) and "journal only" in (note, detail[:12]):
+    if "strict" in result.trial.what or scenario in ("power", "stop"):
+        return "F8" if category in (oracle.AGAIN, oracle.RETRAINED) else "new"
+    if scenario == "change" and (category == oracle.NEVER or note == "journal only"):
         return "F5"
     return "new"
 

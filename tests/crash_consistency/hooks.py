@@ -16,25 +16,39 @@ from tests.crash_consistency.world import World
 PATIENCE_S = 120.0  # real seconds for an attempt to come to its next pause
 
 
+def any_change(op: Op) -> bool:
+    """Every changing operation."""
+    return op.changes
+
+
 @dataclass
 class KillAt(Hook):
-    """The process ends before the n-th changing operation; ``torn``: half way through it, when it is a write."""
+    """The process ends before the n-th operation that ``matches``, counted from 0; ``torn``: half way through it, when
+    it is a write."""
 
     number: int
     torn: bool = False
+    matches: Callable[[Op], bool] = any_change
+    seen: int = 0
+    target: Op | None = None
 
     def before(self, attempt: Attempt, op: Op) -> None:
         """End the process."""
-        if op.changes and op.number == self.number and not (self.torn and op.kind == "write"):
-            raise attempt.die()
+        if not self.matches(op):
+            return
+        self.seen += 1
+        if self.seen == self.number + 1:
+            if not (self.torn and op.kind == "write"):
+                raise attempt.die()
+            self.target = op
 
     def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
         """Let half of it be written."""
-        return size // 2 if self.torn and op.number == self.number and op.kind == "write" else size
+        return size // 2 if op is self.target else size
 
     def after(self, attempt: Attempt, op: Op) -> None:
         """End the process that wrote half."""
-        if self.torn and op.changes and op.number == self.number:
+        if op is self.target:
             raise attempt.die()
 
 
@@ -89,20 +103,22 @@ class StopAt(Hook):
 
 
 class Paused(Hook):
-    """An attempt in a thread, which stops before or after a changing operation until it is told to go on."""
+    """An attempt in a thread, which stops before or after an operation until it is told to go on."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._rests, self._goes = threading.Semaphore(0), threading.Semaphore(0)
-        self._until: tuple[int, str] = (-1, "before")
+        self._left = 0  # matching operations until the pause
+        self._when = "before"
+        self._matches: Callable[[Op], bool] = any_change
         self.attempt = world.prepare([self])
         self._thread = REAL_THREAD(target=self._drive, daemon=True)
         self.is_over = False
 
-    def run_until(self, number: int | None, when: str = "before") -> None:
-        """Let it run to its n-th changing operation, or to its end."""
+    def run_until(self, number: int | None, when: str = "before", matches: Callable[[Op], bool] = any_change) -> None:
+        """Let it run to the n-th operation from here on that ``matches``, counted from 0, or to its end."""
         assert not self.is_over
-        self._until = (-1 if number is None else number, when)
+        self._left, self._when, self._matches = -1 if number is None else number + 1, when, matches
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -118,7 +134,10 @@ class Paused(Hook):
         self._at(op, "after")
 
     def _at(self, op: Op, when: str) -> None:
-        if op.changes and (op.number, when) == self._until:
+        if when != self._when or not self._matches(op):
+            return
+        self._left -= 1
+        if self._left == 0:
             self._rests.release()
             assert self._goes.acquire(timeout=PATIENCE_S), "nobody told the attempt to go on"
 

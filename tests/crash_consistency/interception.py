@@ -28,9 +28,10 @@ from typing import Any
 from tests.crash_consistency.durability import File, Folder, Link, Model, Node
 
 NAMES = (
-    "open write pwrite fsync fdatasync close rename replace link symlink unlink remove rmdir mkdir truncate ftruncate "
-    "listdir scandir stat lstat read pread getpid"
-).split()
+    *("open", "write", "pwrite", "fsync", "fdatasync", "close", "rename", "replace", "link", "symlink", "unlink"),
+    *("remove", "rmdir", "mkdir", "truncate", "ftruncate", "listdir", "scandir", "stat", "lstat", "read", "pread"),
+    "getpid",
+)
 REAL = SimpleNamespace(**{name: getattr(os, name) for name in NAMES}, io_open=io.open)
 CHANGING = frozenset({"create", "clear", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "resize"})
 ROOM = threading.local()  # .attempt: whose operations these are
@@ -485,11 +486,8 @@ def _io_open(
     raw = _Raw(file, mode.replace("b", "").replace("t", "").replace("x", "w"), found[1], closefd)
     if buffering == 0:
         return raw
-    buffered: Any
-    if "+" in mode:
-        buffered = io.BufferedRandom(raw)
-    else:
-        buffered = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+    buffer: Any = io.BufferedWriter if writes else io.BufferedReader
+    buffered = (io.BufferedRandom if "+" in mode else buffer)(raw)
     return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
 
 

@@ -86,11 +86,15 @@ def check(
     lost_lines: Iterable[int] = (),
     lost_samples: Iterable[int] = (),
     same_data: bool = True,
+    lossy_samples: bool = False,
+    committed_since: int = 0,
 ) -> list[Problem]:
     """Problems of a run that should be finished.
 
     ``was_killed``: attempts before the last ended without damage of files or storage, so nothing durable may be made
-    twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were damaged from outside.
+    twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were damaged from outside. ``lossy_samples``:
+    storage failed, and answers that cannot be written are left out with a warning. ``committed_since``: see
+    ``destroyed``.
     """
     last = world.endings[-1]
     problems = [problem for ending in world.endings for problem in _of_ending(ending)]
@@ -99,7 +103,7 @@ def check(
             problems.append(Problem(NEVER, f"{last.how}: {' | '.join(last.messages[-2:])[:400]}"))
         else:
             problems.append(Problem(NEVER, last.what))
-        return problems + destroyed(world)
+        return problems + destroyed(world, committed_since)
     history = last.attempt.observed.history
     if same_data:
         problems += _of_history(world, history, num_steps)
@@ -107,12 +111,13 @@ def check(
         problems.append(Problem(WEIGHTS, "they are not those of an undisturbed run"))
     if was_killed:
         problems += _work_twice(world, history)
-    problems += _of_metrics(world, history, reference, num_steps, set(lost_lines))
-    problems += _of_samples(world, num_steps, set(lost_samples))
+    of_lines = _of_metrics(world, history, reference, num_steps, set(lost_lines))
+    problems += of_lines + _of_samples(world, num_steps, set(lost_samples), is_lossy=lossy_samples)
     problems += _of_ledger(world)
-    problems += destroyed(world)
+    problems += destroyed(world, committed_since)
     if same_data:
-        problems += _of_state(world, set(lost_lines))
+        has_lines = not lost_lines and not any(each.category == METRICS for each in of_lines)
+        problems += _of_state(world, has_lines=has_lines)
     return problems
 
 
@@ -152,8 +157,9 @@ def _of_group(world: World, group: Mapping[str, Any], step: int, chain: Sequence
     for sample in group["samples"]:
         if (bytes(sample["prompt"]).decode(), sample["label"]) != (expected["input"], expected["label"]):
             problems.append(Problem(PROMPTS, f"prompt {prompt_id} is not that of the data"))
-        if max(sample["versions"]) > step:
-            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {step - max(sample['versions'])}"))
+        newest = max(sample["versions"])
+        if newest > step:
+            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {step - newest}"))
             continue
         oldest = step - min(sample["versions"])
         allowed = {"sync": 0, "one_step_off": 1}.get(rollout.rollout_mode, rollout.max_staleness or 1)
@@ -244,10 +250,12 @@ def _of_metrics(
     return problems
 
 
-def _of_samples(world: World, num_steps: int, lost: set[int]) -> list[Problem]:
+def _of_samples(world: World, num_steps: int, lost: set[int], *, is_lossy: bool) -> list[Problem]:
     steps = [line.get("step") for line in metrics_lines(world.run.report / "samples.jsonl")]
     kept = [step for step in steps if step not in lost and step is not None]
     wanted = [step for step in range(1, num_steps + 1) if step not in lost]
+    if is_lossy:
+        wanted = [step for step in wanted if step in kept]
     if kept != wanted or (not lost and steps != wanted):
         return [Problem(SAMPLES, f"steps {steps}")]
     return []
@@ -275,9 +283,15 @@ def _of_ledger(world: World) -> list[Problem]:
     return []
 
 
-def destroyed(world: World) -> list[Problem]:
-    """What the ledger says was committed last is there, or something newer."""
-    committed = [entry for entry in events(world) if entry.get("event") == "committed"]
+def num_committed(world: World) -> int:
+    """Commits that the ledger tells of."""
+    return sum(entry.get("event") == "committed" for entry in events(world))
+
+
+def destroyed(world: World, since: int = 0) -> list[Problem]:
+    """What the ledger says was committed last is there, or something newer; its first ``since`` commits do not
+    count: they were damaged."""
+    committed = [entry for entry in events(world) if entry.get("event") == "committed"][since:]
     if not committed or not isinstance(committed[-1].get("step"), int):
         return []
     try:
@@ -291,7 +305,7 @@ def destroyed(world: World) -> list[Problem]:
     return []
 
 
-def _of_state(world: World, lost: set[int]) -> list[Problem]:
+def _of_state(world: World, *, has_lines: bool) -> list[Problem]:
     """The counts of the newest checkpoint and of all lines fit the data."""
     path = newest_committed(world.run.checkpoints).path
     if path is None:
@@ -302,7 +316,7 @@ def _of_state(world: World, lost: set[int]) -> list[Problem]:
     if backlog.num_fetched != len(good):
         problems.append(Problem(PROMPTS, f"{backlog.num_fetched} were fetched of {len(good)}"))
     lines = metrics_lines(world.run.metrics)
-    if lost:
+    if not has_lines:
         return problems
     for name, wanted in (
         ("rollout/bad_prompts", backlog.newest_id + 1 - len(good)),

@@ -18,7 +18,7 @@ from tests.crash_consistency.interception import ROOM, Attempt, Hung, Killed
 
 MOST_TURNS = 150_000  # of an event loop in one attempt; an undisturbed one takes a few thousand
 REAL_THREAD = threading.Thread
-LONG_S = 5.0  # real seconds that the starter of a thread waits for its end
+LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
 
 
 class _Selector(selectors.SelectSelector):

@@ -5,6 +5,7 @@ Input: a configuration and hooks for file operations. Output: how each attempt e
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -188,7 +189,9 @@ class World:
 
 def _where(error: BaseException) -> str:
     """The error and the innermost function of the project that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/crash_consistency/" not in frame.filename]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "/crash_consistency/" not in frame.filename
+    ]
     ours = [frame for frame in frames if "/rlpost/" in frame.filename or "/slurm/" in frame.filename]
     inner = (ours or frames)[-1]
     return f"{type(error).__name__}: {error} in {Path(inner.filename).name}:{inner.lineno} {inner.name}"
@@ -287,6 +290,7 @@ def ready() -> Iterator[Path]:
         for name in ("config.json", "generation_config.json"):
             (base / "model" / name).write_text(json.dumps(MODEL))
         undo.enter_context(_quiet())
+        undo.callback(gc.collect)  # destructors of killed attempts
         undo.enter_context(intercepted())
         undo.enter_context(virtual_time())
         for module, replaced in _STAND_INS.items():
