@@ -1,0 +1,22 @@
+"""A sample of all trials, the same at every run; ``python -m tests.crash_consistency --all`` runs them all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.crash_consistency.scenarios import run_trial, trials
+
+COUNTS = {"kill": 200, "power": 150, "stop": 80, "fault": 120, "damage": 140, "two_attempts": 120, "change": 60}
+
+
+@pytest.mark.parametrize("scenario", COUNTS)
+def test_a_run_that_is_disturbed_ends_as_if_nothing_had_happened(base: Path, scenario: str) -> None:
+    planned = random.Random(1).sample(list(trials(base, scenario, seed=0)), COUNTS[scenario])
+    results = [run_trial(base, trial) for trial in planned]
+    failed = [f"{result.trial}  {result.note}  {problem}" for result in results for problem in result.problems]
+    assert not failed, "\n".join(
+        [f"python -m tests.crash_consistency --trial NAME tells more of {len(failed)}:", *failed]
+    )
