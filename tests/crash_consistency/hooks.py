@@ -81,6 +81,10 @@ class FaultAt(Hook):
             code = getattr(errno, self.error)
             raise OSError(code, os.strerror(code), op.path)
 
+    def over(self) -> None:
+        """Threads that hang in it end with the process."""
+        self.released.set()
+
     def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
         """Take half of it."""
         is_hit = self.error == "short" and bool(self.hit) and self.hit[-1] == op and size > 1

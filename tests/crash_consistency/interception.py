@@ -73,6 +73,9 @@ class Hook:
         """How many of ``size`` bytes a write takes."""
         return size
 
+    def over(self) -> None:
+        """The attempt has ended."""
+
 
 @dataclass(eq=False)
 class Attempt:
@@ -86,8 +89,10 @@ class Attempt:
     num_ops: int = 0
     ops: list[Op] = field(default_factory=list)
     clock: float = 0.0  # virtual seconds of its event loop
+    hung: str = ""  # why it never ends
     drawn: int = 0  # tokens of secrets.token_hex
-    workers: list[threading.Thread] = field(default_factory=list)
+    workers: list[Any] = field(default_factory=list)  # threads that it started
+    ready: list[Any] = field(default_factory=list)  # those that have not run
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -128,6 +133,7 @@ class Opened:
     path: str
     appends: bool
     attempt: Attempt
+    raw: io.FileIO | None = None  # the file object that will close it
 
 
 class Disk:
@@ -183,7 +189,10 @@ class Disk:
         for descriptor, opened in list(self.opened.items()):
             if opened.attempt is attempt:
                 del self.opened[descriptor]
-                REAL.close(descriptor)
+                if opened.raw is None:
+                    REAL.close(descriptor)
+                else:
+                    io.FileIO.close(opened.raw)
 
 
 def _ours(path: Any, dir_fd: int | None = None) -> tuple[Attempt, str, tuple[str, ...], Folder] | None:
@@ -244,6 +253,8 @@ def _close(descriptor: int) -> None:
     found = _descriptor(descriptor)
     if found is not None:
         del found[0].disk.opened[descriptor]
+    elif getattr(ROOM, "attempt", None) is not None and ROOM.attempt.is_dead:
+        return  # it is closed, and the number may be another file's
     REAL.close(descriptor)
 
 
@@ -413,6 +424,8 @@ class _Raw(io.FileIO):
         super().__init__(descriptor, mode, closefd=closefd)
         self._owner = opened
         self._closes = closefd
+        if closefd:
+            opened.raw = self
 
     def write(self, data: Any) -> int:
         """As os.write; a dead attempt only seems to write."""

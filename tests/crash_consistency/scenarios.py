@@ -158,9 +158,6 @@ def _fault(stage: Stage) -> list[Problem]:
     name = "EIO" if error == "fsync" else error
     fault = FaultAt(trial.number, name, 1 if where == "once" else float("inf"), chosen)
     ending = world.attempt(fault)
-    fault.released.set()
-    for worker in ending.attempt.workers:
-        worker.join(10.0)
     if not fault.hit and ending.how == "done":
         stage.note = "not reached"
     elif fault.hit:

@@ -30,7 +30,7 @@ from rlpost.orchestration import driver, generation, stages
 from slurm.run_folder import RunFolder
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import ROOM, Attempt, Disk, Hook, Hung, Killed, intercepted
-from tests.crash_consistency.virtual_time import InlineExecutor, virtual_time
+from tests.crash_consistency.virtual_time import end_threads, virtual_time
 
 NUM_STEPS, BATCH_SIZE, NUM_SAMPLES = 6, 3, 2
 NUM_ROWS, BAD_ROWS = 11, (4, 8)
@@ -169,14 +169,15 @@ class World:
             try:
                 code = driver.drive(self.config, self.run, cluster)
                 how = {0: "done", 75: "preempted", 78: "refused"}.get(code, "failed")
-            except Killed:
-                how = "killed"
-            except Hung as error:
-                how, what = ("killed", "") if attempt.is_dead and "blocks" not in str(error) else ("hung", str(error))
+            except (Killed, Hung):
+                how, what = ("hung", attempt.hung) if attempt.hung else ("killed", "")
             except Exception as error:
                 how, what = "traceback", _where(error)
             finally:
                 attempt.is_dead = True
+        for hook in attempt.hooks:
+            hook.over()
+        end_threads(attempt)
         self.disk.forget(attempt)
         ending = Ending(attempt, how, what, tuple(attempt.messages))
         self.endings.append(ending)
@@ -296,9 +297,6 @@ def ready() -> Iterator[Path]:
         for module, replaced in _STAND_INS.items():
             for name, stand_in in replaced.items():
                 undo.enter_context(mock.patch.object(module, name, stand_in))
-        for module in [one for key, one in sys.modules.items() if key.startswith(("rlpost.", "slurm."))]:
-            if hasattr(module, "ThreadPoolExecutor"):
-                undo.enter_context(mock.patch.object(module, "ThreadPoolExecutor", InlineExecutor))
         undo.enter_context(mock.patch("secrets.token_hex", _token_hex))
         undo.enter_context(mock.patch.object(socket, "gethostname", _host))
         yield base
