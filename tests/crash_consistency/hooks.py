@@ -81,6 +81,11 @@ class FaultAt(Hook):
             code = getattr(errno, self.error)
             raise OSError(code, os.strerror(code), op.path)
 
+    @property
+    def may_hang(self) -> bool:  # type: ignore[override]
+        """Whether it hangs."""
+        return self.error == "hang"
+
     def over(self) -> None:
         """Threads that hang in it end with the process."""
         self.released.set()

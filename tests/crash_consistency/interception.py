@@ -61,7 +61,9 @@ class Op:
 
 
 class Hook:
-    """Does nothing."""
+    """Does nothing. ``may_hang``: an operation may never return."""
+
+    may_hang = False
 
     def before(self, attempt: Attempt, op: Op) -> None:
         """Called before an operation."""

@@ -22,7 +22,7 @@ from tests.crash_consistency.interception import ROOM, Attempt, Hung, Killed
 
 MOST_TURNS = 150_000  # of an event loop in one attempt; an undisturbed one takes a few thousand
 REAL_THREAD, REAL_SLEEP, REAL_WAIT = threading.Thread, time.sleep, concurrent.futures.wait
-UNKNOWN_S = 2.0  # real seconds until a thread runs though nobody is seen to wait for it
+REAL_RESULT = concurrent.futures.Future.result
 LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
 
 
@@ -81,54 +81,82 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
 
 
 class Thread(REAL_THREAD):
-    """One that runs while its starter waits."""
+    """One that runs while its starter waits: in the starter's own thread, unless storage may hang in it."""
 
     def start(self) -> None:
         """Be ready to run."""
-        self._attempt = getattr(ROOM, "attempt", None)
-        self._may_run, self._rests = threading.Event(), threading.Event()
-        if self._attempt is not None:
-            self.daemon = True
-            self._attempt.workers.append(self)
-            self._attempt.ready.append(self)
-        super().start()
+        self._attempt: Attempt | None = getattr(ROOM, "attempt", None)
+        if self._attempt is None:
+            super().start()
+            return
+        self._rests, self.hangs, self._is_real = threading.Event(), False, False
+        self._attempt.ready.append(self)
 
     def run(self) -> None:
         """As its starter's attempt."""
         if self._attempt is None:
             super().run()
             return
-        self._may_run.wait(UNKNOWN_S)
-        ROOM.attempt, ROOM.rests = self._attempt, self._rests
+        before = getattr(ROOM, "thread", None)
+        ROOM.attempt, ROOM.thread = self._attempt, self
         try:
             super().run()
-        except Killed:
+        except (Killed, Exception):  # the starter sees it at its next operation, or has its own way to be told
             pass
         finally:
+            ROOM.thread = before
             self._rests.set()
 
     def proceed(self) -> None:
         """Run to the end, or until it hangs."""
-        self._may_run.set()
+        assert self._attempt is not None
+        self._attempt.ready.remove(self)
+        if not any(hook.may_hang for hook in self._attempt.hooks):
+            self.run()
+            return
+        self.daemon = self._is_real = True
+        self._attempt.workers.append(self)
+        super().start()
         self._rests.wait(LONG_S)
+
+    def hang(self) -> None:
+        """Its starter need not wait for it."""
+        self.hangs = True
+        self._rests.set()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        if self._attempt is None:
+            return super().is_alive()
+        return self in self._attempt.ready or (self.hangs and super().is_alive())
+
+    def join(self, timeout: float | None = None) -> None:
+        """Let it run, or ``timeout`` seconds pass when it hangs."""
+        if self._attempt is None or self._attempt.is_dead:
+            if self._attempt is None or self._is_real:
+                super().join(timeout)
+            return
+        if self in self._attempt.ready:
+            self.proceed()
+        if self.hangs and timeout is None:
+            raise _hung(self._attempt, "it waits for a thread that hangs")
+        self._attempt.clock += (timeout or 0.0) if self.hangs else 0.0
 
 
 def run_threads(attempt: Attempt) -> bool:
     """Let the threads run that the attempt has started; whether there were any."""
-    had_any = False
+    had_any = bool(attempt.ready)
     while attempt.ready:
-        had_any = True
-        attempt.ready.pop(0).proceed()
+        attempt.ready[0].proceed()
     return had_any
 
 
 def end_threads(attempt: Attempt) -> None:
-    """The process has ended: threads that have not run, or hang, end without an effect."""
+    """The process has ended: threads that have not run never do, and those that hang end without an effect."""
     assert attempt.is_dead
-    for thread in attempt.workers:
-        thread.proceed()
-        thread.join(LONG_S)
     attempt.ready.clear()
+    for thread in attempt.workers:
+        thread.join(LONG_S)
 
 
 def _sleep(seconds: float) -> None:
@@ -160,11 +188,11 @@ def _hung(attempt: Attempt, why: str) -> Hung:
 
 def hang(attempt: Attempt, released: threading.Event) -> None:
     """An operation that does not return. In the thread of an event loop that is the end of the attempt."""
-    rests = getattr(ROOM, "rests", None)
-    if rests is None:
+    thread = getattr(ROOM, "thread", None)
+    if thread is None:
         raise _hung(attempt, "storage that does not answer blocks the event loop")
-    rests.set()
-    released.wait(60.0)
+    thread.hang()
+    released.wait(LONG_S)
     raise attempt.die()
 
 
@@ -197,6 +225,19 @@ class InlineExecutor:
         """Nothing to end."""
 
 
+def _result(future: Any, timeout: float | None = None) -> Any:
+    """As Future.result of concurrent.futures."""
+    attempt = getattr(ROOM, "attempt", None)
+    if attempt is not None and not future.done():
+        run_threads(attempt)
+        if not future.done():
+            if timeout is None:
+                raise _hung(attempt, "it waits for a thread that hangs")
+            attempt.clock += timeout
+            raise TimeoutError
+    return REAL_RESULT(future, timeout)
+
+
 def _everywhere(stand_ins: dict[Any, Any]) -> Iterator[Any]:
     """Patches of every module of the project that has one of these functions under any name."""
     for name, module in list(sys.modules.items()):
@@ -216,6 +257,7 @@ def virtual_time() -> Iterator[None]:
         asyncio.set_event_loop_policy(_Policy())
         undo.enter_context(mock.patch.object(threading, "Thread", Thread))
         undo.enter_context(mock.patch.object(time, "sleep", _sleep))
+        undo.enter_context(mock.patch.object(concurrent.futures.Future, "result", _result))
         for patch in _everywhere(stand_ins):
             undo.enter_context(patch)
         yield
