@@ -92,6 +92,7 @@ class Attempt:
     ops: list[Op] = field(default_factory=list)
     clock: float = 0.0  # virtual seconds of its event loop
     hung: str = ""  # why it never ends
+    waits: bool = False  # its event loop turns, so that a stop would end it
     drawn: int = 0  # tokens of secrets.token_hex
     workers: list[Any] = field(default_factory=list)  # threads that it started
     ready: list[Any] = field(default_factory=list)  # those that have not run

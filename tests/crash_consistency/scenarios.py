@@ -127,7 +127,7 @@ def _stop(stage: Stage) -> list[Problem]:
 
 
 PATHS: dict[str, Callable[[Op], bool]] = {
-    "metrics": lambda op: op.path.startswith("metrics.jsonl") or op.path.endswith("metrics.jsonl"),
+    "metrics": lambda op: "metrics.jsonl" in op.path,
     "samples": lambda op: "samples.jsonl" in op.path,
     "ledger": lambda op: "ledger.jsonl" in op.path,
     "latest": lambda op: op.path.endswith("checkpoints/latest") or "/.latest.tmp" in op.path,
@@ -163,11 +163,14 @@ def _fault(stage: Stage) -> list[Problem]:
     elif fault.hit:
         stage.note = f"{fault.hit[0].kind} {fault.hit[0].path} -> {ending.how}"
     problems = []
+    if ending.how == "waiting":
+        stage.remark = "waits for storage that hangs; a stop ends it"
     if ending.how == "refused":
         problems.append(Problem(oracle.FENCED, f"{stage.note}: {' | '.join(ending.messages[-1:])[:300]}"))
     if ending.how != "done":
         stage.finish()
-    return problems + check(world, reference=stage.reference, was_killed=False, lossy_samples=True)
+    is_lossy = where != "once" or error == "hang"
+    return problems + check(world, reference=stage.reference, was_killed=False, lossy=is_lossy)
 
 
 DAMAGES: dict[str, Callable[[bytes, random.Random], bytes | None]] = {

@@ -28,7 +28,7 @@ def marked(step: int) -> Callable[[Op], bool]:
 
 def line_written(file: str) -> Callable[[Op], bool]:
     """A line is appended to a file."""
-    return lambda op: op.kind == "write" and op.path == file
+    return lambda op: op.kind == "write" and Path(file).name in op.path
 
 
 def come_back(world: World) -> None:
@@ -159,7 +159,7 @@ def test_f7_storage_that_fails_ends_an_attempt_with_words_at_most(
     assert ending.how == "done" or ending.messages
     if ending.how != "done":
         come_back(world)
-    assert check(world, reference=reference, was_killed=False, lossy_samples=True) == []
+    assert check(world, reference=reference, was_killed=False, lossy=True) == []
 
 
 def test_f7_the_file_latest_is_for_people_and_no_commit_needs_it(base: Path) -> None:
@@ -188,10 +188,10 @@ def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(base: Path,
     fault = FaultAt(number, "hang", 1, lambda op: op.kind == "fsync" and PATHS[path](op))
     ending = world.attempt(fault)
     assert fault.hit
-    assert ending.how in ("done", "failed"), ending.what
+    assert ending.how in ("done", "failed", "waiting"), ending.what
     if ending.how != "done":
         come_back(world)
-    assert check(world, reference=reference, was_killed=False, lossy_samples=True) == []
+    assert check(world, reference=reference, was_killed=False, lossy=True) == []
 
 
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])

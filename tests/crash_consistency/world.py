@@ -94,7 +94,8 @@ SETUPS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended: done, preempted, refused (exit code 78), failed (1), killed, hung, or traceback."""
+    """How an attempt ended: done, preempted, refused (exit code 78), failed (1), killed,
+    waiting (its event loop turns and nothing happens), hung (it does not turn), or traceback."""
 
     attempt: Run
     how: str
@@ -171,6 +172,7 @@ class World:
                 how = {0: "done", 75: "preempted", 78: "refused"}.get(code, "failed")
             except (Killed, Hung):
                 how, what = ("hung", attempt.hung) if attempt.hung else ("killed", "")
+                how = "waiting" if attempt.waits else how
             except Exception as error:
                 how, what = "traceback", _where(error)
             finally:
