@@ -272,11 +272,9 @@ def _of_metrics(
 
 def _of_samples(world: World, num_steps: int, lost: set[int], *, is_lossy: bool) -> list[Problem]:
     steps = [line.get("step") for line in metrics_lines(world.run.report / "samples.jsonl")]
-    if not _of_steps(world, "samples.jsonl", steps, range(1, num_steps + 1), lost, is_lossy=is_lossy):
-        # of an older program: answers that cannot be written are named by their step
-        if not (is_lossy and _said(world, "are not kept") and steps == sorted(set(steps))):
-            return [Problem(SAMPLES, f"steps {steps}")]
-    return []
+    if _of_steps(world, "samples.jsonl", steps, range(1, num_steps + 1), lost, is_lossy=is_lossy):
+        return []
+    return [Problem(SAMPLES, f"steps {steps}")]
 
 
 def events(world: World) -> list[dict[str, Any]]:
