@@ -13,8 +13,10 @@ import selectors
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -191,7 +193,9 @@ def hang(attempt: Attempt, released: threading.Event) -> None:
     """An operation that does not return. In the thread of an event loop that is the end of the attempt."""
     thread = getattr(ROOM, "thread", None)
     if thread is None:
-        raise _hung(attempt, "storage that does not answer blocks the event loop")
+        frames = [frame for frame in traceback.extract_stack() if "/rlpost/" in frame.filename]
+        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1])
+        raise _hung(attempt, f"storage that does not answer blocks the event loop, in {where}")
     thread.hang()
     released.wait(LONG_S)
     raise attempt.die()
