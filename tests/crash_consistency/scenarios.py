@@ -291,8 +291,9 @@ def _two_attempts(stage: Stage) -> list[Problem]:
     old, new = by_name[older.attempt.name], by_name[newer.attempt.name]
     stage.note = f"older {old.how}, newer {new.how}"
     problems = []
-    if old.how == new.how == "refused" and "belongs to" in new.messages[-1]:
-        stage.remark = "two claims at one moment: both attempts ended"
+    if old.how == new.how == "refused":  # claims at one moment may fence each other (rlpost/checkpoint/ownership.py)
+        by_journal = ".log exists" in new.messages[-1]
+        stage.remark = f"both attempts ended, the newer one by {'the journal' if by_journal else 'its claim'}"
     elif new.how == "refused" and old.how != "done":
         problems.append(Problem(oracle.FENCED, f"the newer attempt: {' | '.join(new.messages[-1:])[:300]}"))
     world.endings.remove(new)

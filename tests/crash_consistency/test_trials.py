@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash_consistency.scenarios import run_trial, trials
 
-COUNTS = {"kill": 200, "power": 150, "stop": 80, "fault": 120, "damage": 140, "two_attempts": 120, "change": 60}
+COUNTS = {"kill": 120, "power": 90, "stop": 50, "fault": 80, "damage": 90, "two_attempts": 80, "change": 40}
 
 
 @pytest.mark.parametrize("scenario", COUNTS)
