@@ -15,8 +15,10 @@ COUNTS = {"kill": 120, "power": 90, "stop": 50, "fault": 80, "damage": 90, "two_
 @pytest.mark.parametrize("scenario", COUNTS)
 def test_a_run_that_is_disturbed_ends_as_if_nothing_had_happened(base: Path, scenario: str) -> None:
     planned = random.Random(1).sample(list(trials(base, scenario, seed=0)), COUNTS[scenario])
-    results = [run_trial(base, trial) for trial in planned]
-    failed = [f"{result.trial}  {result.note}  {problem}" for result in results for problem in result.problems]
+    failed = []
+    for trial in planned:
+        result = run_trial(base, trial)
+        failed += [f"{trial}  {result.note}  {problem}" for problem in result.problems]
     assert not failed, "\n".join(
         [f"python -m tests.crash_consistency --trial NAME tells more of {len(failed)}:", *failed]
     )
