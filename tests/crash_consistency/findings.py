@@ -11,7 +11,7 @@ FINDINGS = {
     "F2": "a hole in the journal goes unnoticed, or ends the run for good",
     "F3": "metrics and samples are neither fenced nor robust against damage",
     "F4": "skipped rows are counted twice after a crash",
-    "F5": "changed data is accepted while only the journal exists, or blamed on another run",
+    "F5": "changed data is accepted in silence, or blamed on another run",
     "F6": "a damaged line of the ledger ends the attempt with a traceback",
     "F7": "failing or hanging storage ends the attempt with a traceback, or blocks its event loop",
     "F8": "the journal's folder is lost with the power",
@@ -33,7 +33,7 @@ def finding(result: Result, problem: Problem) -> str:
     scenario, category, detail, note = result.trial.scenario, problem.category, problem.detail, result.note
     if category == oracle.COUNTS:
         return "F4"
-    if scenario == "fault" and category in (oracle.TRACEBACK, oracle.HUNG):
+    if scenario == "fault" and category in (oracle.TRACEBACK, oracle.HUNG, oracle.LEDGER):
         return "F7"
     if scenario == "fault" and category == oracle.NEVER and ("latest" in note or "metrics" in note):
         return "F7"
@@ -43,7 +43,7 @@ def finding(result: Result, problem: Problem) -> str:
         return _of_damage(category, detail, note)
     if "strict" in result.trial.what or scenario in ("power", "stop"):
         return "F8" if category in (oracle.AGAIN, oracle.RETRAINED) else "new"
-    if scenario == "change" and (category == oracle.NEVER or note == "journal only"):
+    if scenario == "change" and category in (oracle.NEVER, oracle.SILENT):
         return "F5"
     return "new"
 

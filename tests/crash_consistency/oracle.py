@@ -97,7 +97,7 @@ def check(
     ``committed_since``: see ``destroyed``.
     """
     last = world.endings[-1]
-    problems = [problem for ending in world.endings for problem in _of_ending(ending)]
+    problems = [problem for ending in world.endings for problem in of_ending(ending)]
     if last.how != "done":
         if last.how not in ("traceback", "hung"):
             problems.append(Problem(NEVER, f"{last.how}: {' | '.join(last.messages[-2:])[:400]}"))
@@ -106,7 +106,7 @@ def check(
         return problems + destroyed(world, committed_since)
     history = last.attempt.observed.history
     if same_data:
-        problems += _of_history(world, history, num_steps)
+        problems += of_history(world, history, num_steps)
     if reference is not None and world.setup.is_exact and last.attempt.observed.weights != reference.weights:
         problems.append(Problem(WEIGHTS, "they are not those of an undisturbed run"))
     if was_killed:
@@ -121,7 +121,8 @@ def check(
     return problems
 
 
-def _of_ending(ending: Ending) -> list[Problem]:
+def of_ending(ending: Ending) -> list[Problem]:
+    """What must not be of one attempt."""
     if ending.how == "traceback":
         return [Problem(TRACEBACK, ending.what)]
     if ending.how == "hung":
@@ -129,7 +130,7 @@ def _of_ending(ending: Ending) -> list[Problem]:
     return []
 
 
-def _of_history(world: World, history: Sequence[Any], num_steps: int) -> list[Problem]:
+def of_history(world: World, history: Sequence[Any], num_steps: int) -> list[Problem]:
     """The batches behind the final weights, one by one."""
     problems = []
     chain, seen = [fakes.INITIAL], Counter[int]()

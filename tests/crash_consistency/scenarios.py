@@ -21,7 +21,7 @@ from tests.crash_consistency.world import BAD_ROWS, NUM_ROWS, NUM_STEPS, SETUPS,
 
 MOST_ATTEMPTS = 4  # until a run must be done after what disturbed it has ended
 ERRORS = ("ENOSPC", "EIO", "EROFS", "ESTALE", "EDQUOT")
-DEADLINES = {"checkpoint": "N/A", "journal": 1}
+DEADLINES: dict[str, str | int] = {"checkpoint": "N/A", "journal": 1}
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,24 @@ PATHS: dict[str, Callable[[Op], bool]] = {
 }
 
 
+def _faulty(error: str, where: str) -> Callable[[Op], bool]:
+    """The operations at which storage gives an error."""
+    of_path = PATHS.get(where, lambda op: True)
+
+    def is_faulty(op: Op) -> bool:
+        if error == "short":
+            kinds = op.kind == "write"
+        elif error in ("hang", "fsync"):
+            kinds = op.kind == "fsync"
+        elif where in PATHS or error in ("ENOSPC", "EROFS", "EDQUOT"):
+            kinds = op.changes and op.kind not in ("unlink", "rmdir")
+        else:
+            kinds = True  # EIO and ESTALE come with reading, too
+        return kinds and of_path(op)
+
+    return is_faulty
+
+
 def _fault(stage: Stage) -> list[Problem]:
     """Storage fails in the first attempt, or in the second after a kill; afterwards it is well.
 
@@ -146,17 +164,8 @@ def _fault(stage: Stage) -> list[Problem]:
     error, where, *when = trial.what.split(":")
     if when:
         world.attempt(KillAt(stage.rng.randrange(stage.reference.num_changes)))
-    matches = PATHS.get(where, lambda op: True)
-    if error == "short":
-        chosen = lambda op: op.kind == "write" and matches(op)  # noqa: E731
-    elif error in ("hang", "fsync"):
-        chosen = lambda op: op.kind == "fsync" and matches(op)  # noqa: E731
-    elif where in PATHS or error in ("ENOSPC", "EROFS", "EDQUOT"):
-        chosen = lambda op: op.changes and op.kind not in ("unlink", "rmdir") and matches(op)  # noqa: E731
-    else:
-        chosen = matches
     name = "EIO" if error == "fsync" else error
-    fault = FaultAt(trial.number, name, 1 if where == "once" else float("inf"), chosen)
+    fault = FaultAt(trial.number, name, 1 if where == "once" else float("inf"), _faulty(error, where))
     ending = world.attempt(fault)
     if not fault.hit and ending.how == "done":
         stage.note = "not reached"
@@ -346,7 +355,7 @@ def _change(stage: Stage) -> list[Problem]:
     before = len(world.endings)
     ending = world.attempt()
     text = " ".join(ending.messages)
-    problems = oracle._of_ending(ending)
+    problems = oracle.of_ending(ending)
     if "shared with another run" in text:
         problems.append(Problem(oracle.NEVER, f"{stage.note}: it blames another run"))
     if ending.how in ("refused", "failed"):
@@ -357,7 +366,7 @@ def _change(stage: Stage) -> list[Problem]:
     is_said = any(word in text for word in ("--prompt-data", "prompt", "settings", "data"))
     is_used = len(world.endings[before - 1].attempt.observed.history) > 0 and (had_checkpoint or had_journal)
     problems += check(world, was_killed=False, num_steps=num_steps, same_data=False)
-    mixed = oracle._of_history(world, ending.attempt.observed.history, num_steps) if trial.what in DATA else []
+    mixed = oracle.of_history(world, ending.attempt.observed.history, num_steps) if trial.what in DATA else []
     if trial.what in DATA and mixed and not is_said:
         problems.append(Problem(oracle.SILENT, f"{stage.note}: other data, {mixed[0]}"))
     if trial.what not in (*DATA, "longer") and is_used and not is_said:
