@@ -266,8 +266,8 @@ class Actors:
 class Training:
     """Trains at once on all groups of a rollout."""
 
-    def __init__(self, config: Any, actors: Actors, data_ranks: Sequence[int], *, stop: Any, **more: Any) -> None:
-        self._observed, self._stop = actors.observed, stop
+    def __init__(self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any) -> None:
+        self._observed, self._stop = ROOM.attempt.observed, stop
 
     async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """The metrics of a step; raises Preempted before it."""
@@ -280,14 +280,14 @@ class Training:
         return {"train/loss": 0.5, "train/grad_norm": 1.0, "train/weights": float(int(seen.weights[:8], 16))}
 
 
-class WeightSync:
+class WeightCoordinator:
     """Knows whose weights the engine gets."""
 
     num_bytes, changed_frac, engines_are_stuck = 0, None, False
 
-    def __init__(self, config: Any, fleet: Fleet, actors: Actors, **more: Any) -> None:
-        self.actors = actors
-        self.before_each: Callable[[], None] = lambda: None
+    def __init__(self, config: Any, fleet: Fleet, actors: Any, *, stop: Any, **more: Any) -> None:
+        self.observed: Observed = ROOM.attempt.observed
+        self.stop = stop
 
     async def connect(self) -> None:
         """Nothing to connect."""
@@ -296,13 +296,11 @@ class WeightSync:
         """Nothing to end."""
 
 
-class Watch:
+class EngineHealth:
     """Updates the engine, which never fails."""
 
-    def __init__(self, config: Any, fleet: Fleet, weights: WeightSync) -> None:
+    def __init__(self, config: Any, fleet: Fleet, weights: WeightCoordinator, *, stop: Any) -> None:
         self._fleet, self._weights = fleet, weights
-        self.unless_stopped: Any = None
-        self.stop_requested: Any = None
 
     def trained(self) -> None:
         """The trainer has new weights."""
@@ -318,8 +316,8 @@ class Watch:
         """Give the engine the trainer's weights."""
         await before()
         await asyncio.sleep(SYNC_S)
-        self._weights.before_each()
-        self._fleet.weights, self._fleet.version = self._weights.actors.observed.weights, version
+        self._weights.stop.check()
+        self._fleet.weights, self._fleet.version = self._weights.observed.weights, version
         await ready()
 
     @asynccontextmanager

@@ -268,8 +268,8 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
         "Fleet": fakes.Fleet,
         "WorkerGroup": fakes.Actors,
         "Training": fakes.Training,
-        "WeightSync": fakes.WeightSync,
-        "Watch": fakes.Watch,
+        "WeightCoordinator": fakes.WeightCoordinator,
+        "EngineHealth": fakes.EngineHealth,
     },
     generation: {
         "PromptTokenizer": fakes.Tokenizer,
