@@ -101,7 +101,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         time_left_s=entry.time_left_s,
         attempt=attempt,
         verdict=verdict or ended.get("verdict"),
-        cause=ended.get("cause") or _cause(latest / "verdict.json"),
+        cause=ended.get("cause") or _cause(latest / "verdict.json") or _refusal(run, attempt, entry.state),
         decision=str(ended.get("reason", "")),
         checkpoint=committed.get("checkpoint"),
         checkpoint_step=committed.get("step"),
@@ -112,6 +112,15 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         warnings=warnings_in(_tail(latest / "driver.log")),
         **_progress(run, is_over=entry.state.is_over),
     )
+
+
+def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
+    """The last line of the batch script where a job ended before its first attempt: what it refused (exit code 78)."""
+    if attempt is not None or not state.is_over:
+        return ""
+    logs = sorted(run.root.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
+    lines = _tail(logs[-1]).strip().splitlines() if logs else []
+    return lines[-1] if lines else ""
 
 
 def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
@@ -138,7 +147,7 @@ def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
 
 def headline(status: Status) -> str:
     """Why a run stands where it stands, in one line: Slurm's reason, or the cause where it ended in failure."""
-    is_failure = status.verdict in ("config", "failed", "none")
+    is_failure = status.verdict in (None, "config", "failed", "none")
     is_waiting = status.state in (JobState.PENDING, JobState.RUNNING, JobState.CONFIGURING)
     lines = status.cause.splitlines()
     if not is_failure or is_waiting or not lines:

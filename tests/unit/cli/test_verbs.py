@@ -14,6 +14,7 @@ from rlpost.cli.inside import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
+from rlpost.cli.standing import headline, status_of
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
@@ -109,6 +110,15 @@ def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_
     run.new_attempt()
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cause"] == "", "of the attempt before"
+
+
+def test_a_job_that_refused_before_its_first_attempt_says_why(tmp_path):
+    """It has no attempt, no verdict and no line in the ledger: its batch script's log has the reason."""
+    run = make_run(tmp_path / "a", job_id="7")
+    (run.root / "slurm-7.out").write_text("batch: job 7\ncontainer: RLPOST_IMAGE is not set\n")
+    status = status_of(run, "7", QueueEntry("7", JobState.FAILED, reason="NonZeroExitCode"))
+    assert headline(status) == status.cause == "container: RLPOST_IMAGE is not set"
+    assert status_of(run, "7", QueueEntry("7", JobState.PENDING)).cause == ""
 
 
 def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
