@@ -96,7 +96,7 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     """One line for each value of [model] that config.json contradicts and that is not allowed to win."""
     allowed = tuple(given.get("override_hf_config", ()))
     found = [
-        f"model.override_hf_config = {name}: cannot be overridden, the weights are made for it; only "
+        f"--override-hf-config {name}: cannot be overridden, the weights are made for it; only "
         f"{', '.join(OVERRIDABLE)} can"
         for name in allowed
         if name not in OVERRIDABLE
@@ -109,9 +109,8 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
         there = f"says {said[name]!r}" if said.get(name) is not None else "has no such thing"
         way_out = f", or let it win with --override-hf-config {name}" if name in OVERRIDABLE else ""
         flag = "--" + name.replace("_", "-")
-        found.append(
-            f"model.{name} ({flag}) = {value!r}, but the checkpoint's config.json {there}; correct it{way_out}"
-        )
+        correct = f"{flag} none" if said.get(name) is None else f"{flag} {said[name]}"
+        found.append(f"{flag} {value}, but config.json of --hf-checkpoint {there}; use {correct}{way_out}")
     return found
 
 

@@ -15,8 +15,11 @@ from rlpost.check import check, notes
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
 from rlpost.cli.submit import job_spec
+from rlpost.config.checks.missing import image_problems
+from rlpost.config.load import Loaded
 from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_origins
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from slurm.errors import SpecError
@@ -30,19 +33,31 @@ def main(arguments: Sequence[str]) -> int:
     add_scale_down(made)
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
     require_model(options.recipe, loaded.config)
-    problems = []
-    for look in (check, job_spec):
-        try:
-            look(loaded.config)
-        except (ConfigError, SpecError) as error:
-            problems += str(error).splitlines()
+    problems = check_problems(loaded, options.recipe)
     if problems:
         raise ConfigError("\n".join(problems))
     lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
-    print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in lines))
+    width = max(_INDENT, *(len(name) + 2 for name, _ in lines))
+    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
     return 0
+
+
+def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
+    """One line for each problem of the settings, and of the job that they ask of Slurm."""
+    problems: list[str] = []
+    try:
+        check(loaded.config, recipe=recipe, origins=loaded.origins)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if image_problems(loaded.config):  # told already, and a job without its image says the same
+        return problems
+    try:
+        job_spec(loaded.config)
+    except (ConfigError, SpecError) as error:
+        problems += (with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines())
+    return problems
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 
+from rlpost.arguments import Parser
 from rlpost.cli.runs import add_run_options, find_run, last, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
@@ -27,7 +28,7 @@ DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
 
 def attach_main(arguments: Sequence[str]) -> int:
     """A shell on a node of a run, the head unless named."""
-    made = argparse.ArgumentParser(prog="rlpost attach", description="A shell on a node of a running run.")
+    made = Parser(prog="rlpost attach", description="A shell on a node of a running run.")
     made.add_argument("node", nargs="?", metavar="NODE", help="host name; the head if not given")
     add_run_options(made, positional=False)
     options = made.parse_args(arguments)
@@ -39,7 +40,7 @@ def attach_main(arguments: Sequence[str]) -> int:
 
 def exec_main(arguments: Sequence[str]) -> int:
     """A command once on every node of a run, each line with the node's number before it; or on one node."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="rlpost exec",
         usage="rlpost exec [--run RUN] [--node HOST] [--] COMMAND...",
         description="Run a command on every node of a running run, beside what it does.",
@@ -59,7 +60,7 @@ def exec_main(arguments: Sequence[str]) -> int:
 
 def tunnel_main(arguments: Sequence[str]) -> int:
     """Print the ssh command that brings Ray's dashboard from the head through the login node."""
-    made = argparse.ArgumentParser(prog="rlpost tunnel", description="The ssh command for Ray's dashboard.")
+    made = Parser(prog="rlpost tunnel", description="The ssh command for Ray's dashboard.")
     add_run_options(made)
     made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
     options = made.parse_args(arguments)

@@ -21,15 +21,18 @@ from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
+from rlpost.config.wording import as_flag, spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
 from slurm.container import Container
 from slurm.environment import for_script
-from slurm.errors import SlurmError
+from slurm.errors import SlurmError, SpecError
 from slurm.executor import Where, completed, submit
 from slurm.queue import queue
 from slurm.render import render_sbatch
@@ -51,13 +54,20 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
 
     Raises:
         ConfigError: a key is among the variables, which stand in the batch script.
-        SpecError: a value cannot go into a batch script.
+        SpecError: a value cannot go into a batch script; named by its flag.
     """
+    try:
+        return _job_spec(config, driver_args)
+    except SpecError as error:
+        raise SpecError(as_flag(str(error))) from error
+
+
+def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     cluster = config.cluster
     if keys := [name for name in KEYS if name in cluster.environment]:
         raise ConfigError(
-            f"cluster.environment (--environment) has {', '.join(keys)}, which would stand in the batch script; export "
-            "it where rlpost submit is called instead: then it goes into RUN/secrets.env alone"
+            f"--environment {keys[0]}=...: a key would stand in the batch script; export {', '.join(keys)} where "
+            "rlpost submit is called instead: then it goes into RUN/secrets.env alone"
         )
     agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
     agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
@@ -115,10 +125,13 @@ def submit_main(arguments: Sequence[str]) -> int:
     options, loaded = settings(made, arguments)
     config = loaded.config
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny")
+    local = options.local or options.debug or not is_available()
+    if local and not (options.dry_run or options.test_only):
+        _check_local(config)
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
-    check(config, run=root)
+    check(config, run=root, recipe=options.recipe, origins=loaded.origins)
     for note in notes(config):
         print(f"note: {note}", file=sys.stderr)
     try:
@@ -130,9 +143,6 @@ def submit_main(arguments: Sequence[str]) -> int:
         if options.test_only:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
-        local = options.local or options.debug or not is_available()
-        if local and config.num_nodes > 1:
-            raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
         _check_wandb_key(config, RunFolder(root))
         if options.resume:
             _check_it_has_ended(RunFolder(root.absolute()))
@@ -150,6 +160,25 @@ def submit_main(arguments: Sequence[str]) -> int:
     return follow(run, job_id, started_it=local) if wait else 0
 
 
+def _check_local(config: Config) -> None:
+    """Raises ConfigError for what a run on this machine cannot have, before anything is made."""
+    problems = []
+    if config.num_nodes > 1:
+        one_node = with_values(config, nodes=1, actor_num_nodes=None)
+        fits = not layout_problems(one_node) and not batch_problems(one_node)
+        one = "--nodes 1" + (" --actor-num-nodes 1" if config.cluster.actor_num_nodes else "")
+        problems.append(
+            f"--nodes {config.num_nodes}: a run without Slurm (--local) has this machine alone; use "
+            f"{one + ', or ' if fits else ''}--scale-down for the recipe in small, or submit where there is Slurm"
+        )
+    if config.cluster.container != "none":
+        problems.append(
+            f"{spelled(config, 'container')}: a run without Slurm (--local) is in no container; use --container none"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _check_it_has_ended(run: RunFolder) -> None:
     """Raises ConfigError when a job of the run is there: two would drive each other out."""
     if (job_id := newest_job(run)) is None:
@@ -160,7 +189,7 @@ def _check_it_has_ended(run: RunFolder) -> None:
         state = queue([job_id])[job_id].state
     if state in (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED):
         raise ConfigError(
-            f"--resume: job {job_id} of {run.root.name} is {state} and goes on by itself; for other settings "
+            f"--resume: job {job_id} of {run.root.name} is {state} and comes back by itself; to change its settings, "
             f"rlpost cancel {run.root.name} first"
         )
 
@@ -168,15 +197,15 @@ def _check_it_has_ended(run: RunFolder) -> None:
 def _check_wandb_key(config: Config, run: RunFolder) -> None:
     if config.wandb.is_on and config.wandb.wandb_mode == "online" and not has_wandb_key(run, os.environ):
         raise ConfigError(
-            "wandb.use_wandb = true (--use-wandb): no key for Weights & Biases; give --wandb-key, set WANDB_API_KEY, "
-            "or use --wandb-mode offline"
+            "--use-wandb true: no key for Weights & Biases; give --wandb-key, export WANDB_API_KEY, or use "
+            "--wandb-mode offline"
         )
 
 
 def _tested(spec: JobSpec) -> str:
     """What Slurm says about a job that it is not given."""
     if not is_available():
-        raise ConfigError("--test-only asks Slurm, and there is none here")
+        raise ConfigError("--test-only: asks Slurm, and there is none on this machine; use --dry-run to see the script")
     text = render_sbatch(spec)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(text)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.flags import flag
 from rlpost.config.plan.shape import NEEDED, Layout, layout_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -83,8 +84,8 @@ def scale_down(
         raise ConfigError(f"--scale-down {ranks}: give how many ranks may train, 1 or more")
     if missing := [name for name in NEEDED if words.get(name) is None]:
         raise ConfigError(
-            f"--scale-down: model.{', model.'.join(missing)} not known; the model's config.json is not there, so name "
-            "a file of jobs/models with --model or in the recipe"
+            f"--scale-down: {', '.join(flag(name) for name in missing)} not known, and the model's config.json is not "
+            "there; give --model with a name of jobs/models, or fetch the model"
         )
     layout = folded(layout_of(config), ranks)
     model = scaled_model(words, layout)
