@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     assets = wanted(loaded.config)
     if not assets:
         raise ConfigError(
-            "nothing to fetch: the recipe names no repositories; add --hub-models or --hub-datasets ORGANISATION/NAME"
+            "nothing to fetch: the recipe names no repositories; name them with --hub-models or --hub-datasets"
         )
     root = assets_folder(loaded.config.cluster.assets_dir)
     token = None if options.token_file is None else token_of(options.token_file)

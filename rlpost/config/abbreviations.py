@@ -57,7 +57,6 @@ ABBREVIATIONS: dict[str, tuple[str, ...]] = {
     "ref-model": ("--ref-load",),
     "reward": ("--rm-type",),
     "rm": ("--rm-type",),
-    "seed": ("--rollout-seed",),
     "steps": ("--num-rollout",),
     "temp": ("--rollout-temperature",),
     "temperature": ("--rollout-temperature",),
@@ -73,7 +72,7 @@ ABBREVIATIONS: dict[str, tuple[str, ...]] = {
 """A name without its dashes -> the flags that it may mean."""
 
 _DERIVED = (
-    "data parallelism has no flag: it is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "
+    "the data-parallel size is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "
     "--context-parallel-size leave of the GPUs that train (--actor-num-nodes x --actor-num-gpus-per-node)"
 )
 DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}

@@ -21,7 +21,6 @@ class Mistake:
 
     Attributes:
         fixed: commands that follow the remedies of the message; each must run.
-        leaves: a part of what a fixed command may still be refused for, a problem of another kind.
         files: texts of files by path, made before; None removes the file or folder.
         environ: variables; paths are seen from the folder.
         lacking: packages that count as not installed.
@@ -31,7 +30,6 @@ class Mistake:
     title: str
     command: str
     fixed: tuple[str, ...] = ()
-    leaves: str | None = None
     files: Mapping[str, str | None] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: ASSETS)
     lacking: tuple[str, ...] = ()
@@ -105,7 +103,13 @@ LAYOUT = [
         "--actor-num-nodes 4 --pipeline-model-parallel-size 2",
         recipe="glm45_355b",
     ),
-    _of_check("GLM-4.5 in an allocation of half its nodes", "--nodes 4", "--nodes 8", recipe="glm45_355b"),
+    _of_check(
+        "GLM-4.5 in an allocation of half its nodes",
+        "--nodes 4",
+        "--nodes 8",
+        "--nodes 4 --actor-num-nodes 4 --pipeline-model-parallel-size 2",
+        recipe="glm45_355b",
+    ),
     _of_check(
         "More GPUs that train than a node has",
         "--actor-num-gpus-per-node 8",
@@ -294,7 +298,11 @@ FUNCTIONS = [
     ),
     _of_check("A function with other arguments", "--custom-rm-path mine.py:keep", files={"mine.py": FILTER}),
     _of_check("A path that names no function", "--custom-rm-path mine.py", files={"mine.py": FILTER}),
-    _of_check("A whole rollout of slime's", "--rollout-function-path slime.rollout.sft_rollout.generate_rollout"),
+    _of_check(
+        "A whole rollout of slime's",
+        "--rollout-function-path fully_async_rollout.generate_rollout_fully_async",
+        "--rollout-function-path fully_async_rollout.generate_rollout_fully_async --rollout-mode fully_async",
+    ),
     _of_check("A rollout function of one's own", "--rollout-function-path mine.rollout"),
 ]
 
@@ -394,6 +402,11 @@ OBSERVE = [
 MODEL = [
     Mistake("Models and data that were not fetched", "rlpost check qwen3_4b", environ={"RLPOST_ASSETS": "elsewhere"}),
     Mistake(
+        "Models and data that were not fetched to the folder that a flag names",
+        "rlpost check qwen3_4b --assets-dir elsewhere --ref-load none",
+        environ=NO_ASSETS,
+    ),
+    Mistake(
         "The folder of models and data not named",
         "rlpost check qwen3_4b",
         ("rlpost check qwen3_4b --assets-dir assets",),
@@ -415,7 +428,7 @@ MODEL = [
         "",
         files={"model/config.json": '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}'},
     ),
-    _of_check("A model's sizes in the recipe that are another model's", "--num-layers 3"),
+    _of_check("A model's sizes in the recipe that are another model's", "--num-layers 3", "--num-layers 2"),
     Mistake(
         "A reference that was not converted",
         "rlpost check qwen3_4b",

@@ -21,6 +21,8 @@ from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 
 LEAST = 60
+PROPOSAL = re.compile(r"; (use|add|give) --[a-z-]+ (?!for )[a-z0-9]")
+"""A flag with a value, as a remedy."""
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
 Run = Callable[[str], tuple[int, str]]
 HEADER = """\
@@ -105,19 +107,22 @@ def test_every_mistake_is_told_as_it_was_reviewed(
     run: Callable[[Mistake], Run], golden: Callable[[str, str], None]
 ) -> None:
     """All of them in one file, which a person can read from the beginning to the end."""
-    blocks = [HEADER]
+    blocks, untested = [HEADER], []
     for subject, mistakes in MISTAKES.items():
         blocks.append(f"## {subject}\n")
         for mistake in mistakes:
             code, output = run(mistake)(mistake.command)
             assert code != 0, f"{mistake.command}: ran, and printed\n{output}"
             assert "Traceback" not in output, output
+            if not mistake.fixed and output.count("error: ") == 1 and PROPOSAL.search(output):
+                untested.append(output)
             variables = [f"{name}=$PWD/{value} " for name, value in mistake.environ.items()]
             shown = "" if mistake.environ == Mistake("", "").environ else "".join(variables)
             lines = [f"$ {shown}{mistake.command}", *output.splitlines()]
             lines += [f"$ {shown}{fixed}" for fixed in mistake.fixed]
             text = "\n".join(f"    {line}" for line in lines).replace("{here}", "HERE")
             blocks.append(f"### {mistake.title}\n\n{text}\n")
+    assert untested == [], "give mistakes.py the commands that follow these remedies"
     golden("mistakes.md", "\n".join(blocks))
 
 

@@ -50,9 +50,7 @@ def _unit(config: Config) -> int:
 
 
 def _samples(config: Config) -> str:
-    return (
-        f"{config.samples_per_rollout} samples of a rollout ({spelled(config, PROMPTS)} x {spelled(config, ANSWERS)})"
-    )
+    return f"{config.samples_per_rollout} samples of a rollout, {spelled(config, PROMPTS)} x {spelled(config, ANSWERS)}"
 
 
 def _whole_steps(config: Config) -> list[int]:

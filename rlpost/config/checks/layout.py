@@ -54,14 +54,14 @@ def layout_problems(config: Config) -> list[str]:
 def _too_many_nodes(config: Config) -> str:
     """More nodes train than there are: the number that is wrong is either."""
     nodes, trains = config.num_nodes, config.actor_num_nodes
-    line = f"{spelled(config, 'actor_num_nodes')} is more than {spelled(config, 'nodes')}; use --nodes {trains}"
-    smaller = with_values(config, actor_num_nodes=nodes)
-    if _fits(smaller):
-        return f"{line} or --actor-num-nodes {nodes}"
-    return (
-        f"{line}, or --scale-down for a trial on one machine ({_product(config)} GPUs are more than the "
-        f"{smaller.actor_world_size} of {nodes} nodes, or no divisor of them)"
-    )
+    line = f"{spelled(config, 'actor_num_nodes')} is more than {spelled(config, 'nodes')}"
+    fewer = with_values(config, actor_num_nodes=nodes)
+    if _fits(fewer):
+        return f"{line}; use --nodes {trains} or --actor-num-nodes {nodes}"
+    smaller = [f"--actor-num-nodes {nodes} {words}" for words in _smaller(fewer)]
+    remedies = [f"--nodes {trains}", *smaller, "--scale-down for a trial on one machine"]
+    have = f"{nodes} nodes have" if nodes > 1 else "1 node has"
+    return f"{line}, and {_product(config)} GPUs, but {have} {fewer.actor_world_size}; use {listed(remedies)}"
 
 
 def _engine_size(config: Config) -> str:
@@ -134,13 +134,12 @@ def _world_problem(config: Config) -> str:
     """A size alone, or the product of all, does not divide the GPUs that train."""
     world = config.actor_world_size
     plural = "node" if config.actor_num_nodes == 1 else "nodes"
-    trains = f"{config.actor_num_nodes} {plural} x {spelled(config, 'actor_num_gpus_per_node')}"
+    trains = f"{config.actor_num_nodes} {plural} x {config.cluster.actor_num_gpus_per_node}"
     alone = [key for key in _SHORT if value_of(config, key) > 1]
     wrong = next((key for key in alone if world % value_of(config, key)), None)
     if wrong is not None and (choices := _that_fit(config, wrong)):
         return f"{spelled(config, wrong)} does not divide the {world} GPUs that train ({trains}); use {listed(choices)}"
-    smaller = {key: [size for size in _that_fit(config, key) if size < value_of(config, key)] for key in alone}
-    remedies = [*_nodes_for(config), *(f"{flag(key)} {max(sizes)}" for key, sizes in smaller.items() if sizes)]
+    remedies = [*_nodes_for(config), *_smaller(config)]
     if world < config.model_parallel_size:
         remedies.append("--scale-down for a trial on one machine")
     if len(alone) > 1:
@@ -148,6 +147,15 @@ def _world_problem(config: Config) -> str:
     else:
         line = f"{spelled(config, alone[0])} does not divide the {world} GPUs that train ({trains})"
     return f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
+
+
+def _smaller(config: Config) -> list[str]:
+    """The flags that mend the layout by making one size smaller, as little as possible."""
+    found = []
+    for key in _SHORT:
+        sizes = [size for size in _that_fit(config, key) if size < value_of(config, key)]
+        found += [f"{flag(key)} {max(sizes)}"] if sizes else []
+    return found
 
 
 def _nodes_for(config: Config) -> list[str]:

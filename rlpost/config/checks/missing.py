@@ -47,6 +47,8 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
     if not fetched:
         return others
     command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
+    if config.cluster.assets_dir is not None:
+        command += f" --assets-dir {config.cluster.assets_dir}"
     return [f"{listed(fetched, 'and')}: not there yet; fetch from the hub with: {command}", *others]
 
 

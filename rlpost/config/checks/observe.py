@@ -12,7 +12,7 @@ from rlpost.config.wording import listed, spelled
 def observe_problems(config: Config) -> list[str]:
     """What of [observe] would leave nothing behind."""
     observe, last = config.observe, config.rollout.num_rollout
-    steps = f"the run has {last} {'step' if last == 1 else 'steps'} ({spelled(config, 'num_rollout')})"
+    behind_last = f"comes after the last step, {spelled(config, 'num_rollout')}"
     problems = []
     if observe.profile or observe.record_memory_history:
         start, end = observe.profile_step_start, observe.profile_step_end
@@ -24,7 +24,7 @@ def observe_problems(config: Config) -> list[str]:
             )
         elif start > last:
             problems.append(
-                f"{first}: {steps}, so nothing would be profiled; use --profile-step-start {last} --profile-step-end "
+                f"{first} {behind_last}; use --profile-step-start {last} --profile-step-end "
                 f"{last + 1}, or a larger --num-rollout"
             )
         ranks = [rank for rank in observe.profile_ranks if rank >= config.actor_world_size]
@@ -35,7 +35,7 @@ def observe_problems(config: Config) -> list[str]:
             )
     if observe.traced and observe.traced[0] > last:
         problems.append(
-            f"{spelled(config, 'trace_steps')}: {steps}, so nothing would be traced; use steps from 1 to {last}, for "
+            f"{spelled(config, 'trace_steps')} {behind_last}; use steps from 1 to {last}, for "
             f"instance --trace-steps {last}"
         )
     return problems

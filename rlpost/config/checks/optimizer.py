@@ -115,7 +115,7 @@ def _end(config: Config) -> str:
     """The steps over which the learning rate changes, and which setting they are from."""
     if config.optimizer.lr_decay_iters is not None:
         return spelled(config, "lr_decay_iters")
-    return f"the {config.lr_decay_iters} optimizer steps of the run ({spelled(config, 'num_rollout')})"
+    return f"the {config.lr_decay_iters} optimizer steps of {spelled(config, 'num_rollout')}"
 
 
 def _dtype_rules(config: Config) -> list[tuple[bool, str]]:

@@ -146,6 +146,22 @@ def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, ca
     assert not (project / "runs").exists()
 
 
+@pytest.mark.parametrize("given", [["--nodes", "2"], ["--container", "pyxis", "--container-image", "/i.sqsh"]])
+def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for(project, capsys, given):
+    """Nobody should fetch a model for a run that is refused anyway; and no run folder is left."""
+    assert main(["recipe.toml", "--local", *given, "--hf-checkpoint", "nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {given[0]} {given[1]}: a run without Slurm (--local) ")
+    assert not (project / "runs").exists()
+
+
+def test_a_run_of_several_nodes_is_not_sent_to_one_that_is_too_small(project, capsys):
+    layout = ["--nodes", "2", "--actor-num-nodes", "2", "--tensor-model-parallel-size", "4"]
+    assert main(["recipe.toml", "--local", *layout]) == 2
+    message = capsys.readouterr().err
+    assert "--scale-down" in message and "--nodes 1" not in message
+
+
 def test_a_broken_line_of_the_prompts_is_named(project, capsys):
     (project / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": \n')
     message = refused(capsys)

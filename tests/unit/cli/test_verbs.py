@@ -223,6 +223,13 @@ def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):
     ] * 3
 
 
+def test_the_name_of_a_set_of_prompts_stands_apart_from_its_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_project(tmp_path / "project"))
+    assert main(["check", "recipe.toml", "--eval-prompt-data", "held-out-2026", "prompts.jsonl"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval ")]
+    assert line.split(maxsplit=2)[:2] == ["eval", "held-out-2026"] and line.split()[2].startswith("/")
+
+
 def without_the_stack(tmp_path, *words):
     """Type a command in a project; whatever stands in for torch, ray or numpy must not be touched."""
     project = make_project(tmp_path / "project")
