@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlpost.config.wording import value_text
 from rlpost.weights.family import Family, HfConfig
 
 OVERRIDABLE = {
@@ -106,11 +107,11 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     for name, value in compared.items():
         if name in allowed or _equal(value, said.get(name)):
             continue
-        there = f"says {said[name]!r}" if said.get(name) is not None else "has no such thing"
+        there = f"says {value_text(said[name])}" if said.get(name) is not None else "has no such thing"
         way_out = f", or let it win with --override-hf-config {name}" if name in OVERRIDABLE else ""
         flag = "--" + name.replace("_", "-")
-        correct = f"{flag} none" if said.get(name) is None else f"{flag} {said[name]}"
-        found.append(f"{flag} {value}, but config.json of --hf-checkpoint {there}; use {correct}{way_out}")
+        correct = f"{flag} none" if said.get(name) is None else f"{flag} {value_text(said[name])}"
+        found.append(f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{way_out}")
     return found
 
 

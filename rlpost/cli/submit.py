@@ -126,9 +126,10 @@ def submit_main(arguments: Sequence[str]) -> int:
     config = loaded.config
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny")
-    local = options.local or options.debug or not is_available()
+    given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
+    local = given is not None or not is_available()
     if local and not (options.dry_run or options.test_only):
-        _check_local(config)
+        _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} asks for no Slurm")
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
     check(config, run=root, recipe=options.recipe, origins=loaded.origins)
@@ -160,7 +161,7 @@ def submit_main(arguments: Sequence[str]) -> int:
     return follow(run, job_id, started_it=local) if wait else 0
 
 
-def _check_local(config: Config) -> None:
+def _check_local(config: Config, why: str) -> None:
     """Raises ConfigError for what a run on this machine cannot have, before anything is made."""
     problems = []
     if config.num_nodes > 1:
@@ -168,12 +169,13 @@ def _check_local(config: Config) -> None:
         fits = not layout_problems(one_node) and not batch_problems(one_node)
         one = "--nodes 1" + (" --actor-num-nodes 1" if config.cluster.actor_num_nodes else "")
         problems.append(
-            f"--nodes {config.num_nodes}: a run without Slurm (--local) has this machine alone; use "
-            f"{one + ', or ' if fits else ''}--scale-down for the recipe in small, or submit where there is Slurm"
+            f"--nodes {config.num_nodes}: {why}, so the run has this machine alone; use {one + ', or ' if fits else ''}"
+            "--scale-down without a number of nodes for the recipe in small, or submit where there is Slurm"
         )
     if config.cluster.container != "none":
         problems.append(
-            f"{spelled(config, 'container')}: a run without Slurm (--local) is in no container; use --container none"
+            f"{spelled(config, 'container')}: {why}, so the run is in no container; use --container none, or submit "
+            "where there is Slurm"
         )
     if problems:
         raise ConfigError("\n".join(problems))

@@ -68,7 +68,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     words, values = pass_through.split(words, known)
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], made._option_string_actions))
+        raise ConfigError(_unknown_word(unknown[0], words, made._option_string_actions))
     namespace.recipe = recipe
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
@@ -78,9 +78,12 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     return namespace, values
 
 
-def _unknown_word(word: str, known: Mapping[str, argparse.Action]) -> str:
+def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.Action]) -> str:
+    if word.endswith(".toml"):
+        return f"{word}: a recipe is the first word, before any flag"
     if not word.startswith("-"):
-        return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
+        before = [one for one in words[: words.index(word)] if one.startswith("-")]
+        return f"{word}: one word too many" + (f" behind {before[-1]}, which takes one value" if before else "")
     name = word.partition("=")[0]
     if line := meant(name):
         return line

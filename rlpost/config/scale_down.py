@@ -102,7 +102,8 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
     Experts are no factor of the product; they are spread over as many ranks of a stage as there are.
     """
-    sizes = {"data": layout.data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    data = max(1, layout.data)  # 0 where the recipe's own layout has more ranks than GPUs
+    sizes = {"data": data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
     for smallest in (2, 1):
         for name in sizes:
             while _product(sizes) > ranks and sizes[name] > smallest:

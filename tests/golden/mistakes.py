@@ -21,6 +21,7 @@ class Mistake:
 
     Attributes:
         fixed: commands that follow the remedies of the message; each must run.
+        then: what a fixed command is refused for next, where a remedy takes two steps.
         files: texts of files by path, made before; None removes the file or folder.
         environ: variables; paths are seen from the folder.
         lacking: packages that count as not installed.
@@ -30,6 +31,7 @@ class Mistake:
     title: str
     command: str
     fixed: tuple[str, ...] = ()
+    then: str | None = None
     files: Mapping[str, str | None] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: ASSETS)
     lacking: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ COMMAND_LINE = [
     _of_check("A count of zero", "--nodes 0", "--nodes 1"),
     _of_check("A misspelt choice", "--advantage-estimator grp", "--advantage-estimator grpo"),
     _of_check("A recipe behind the flags", "--nodes 1 recipe.toml", "--nodes 1"),
+    _of_check("Two values for a flag of one", "--nodes 1 2", "--nodes 1"),
     Mistake("A misspelt verb", "rlpost chek recipe.toml", ("rlpost check recipe.toml",)),
     Mistake("No verb but a recipe", "rlpost recipe.toml", ("rlpost check recipe.toml",)),
     Mistake("No recipe at all", "rlpost check", ("rlpost check qwen3_4b",)),
@@ -95,6 +98,12 @@ LAYOUT = [
         "--tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 8",
         recipe="qwen3_4b",
+    ),
+    _of_check(
+        "An odd number of GPUs",
+        "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
+        "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
+        "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
     ),
     _of_check(
         "GLM-4.5 on half of its nodes",
@@ -500,7 +509,17 @@ JOB = [
     ),
     _of_check("A variable without a value", "--environment NCCL_DEBUG", "--environment NCCL_DEBUG=INFO"),
     _of_check("A key among the variables of the job", "--environment WANDB_API_KEY=hush"),
-    Mistake("Eight nodes without Slurm", "rlpost submit glm45_355b --local"),
+    Mistake(
+        "Eight nodes without Slurm",
+        "rlpost submit glm45_355b --local",
+        ("rlpost submit glm45_355b --local --scale-down",),
+        then="--scale-down: the model in small is not here yet; make it with: python tools/make_tiny_model.py --recipe",
+    ),
+    Mistake(
+        "A site's profile where there is no Slurm",
+        "rlpost submit qwen3_4b --cluster site",
+        ("rlpost submit qwen3_4b --cluster site --container none --dry-run",),
+    ),
     Mistake(
         "Two nodes without Slurm",
         "rlpost submit recipe.toml --local --nodes 2",

@@ -133,7 +133,11 @@ def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> N
     _, message = command(mistake.command)
     for fixed in mistake.fixed:
         code, output = command(fixed)
-        assert code == 0, f"{fixed}\n{output}"
+        errors = [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+        if mistake.then is None:
+            assert code == 0, f"{fixed}\n{output}"
+        else:
+            assert [line.startswith(mistake.then) for line in errors] == [True], output
         given = {word for word in shlex.split(fixed) if word.startswith("--")} - {"--dry-run"}
         assert all(flag in message or flag in mistake.command for flag in given), f"{fixed}\n{message}"
 
@@ -149,5 +153,10 @@ def test_messages_name_a_setting_by_its_flag(run: Callable[[Mistake], Run]) -> N
     """One spelling: no message says table.key."""
     keys = [rf"{table}\.{key}" for key, table in fields().items()]
     wrong = re.compile(rf"\b({'|'.join(keys)})\b")
-    found = [line for mistake in ALL for line in run(mistake)(mistake.command)[1].splitlines() if wrong.search(line)]
+    found = [
+        line
+        for mistake in ALL
+        for line in run(mistake)(mistake.command)[1].splitlines()
+        if line.startswith("error: ") and wrong.search(line)
+    ]
     assert found == []

@@ -20,6 +20,7 @@ TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parall
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _SHORT = {TENSOR: "TP", PIPELINE: "PP", CONTEXT: "CP"}
+_IN_SMALL = "--scale-down without a number of nodes for a trial on one machine"
 _MORE_NODES = 64
 """How far a number of nodes is looked for."""
 
@@ -59,7 +60,7 @@ def _too_many_nodes(config: Config) -> str:
     if _fits(fewer):
         return f"{line}; use --nodes {trains} or --actor-num-nodes {nodes}"
     smaller = [f"--actor-num-nodes {nodes} {words}" for words in _smaller(fewer)]
-    remedies = [f"--nodes {trains}", *smaller, "--scale-down for a trial on one machine"]
+    remedies = [f"--nodes {trains}", *smaller, _IN_SMALL]
     have = f"{nodes} nodes have" if nodes > 1 else "1 node has"
     return f"{line}, and {_product(config)} GPUs, but {have} {fewer.actor_world_size}; use {listed(remedies)}"
 
@@ -138,15 +139,31 @@ def _world_problem(config: Config) -> str:
     alone = [key for key in _SHORT if value_of(config, key) > 1]
     wrong = next((key for key in alone if world % value_of(config, key)), None)
     if wrong is not None and (choices := _that_fit(config, wrong)):
-        return f"{spelled(config, wrong)} does not divide the {world} GPUs that train ({trains}); use {listed(choices)}"
+        line = f"{spelled(config, wrong)} does not divide the {world} GPUs that train ({trains}); use {listed(choices)}"
+        gpus = _gpus_for(config, value_of(config, wrong))
+        return f"{line}, or --actor-num-gpus-per-node {listed(gpus)}" if gpus else line
     remedies = [*_nodes_for(config), *_smaller(config)]
     if world < config.model_parallel_size:
-        remedies.append("--scale-down for a trial on one machine")
+        remedies.append(_IN_SMALL)
     if len(alone) > 1:
         line = f"{_product(config)} GPUs, but {world} train ({trains})"
     else:
         line = f"{spelled(config, alone[0])} does not divide the {world} GPUs that train ({trains})"
     return f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
+
+
+def _gpus_for(config: Config, size: int) -> list[int]:
+    """The nearest numbers of GPUs on a node that the layout divides, where rather they are odd than the size."""
+    cluster = config.cluster
+    if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
+        return []
+    numbers = range(1, cluster.num_gpus_per_node + 1)
+    fit = [number for number in numbers if _fits(with_values(config, actor_num_gpus_per_node=number))]
+    return nearest(fit, cluster.actor_num_gpus_per_node, 2)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _smaller(config: Config) -> list[str]:

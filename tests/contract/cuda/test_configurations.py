@@ -79,7 +79,7 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
 
 REFUSED = {  # settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
     "adam in narrow types": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
-    "adam in narrow types, local layers": ("(--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "experts, every kernel, local layers": (
         "= true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
         "= true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",

@@ -157,3 +157,11 @@ def test_what_cannot_be_scaled_is_named():
         scale_down(config, config.model.model_dump(), ranks=0)
     with pytest.raises(ConfigError, match=r"--hidden-size, .*not known.*--model"):
         scale_down(config, {"num_layers": 2}, ranks=2)
+
+
+def test_a_recipe_on_fewer_gpus_than_its_layout_has_ranks_is_scaled_all_the_same():
+    """The layout is what scaling changes; it must not begin from a data-parallel size of 0."""
+    config = load([JOBS / "recipes/glm45_355b.toml"], {"cluster": {"actor_num_nodes": 4}}).config
+    words = load(files_of(JOBS / "recipes/glm45_355b.toml", {}), {}).config.model.model_dump()
+    assert config.data_parallel_size == 0
+    assert layout_problems(scale_down(config, words, ranks=2).config) == []
