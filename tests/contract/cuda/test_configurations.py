@@ -81,8 +81,8 @@ REFUSED = {  # settings of ``observations``: what is said without TransformerEng
     "adam in narrow types": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "experts, every kernel, local layers": (
-        "= true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
-        "= true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
+        "true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
+        "true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
     ),
     "adam on the host": (None, None),
     "adam on the host, types of its own": ("no optimizer_cpu_offload, which keeps float32",) * 2,
@@ -92,7 +92,7 @@ REFUSED = {  # settings of ``observations``: what is said without TransformerEng
     "no rope fusion": (None, None),
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
     "fused gradients": ("a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",) * 2,
-    "fp8": ("megatron.fp8 (--fp8) = hybrid needs TransformerEngine", None),
+    "fp8": ("--fp8 hybrid needs TransformerEngine", None),
     "unfused swiglu": (None, None),
     "what Megatron refuses": ("TransformerConfig refuses these settings: DeepEP backend is only supported",) * 2,
 }
