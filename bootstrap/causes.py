@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import re
 
-# Expressions, of which the first that fits counts; words of ours, of Python, of Ray 2.60 and of the kernel.
+# Expressions, of which the first that fits counts; words of ours, of Python, of Ray 2.60, of enroot and of the
+# kernel.
 _CAUSES = (
     ("no space left on device", "a disk is full there"),
     ("holds no secret", "its run folder is not the shared one"),
     ("did not find the head", "a firewall or the wrong network is between it and the head; see --socket-ifname"),
-    ("modulenotfounderror", "another Python environment or image is used there"),
+    ("setup command failed", "one of --setup-commands fails there"),
+    (r"\[error\] no such file|invalid image format|superblock|uncompress failed", "its image is missing or damaged"),
+    (r"source path does not exist", "a folder of --container-mounts is missing there"),
+    (r"execve\(\): |exec: .*(not found|cannot execute)|failed to execute", "the interpreter is missing there"),
+    ("modulenotfounderror|no module named", "another Python environment or image is used there"),
     ("address already in use", "another process has one of the job's ports"),
     ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),
     ("out of memory", "memory ran out"),

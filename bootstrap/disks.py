@@ -34,7 +34,7 @@ class DiskFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WatchedFolder:
     """A folder to watch; ``stands_s`` is for how long it has to be full."""
 
     folder: Path
@@ -43,10 +43,10 @@ class Place:
     stands_s: float
 
 
-def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[Place, ...]:
+def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder, ...]:
     """What an agent watches: Ray's folder on its node; the run folder, which all share, only where it is given."""
-    own = Place(ray_folder, "Ray's temp dir", belongs_to_node=True, stands_s=1.0)
-    return (own,) if run_folder is None else (own, Place(run_folder, "the run folder", False, stands_s=10.0))
+    own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, stands_s=1.0)
+    return (own,) if run_folder is None else (own, WatchedFolder(run_folder, "the run folder", False, stands_s=10.0))
 
 
 def shortage(free: int, total: int, free_inodes: int, num_inodes: int) -> str | None:
@@ -62,7 +62,7 @@ def shortage(free: int, total: int, free_inodes: int, num_inodes: int) -> str | 
     return None
 
 
-async def until_full(places: Sequence[Place]) -> DiskFull:
+async def until_full(places: Sequence[WatchedFolder]) -> DiskFull:
     """Returns when one of the places is full, and says which; never otherwise."""
     watching = [asyncio.create_task(_until_full(place)) for place in places]
     try:
@@ -73,7 +73,7 @@ async def until_full(places: Sequence[Place]) -> DiskFull:
             task.cancel()
 
 
-async def _until_full(place: Place) -> DiskFull:
+async def _until_full(place: WatchedFolder) -> DiskFull:
     loop = asyncio.get_running_loop()
     full_since: float | None = None
     probe_at = loop.time()

@@ -100,7 +100,7 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
                 await asyncio.wait_for(reception.complete.wait(), wait_s)
             except TimeoutError:
                 logger.warning("%s did not come within %.0f s", ", ".join(reception.missing()), wait_s)
-            own = _own_report(facts, options, reception)
+            own, gathering.own_conflicts = _own_report(facts, options, reception)
             reports = [own, *(report for _, report in sorted(reception.reports.items()))]
             preflight = with_versions(await gathering.judge(own.ip if reception.links else ""), reports)
             for link in reception.links.values():
@@ -153,24 +153,27 @@ def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Prefli
     return Preflight({host: checks.get(host, found) for host, found in preflight.checks.items()})
 
 
-def _own_report(facts: Facts, options: Options, reception: Reception) -> NodeReport:
-    """The first node's, from where the others reached it; from this host's own routes when nobody did."""
+def _own_report(facts: Facts, options: Options, reception: Reception) -> tuple[NodeReport, tuple[str, ...] | None]:
+    """The first node's and its network's contradictions, from where the others reached it; None when nobody did."""
     links: Sequence[Link] = tuple(reception.links.values())
     ip, ifname = (links[0].local_ip, ifname_of(links[0].local_ip, local_addresses())) if links else ("", "")
     network, found = network_here(ifname, ip) if links else (None, None)
     row = {} if network is None or found is None else network_row(network, found, installed_versions())
-    return NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
+    report = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
+    return report, None if found is None else found.conflict_lines
 
 
 def _report(facts: Facts, options: Options, link: Link, host_facts: HostFacts) -> NodeReport:
     versions, ifname, problem, row = installed_versions(), "", host_facts.problem, {}
+    conflicts: tuple[str, ...] | None = None
     try:
         ifname = ifname_of(link.local_ip, local_addresses())
-        row = network_row(*network_here(ifname, link.local_ip), versions)
+        network, found = network_here(ifname, link.local_ip)
+        row, conflicts = network_row(network, found, versions), found.conflict_lines
     except NetworkError as error:
         problem = str(error)
     taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
-    said = replace(host_facts, taken_ports=taken, problem=problem, clock=time.time())
+    said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
     return NodeReport(
         facts.host, facts.rank, options.num_gpus, versions, link.local_ip, ifname, asdict(said), network=row
     )

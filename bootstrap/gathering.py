@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from bootstrap.bandwidth import Survey
@@ -41,6 +42,7 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
         self._num_needed = len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
@@ -92,14 +94,19 @@ class Gathering:
 
     async def wait(self) -> None:
         """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
-        complete = self._reception.complete
         if not self._options.spare_nodes:
-            await complete.wait()
-        while not complete.is_set():
+            await self._reception.complete.wait()
+        while not self._reception.complete.is_set():
             if len(self._fit) >= self._num_needed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(complete.wait(), self._options.spare_wait_s)
+                    await asyncio.wait_for(self._wait_for_the_rest(), self._options.spare_wait_s)
                 return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _wait_for_the_rest(self) -> None:
+        """Until every host has joined or is known to be gone."""
+        while any(host not in self._absent for host in self._reception.missing()):
             self._changed.clear()
             await self._changed.wait()
 
@@ -122,7 +129,7 @@ class Gathering:
         """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one."""
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
-        read = {facts.host: await self._own}
+        read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
         reports = self._reception.reports
         read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
         canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])

@@ -10,6 +10,7 @@ This is the only module of ``bootstrap`` that the trainer imports; stdlib only. 
     verdict.json   the same with its cause, for people
     exclude        hosts that the next start must not get, one a line; only when there are any
     preflight.json what was checked on every host and what came of it
+    launch.log     what srun said of the step, and what the import of the image said before it
     agent-HOST.log, driver.log
 """
 
@@ -26,6 +27,7 @@ VERDICT_JSON = "verdict.json"
 EXCLUDE_FILE = "exclude"
 PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
+LAUNCH_LOG = "launch.log"
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything consistent is committed, start me again

@@ -13,13 +13,14 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from bootstrap.awaiting import all_or_first_error, first_of, look_at_error
 from bootstrap.comparison import comparison_table, network_row
 from bootstrap.disks import places_of, until_full
+from bootstrap.early_exits import failures_before_joining
 from bootstrap.facts import Facts
 from bootstrap.files import tail, write_atomic
 from bootstrap.gathering import Gathering
@@ -94,6 +95,7 @@ class HeadAgent:
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         bringup = asyncio.create_task(self._bring_up())
+        launching = asyncio.create_task(self._watch_launch())
         driver, driver_input = await self._start_driver()
         try:
             outcome = await self._outcome_of_bringup(driver, bringup)
@@ -114,6 +116,7 @@ class HeadAgent:
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
             self._ending = True
+            launching.cancel()
             bringup.cancel()
             await asyncio.wait([bringup])
         await self._tear_down(driver, keep_logs=verdict.verdict == "failed")
@@ -134,7 +137,7 @@ class HeadAgent:
     async def _outcome_of_bringup(self, driver: Kept, bringup: asyncio.Task[Cluster]) -> Outcome | None:
         """None when the cluster is up and the driver waits for it."""
         stopped = asyncio.create_task(self._stop.requested.wait())
-        await _first_of(bringup, driver.exited, self._lost, stopped)
+        await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
         if driver.exited.done():
             return self._driver_ended(driver)
@@ -154,19 +157,19 @@ class HeadAgent:
 
     async def _outcome_of_run(self, driver: Kept) -> Outcome:
         stopped = asyncio.create_task(self._stop.requested.wait())
-        await _first_of(driver.exited, self._lost, stopped)
+        await first_of(driver.exited, self._lost, stopped)
         if not driver.exited.done() and not self._lost.done():
             patience_s = await self._stop.seconds_for_the_driver(self._options.stop_grace_s)
             logger.info("a stop was requested; the driver has %.0f s", patience_s)
-            await _first_of(driver.exited, self._lost, timeout_s=patience_s)
+            await first_of(driver.exited, self._lost, timeout_s=patience_s)
         stopped.cancel()
         if driver.exited.done() and driver.exited.result() not in _DELIBERATE_EXITS:
-            await _first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
+            await first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
         if self._lost.done() and not driver.exited.done():
             cause = self._lost.result().cause
             logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
             await self._stop.write(cause, within_s=self._options.loss_grace_s)
-            await _first_of(driver.exited, timeout_s=self._options.loss_grace_s)
+            await first_of(driver.exited, timeout_s=self._options.loss_grace_s)
         return self._driver_ended(driver)
 
     def _driver_ended(self, driver: Kept) -> Outcome:
@@ -187,11 +190,11 @@ class HeadAgent:
                 # The bound socket holds the block of ports for as long as this attempt lives.
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
                 preparing = asyncio.create_task(self._prepare_ray())
-                preparing.add_done_callback(_look_at_error)  # on an unfit host preflight says what is wrong
+                preparing.add_done_callback(look_at_error)  # on an unfit host preflight says what is wrong
                 await self._open_door(ports)
                 own, environ = await self._find_own_place()
                 starting = self._start_ray(own, ports, environ, preparing)
-                reports, _ = await _all_or_first_error(self._admit(own), starting)
+                reports, _ = await all_or_first_error(self._admit(own), starting)
                 await self._start_others(reports, ports)
         except TimeoutError:
             if not deadline.expired():  # a shared file system can say that as well (ETIMEDOUT)
@@ -238,6 +241,7 @@ class HeadAgent:
             ip = _only_local_ip(self._reception.links.values())
             ifname = ifname_of(ip, local_addresses())
         network, found = logged_network_here(ifname, ip)
+        self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
         # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.
@@ -297,6 +301,20 @@ class HeadAgent:
     async def _watch_disks(self, ray_folder: Path) -> None:
         full = await until_full(places_of(ray_folder, self._options.attempt_dir))
         self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
+
+    async def _watch_launch(self) -> None:
+        """Lose, or do without, the nodes whose task failed before their agent joined."""
+        causes: dict[str, str] = {}
+        attempt_dir, hosts = self._options.attempt_dir, self._facts.hosts
+        async for failed in failures_before_joining(attempt_dir, hosts, self._reception.missing):
+            causes |= failed
+            needed = [host for host, cause in failed.items() if not self._gathering.can_do_without(host, cause)]
+            for host in failed.keys() - set(needed):
+                logger.warning("%s; the run goes on without it", failed[host])
+            if needed:
+                # As at the deadline: all but the head speaks against the head rather than against each of them.
+                all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
+                self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:
         self._gathering.joined(report)
@@ -363,25 +381,6 @@ class HeadAgent:
         self._reception.close()
         if self._claim is not None:
             self._claim.close()
-
-
-async def _all_or_first_error(*wanted: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All results, or the first exception at once; nothing of it goes on afterwards."""
-    tasks = [asyncio.create_task(one) for one in wanted]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _look_at_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
-async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _only_local_ip(links: Collection[Link]) -> str:

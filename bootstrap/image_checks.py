@@ -246,6 +246,8 @@ def _folders(facts: ImageFacts) -> Finding:
 
 def _variables(facts: ImageFacts) -> Finding:
     set_here = [name for name in _HARMFUL if facts.environment.get(name)]
+    if "CUDA_VISIBLE_DEVICES" in set_here and _shows_what_slurm_gave(facts.environment):
+        set_here.remove("CUDA_VISIBLE_DEVICES")
     set_here += [
         name
         for name in facts.environment
@@ -255,6 +257,16 @@ def _variables(facts: ImageFacts) -> Finding:
         return Finding("variables", "OK", "none that change a run")
     said = "; ".join(f"{name}={facts.environment[name]}: {_HARMFUL.get(name, 'changes NCCL')}" for name in set_here)
     return Finding("variables", "WARN", said)
+
+
+def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES has as many entries as the job has GPUs here; Slurm sets both (man srun, GRES)."""
+    visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    given = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not given:
+        listed = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
+        given = str(len(listed.split(","))) if listed else ""
+    return given == str(len(visible))
 
 
 def _entrypoint(facts: ImageFacts) -> Finding:

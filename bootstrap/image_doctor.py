@@ -1,6 +1,7 @@
 """Says what an image lacks, from inside it: ``python3 -m bootstrap.image_doctor [--cpu] [--te-for=SETTING,...]``
 
-Comes in: the image, and setup.cfg of the code beside this file. Goes out: a table or JSON on standard output; exit code
+Comes in: the image, and setup.cfg of the code beside this file. Goes out: a table or JSON on standard output, or in a
+file of its own, for what starts a container and its setup commands write there too; exit code
 0 when a run would work in it, 1 when something is lacking. Python 3.8 and later, nothing but its standard library.
 """
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does this image lack?")
     parser.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to standard output")
     parser.add_argument(
         "--requirements", nargs="*", metavar="EXTRA", help="print what it should hold, with these extras, for pip"
     )
@@ -78,10 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiled=compiled_packages(CODE),
         te_reasons=[reason for reason in options.te_for.split(",") if reason],
     )
-    if options.json:
-        print(json.dumps([finding.__dict__ for finding in findings], indent=1))
+    text = json.dumps([finding.__dict__ for finding in findings], indent=1) if options.json else table(findings)
+    if options.output is None:
+        print(text)
     else:
-        print(table(findings))
+        options.output.write_text(text + "\n")
     return 1 if any(finding.level == "LACKS" for finding in findings) else 0
 
 

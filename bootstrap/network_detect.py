@@ -58,6 +58,11 @@ class Detection:
         remarks = [("why", answer["why"]), *(("warning", text) for text in warnings)]
         return "\n".join([*lines, *(f"{what:<16}{text}" for what, text in remarks)])
 
+    @property
+    def conflict_lines(self) -> tuple[str, ...]:
+        """What is set and contradicted here, for the preflight."""
+        return tuple(map(str, self.conflicts))
+
     def to_document(self) -> dict[str, object]:
         """The public shape, ready for JSON."""
         rdma = self.rdma
@@ -74,7 +79,7 @@ class Detection:
             "env": self.env,
             "env_why": {name: setting.reason for name, setting in self.settings.items()},
             "warnings": [*self.socket.warnings, *rdma.warnings],
-            "conflicts": [str(conflict) for conflict in self.conflicts],
+            "conflicts": list(self.conflict_lines),
             "why": "; ".join((*self.socket.why, *rdma.why)),
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bootstrap.choice import Narrowing
+from bootstrap.narrowing import Narrowing
 from bootstrap.network_facts import NetworkFacts, RdmaPort
 
 _WITHOUT_INTERFACE = {"erdma"}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from bootstrap.choice import Narrowing
+from bootstrap.narrowing import Narrowing
 from bootstrap.network_elsewhere import drop_elsewhere
 from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 
-from bootstrap.choice import Narrowing
+from bootstrap.narrowing import Narrowing
 from bootstrap.network_facts import Interface, NetworkFacts, address_of, network_of
 
 # A peer that shares this many leading bits with an address of unknown prefix length is taken to be its neighbour.

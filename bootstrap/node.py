@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 from bootstrap.bandwidth import measure_here
 from bootstrap.comparison import network_row
 from bootstrap.disks import DiskFull, places_of, until_full
+from bootstrap.early_exits import describe, read_failed_tasks
 from bootstrap.facts import Facts
-from bootstrap.files import write_first
+from bootstrap.files import write_atomic, write_first
 from bootstrap.gathering import read_this_host
-from bootstrap.handoff import SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from bootstrap.handoff import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from bootstrap.link import Link, LinkLost
 from bootstrap.local_ray import LocalRay, RayError
 from bootstrap.messages import Message
@@ -138,8 +139,9 @@ class NodeAgent:
             ifname = ifname_of(link.local_ip, local_addresses())
         except NetworkError as error:
             problem = str(error)
+        row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
         taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first
-        said = replace(host_facts, taken_ports=taken, problem=problem, clock=time.time())
+        said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
         return NodeReport(
             self._facts.host,
             self._facts.rank,
@@ -148,14 +150,14 @@ class NodeAgent:
             link.local_ip,
             ifname,
             asdict(said),
-            self._look_at_network(ifname, link.local_ip) if ifname else {},
+            row,
         )
 
-    def _look_at_network(self, ifname: str, ip: str) -> dict[str, str]:
-        """The row of this node in the comparison; keeps what Ray's environment needs."""
+    def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The row of this node in the comparison, and its contradictions; keeps what Ray's environment needs."""
         facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
-        return network_row(facts, found, installed_versions())
+        return network_row(facts, found, installed_versions()), found.conflict_lines
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """Where the head may be; looked up anew now and then."""
@@ -164,9 +166,25 @@ class NodeAgent:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
             if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path's, raises nothing where a mount is gone
                 raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+            self._check_head_began()
             first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
             self._places = head_candidates(self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE)
         return self._places
+
+    def _check_head_began(self) -> None:
+        """Leave the verdict in the place of a head whose task failed before its agent could.
+
+        Raises:
+            BringupError: that has happened; nobody will listen where the head should be.
+        """
+        attempt_dir, head = self._options.attempt_dir, self._facts.head_host
+        how = read_failed_tasks(attempt_dir, self._facts.hosts).get(head)
+        if how is None or os.path.exists(attempt_dir / VERDICT_FILE):
+            return
+        cause = describe(head, how, attempt_dir)
+        write_atomic(attempt_dir / EXCLUDE_FILE, f"{head}\n")
+        self._leave_verdict(cause)
+        raise BringupError(cause)
 
     async def _serve(self, link: Link) -> None:
         order = await self._next_order(link)

@@ -53,6 +53,7 @@ class HostFacts:
     missing_paths: tuple[str, ...] = ()  # of those that the run needs on every node
     clock: float | None = None  # seconds of the epoch when the report was sent
     taken_ports: tuple[int, ...] = ()
+    network_conflicts: tuple[str, ...] | None = None  # variables that are set and contradict what is found here
     problem: str | None = None  # why this host cannot take part, in the words of its agent
 
     @classmethod
@@ -61,7 +62,7 @@ class HostFacts:
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
-        for name in ("head_ips", "taken_ports", "missing_paths"):
+        for name in ("head_ips", "taken_ports", "missing_paths", "network_conflicts"):
             if known.get(name) is not None:
                 known[name] = tuple(known[name])
         return cls(**known)

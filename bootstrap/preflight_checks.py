@@ -33,6 +33,7 @@ def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tu
         _gpu_health(facts),
         _nvlink(facts),
         _hcas(facts),
+        _network(facts),
         _memlock(facts),
         _nofile(facts),
         _shm(facts, wanted),
@@ -120,6 +121,15 @@ def _hcas(facts: HostFacts) -> Check:
         return Check("hcas", "WARN", f"no port is active: {', '.join(down)}")
     also = f", {', '.join(down)} down" if down else ""
     return Check("hcas", "OK", f"{_describe_rates(_active_rates(facts))}{also}")
+
+
+def _network(facts: HostFacts) -> Check:
+    """A variable that is set may be right where detection is wrong, so a contradiction leaves no host out."""
+    if facts.network_conflicts is None:
+        return Check("network", "OK", "not known where no other node shows the way; see python -m bootstrap.network")
+    if facts.network_conflicts:
+        return Check("network", "WARN", "; ".join(facts.network_conflicts))
+    return Check("network", "OK", "nothing that is set contradicts this host")
 
 
 def _mounts(facts: HostFacts) -> Check:

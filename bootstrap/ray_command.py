@@ -122,8 +122,16 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
 
     Ray drains for 30 s at TERM and keeps looking for a lost head for 60 s by default. Our agents decide when a node
     ends, so neither wait has anything to wait for.
+
+    ``ray status`` shows what the autoscaler's monitor last wrote, and no monitor runs (``start_argv``). With the flag
+    of the second autoscaler in the GCS it asks the GCS itself, which knows nodes and resources without a monitor.
     """
-    return {**base, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+    return {
+        "RAY_enable_autoscaler_v2": "1",
+        **base,
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    }
 
 
 def network_environment(

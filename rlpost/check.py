@@ -10,16 +10,18 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlpost.actor.description import read_description
+from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
@@ -30,7 +32,7 @@ from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_
 from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
-from rlpost.config.places import variable_problems
+from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
@@ -110,24 +112,62 @@ def notes(config: Config) -> list[str]:
         shape = hf_shape(hf)
     except WeightError:
         shape = None  # a model family from outside: the note goes without sizes
-    note = reference_note(config, shape)
-    return [] if note is None else [note]
+    found = (reference_note(config, shape), interpreter_note(config))
+    return [note for note in found if note is not None]
 
 
 def check_installed(config: Config) -> None:
-    """What only the machine that trains can tell: names of SGLang's and Megatron-core's own options, the packages.
+    """What only the machine that trains can tell: the packages, names of SGLang's and Megatron-core's own options.
 
     Raises ConfigError with one line for each problem.
     """
-    if problems := [*_option_problems(config), *_package_problems(config)]:
+    if problems := [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]:
         raise ConfigError("\n".join(problems))
+
+
+def _stack_problems(config: Config) -> list[str]:
+    """Packages that parts of this run need and this environment lacks. Without this check engines and actors fail on
+    them minutes later, and the job is requeued."""
+    trains = not config.debug.debug_rollout_only
+    generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
+    parts = [
+        (True, "the cluster", ("ray",)),
+        (trains, "the trainer", ("torch", "megatron-core")),
+        (generates, "the engines", ("sglang", "sglang-router")),
+    ]
+    where = f"{sys.executable}: install what is missing (make install)"
+    if config.cluster.container != "none":
+        image = config.cluster.container_image
+        where = (
+            f"{sys.executable} of container_image = {image}: name another interpreter of the image with cluster.python "
+            "(--python), or see what it lacks with rlpost doctor --image"
+        )
+    return [
+        f"{package} is not installed, and {part} cannot start; this is {where}"
+        for is_on, part, packages in parts
+        for package in packages
+        if is_on and not _is_installed(package)
+    ]
+
+
+def _is_installed(package: str) -> bool:
+    """Without importing anything; other packages share the name ``megatron``."""
+    if package == "megatron-core":
+        return option_names() is not None
+    return PathFinder.find_spec(package.replace("-", "_")) is not None
 
 
 def _option_problems(config: Config) -> list[str]:
     return [
-        *_collect(lambda: check_server_args(config.sglang.server_args)),
+        *_server_arg_problems(config),
         *option_problems(config.megatron.options),
     ]
+
+
+def _server_arg_problems(config: Config) -> list[str]:
+    """One line for each setting of SGLang's own that it does not have, or whose value it does not take."""
+    gpus = config.cluster.rollout_num_gpus_per_engine
+    return _collect(lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus))
 
 
 def _package_problems(config: Config) -> list[str]:

@@ -7,7 +7,8 @@ everything else that the run reads must be listed. What pyxis 0.24 and enroot 4.
 - the image's /etc/environment beats the host's variables: those that must not be the image's are in --container-env,
   and the settings' own are set by ``env`` inside;
 - PATH and working directory are the image's: the interpreter is one of the image, the folder is given;
-- a container that is kept by name outlives its step: the name holds the job and its restart;
+- a container that is kept by name outlives its step: the name holds the job and its restart, and with raw enroot the
+  node, because ENROOT_DATA_PATH may be shared by the nodes;
 - an entrypoint may print, fork or change folders: none runs;
 - a raw .sqsh is served by a process of the step that a signal to the step kills: enroot extracts it first
   (``enroot_start.sh``).
@@ -34,7 +35,6 @@ _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
 _MOUNT = re.compile(rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?")
 _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
-_NAME = '"rlpost_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,16 @@ def check_mountable(field: str, path: str | None) -> None:
         )
 
 
+def container_name(job_id: str, num_restarts: int | str) -> str:
+    """What a job's start calls its containers. Raw enroot adds the node, whose data folder may be a shared one; pyxis
+    puts ``pyxis_`` before it (scope "global") or ``pyxis_JOB_`` (scope "job")."""
+    return f"rlpost_{job_id}_{num_restarts}"
+
+
+# In the batch script.
+_NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
+
+
 def pyxis_options(container: Container) -> str:
     """Lines of the srun command, each with a backslash at its end. ``$image`` holds the path of the image."""
     always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
@@ -123,13 +133,18 @@ def enroot_command(container: Container) -> str:
 """
 
 
-def enroot_removal(seconds: str = "60") -> str:
-    """A line after the agents' end: raw enroot leaves the extracted image on every node. ``seconds``: at most, as text
-    for the shell; what is left then goes when the job next starts on that node (``enroot_start.sh``)."""
+def container_removal(backend: str, seconds: str = "60") -> str:
+    """A line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
+
+    Raw enroot always leaves one; pyxis does with its default scope "global", where this is done as far as it can be.
+
+    Args:
+        backend: ``enroot``, ``pyxis`` or text for the shell that gives one of these.
+        seconds: how long it may take at most, as text for the shell.
+    """
     step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
-    return f"""\
-{step} enroot remove --force -- {_NAME} || log "a container is left"
-"""
+    script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {backend} {_NAME}'
+    return f'{step} {script} || log "a container may be left on a node; the next run there removes it"\n'
 
 
 def _mounts(container: Container) -> Iterable[tuple[str, ...]]:

@@ -1,9 +1,10 @@
 #!/bin/bash
 # One node's agent in a container of raw enroot: enroot_start.sh IMAGE NAME MOUNT... -- COMMAND...
-# Extracts the image under the job's own name first: a mounted .sqsh dies of the signals that Slurm sends to a step.
+# Extracts the image as NAME_NODE first: a mounted .sqsh dies of the signals that Slurm sends to a step.
 # The agent takes this shell's place, for under proctrack/cgroup only the task itself gets those signals.
 set -eu
-image=$1 name=$2
+. "$RLPOST_HOME/slurm/enroot_node.sh"
+image=$1 name=$2_$node
 shift 2
 options=()
 while [ "$1" != -- ]; do
@@ -11,10 +12,8 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
-# What an earlier start of this job left, if it was killed.
-for left in $(enroot list); do
-  case $left in "rlpost_${SLURM_JOB_ID}_"*) enroot remove --force -- "$left" ;; esac
-done
+# What this node's killed starts left: a cancelled job can start no step that would remove anything.
+remove_stale "rlpost_([0-9]+)_[0-9]+_${node//./[.]}"
 enroot create --name "$name" -- "$image"
 # Only what is named gets in.
 for variable in "${!SLURM@}" "${!NVIDIA_@}" "${!CUDA_VISIBLE_@}" "${!RLPOST_@}" PYTHONPATH; do

@@ -10,7 +10,9 @@ cache that all nodes see, named by the digest of its content, so that the regist
     CACHE/NAME-KEY.lock
 
 Invariants: an image appears whole or not at all; of several jobs that want the same name one imports and the
-others wait. Only the standard library of Python 3.8 and later, see ``ledger``.
+others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the
+files have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see
+``ledger``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import fcntl
 import hashlib
 import json
 import os
+import pwd
 import re
+import stat
 import subprocess
 import sys
 import uuid
@@ -71,39 +75,88 @@ def describe(path: Path) -> dict[str, Any]:
     if match:
         return {"path": str(path), "sha256": match.group(1)}
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError:
         return {"path": str(path)}  # on the nodes alone
-    return {"path": str(path), "size": stat.st_size, "mtime": int(stat.st_mtime)}
+    return {"path": str(path), "size": status.st_size, "mtime": int(status.st_mtime)}
 
 
 def ensure(image: str, cache: Path) -> Path:
     """The file of an image, imported if the cache has none.
 
     Raises:
-        ImageError: no enroot here, or it failed; holds what it said.
+        ImageError: no enroot here, or it failed (holds what it said); or the cache is not one that this user may use.
     """
-    cache.mkdir(parents=True, exist_ok=True)
     entry = cache / f"{key(image)}.json"
+    # Before the lock: reading needs no permission to write.
+    known = _known(entry)
+    if known is not None:
+        return known
+    cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK | os.X_OK):
+        raise ImageError(
+            f"image_cache = {cache} (--image-cache) holds no {image}, and {_user()} cannot write to it; import "
+            f"the image as a user who can (python3 -m slurm.image {image} --cache {cache}), or give another folder"
+        )
     with _lock(cache / f"{key(image)}.lock"):
         known = _known(entry)
         if known is not None:
             return known
         for stale in cache.glob(f".{key(image)}.*.sqsh"):
-            stale.unlink()  # of an import that was killed: we hold the lock
+            with contextlib.suppress(OSError):  # another user's in a folder with the sticky bit
+                stale.unlink()  # of an import that was killed: we hold the lock
         path = _import(image, cache)
         beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
         beside.write_text(json.dumps({"image": uri(image), "file": path.name}) + "\n")
+        _share(beside)
         beside.replace(entry)
         return path
 
 
 def _known(entry: Path) -> Path | None:
+    """Raises ImageError for an image that is there and that this user may not read."""
     try:
-        path = entry.parent / json.loads(entry.read_text())["file"]
+        path: Path = entry.parent / json.loads(entry.read_text())["file"]
+    except PermissionError:
+        raise _unreadable(entry) from None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return path if path.exists() else None
+    if not path.exists():
+        return None
+    for file in (entry, path):  # imported before the folder was shared, or by a version that did not share
+        _share(file)
+    if not os.access(path, os.R_OK):
+        raise _unreadable(path)
+    return path
+
+
+def _unreadable(path: Path) -> ImageError:
+    return ImageError(
+        f"image_cache (--image-cache): {path} exists and {_user()} cannot read it; its owner has to share it "
+        f"(chmod g+r,o+r {path}), or give another folder"
+    )
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"user {os.getuid()}"
+
+
+def _share(path: Path) -> None:
+    """Give a file its folder's permissions to read, which the batch script's umask withholds.
+
+    Only the owner of a file can do this. The group of the file is the folder's where that is setgid.
+    """
+    folder = path.parent.stat()
+    readable = 0o600 | (folder.st_mode & 0o044)
+    with contextlib.suppress(OSError):
+        file = path.stat()
+        if file.st_uid != os.geteuid():
+            return
+        if file.st_mode & readable != readable:
+            path.chmod(stat.S_IMODE(file.st_mode) | readable)
 
 
 def _import(image: str, cache: Path) -> Path:
@@ -119,6 +172,7 @@ def _import(image: str, cache: Path) -> Path:
                 digest.update(chunk)
             os.fsync(file.fileno())
         path = cache / f"sha256-{digest.hexdigest()}.sqsh"
+        _share(beside)
         beside.replace(path)
         return path
     except FileNotFoundError:
@@ -133,16 +187,40 @@ def _import(image: str, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    try:
+        descriptor = _open_lock(path)
+    except OSError as error:
+        _say_without_lock(path, error)
+        yield
+        return
+    with os.fdopen(descriptor) as file:
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"another job imports this image ({path}); waiting for it", file=sys.stderr)
                 fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks: then jobs may import twice, and still never half
-            print(f"{path}: no lock ({error}); importing without", file=sys.stderr)
+        except OSError as error:
+            _say_without_lock(path, error)
         yield
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor to lock; for writing if possible, for over NFS flock wants that (flock(2)), else for reading."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    # A user who can write to the folder can lock; _share gives permission to read only.
+    writable = path.parent.stat().st_mode & 0o066
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(descriptor, 0o600 | writable)
+    return descriptor
+
+
+def _say_without_lock(path: Path, error: OSError) -> None:
+    """A file system without locks, or another user's lock: jobs may import twice, and each image appears whole."""
+    print(f"{path}: no lock ({error}); importing without", file=sys.stderr)
 
 
 def main() -> int:

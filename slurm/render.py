@@ -13,6 +13,8 @@ Python, only a preempted run starts again. What the script knows that the agents
   requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
 - srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
   user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
+- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began; a variable would
+  let it name the first of several nodes only.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
 - srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
 - The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
@@ -33,7 +35,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.container import container_removal, enroot_command, pyxis_options
 from slurm.spec import JobSpec
 from slurm.supervise import EXIT_PREEMPTED
 
@@ -113,7 +115,10 @@ def image(spec: JobSpec) -> str:
     assert container.cache is not None
     words = shlex.join((container.image, "--cache", container.cache))
     needed = _needed(container.variables)
-    get = f'image=$(python3 -m slurm.image {words}) || {{ log "no image; see above" && exit 1; }}\n'
+    # What the import says goes to both logs; where it fails, a step that fails at once stands for srun.
+    get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "$attempt_dir/launch.log" >&2'
+    get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
+    get += ' || { log "no image; see above"; srun() { return 1; }; }\n'
     return (f"image=''{needed}" if needed else "") + get
 
 
@@ -163,8 +168,8 @@ def _command(spec: JobSpec) -> str:
         inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
-  --output="${{attempt_dir//%/%%}}/agent-%N.log" \\
+SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none \\
+  --output="${{attempt_dir//%/%%}}/agent-%N.log" 2>>"$attempt_dir/launch.log" \\
 {inside}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
   "$python" -u -m rlpost.train{driver} --cluster-from-stdin --run-folder "$run_folder" "$@" &
 """
@@ -189,9 +194,7 @@ def _decide(spec: JobSpec) -> str:
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []
     preempted = "75" if spec.requeue == "never" else "again"
-    removal = ""
-    if spec.container is not None and spec.container.backend == "enroot":
-        removal = enroot_removal('"$(patience 60)"')
+    removal = container_removal(spec.container.backend, '"$(patience 60)"') if spec.container else ""
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"
@@ -236,7 +239,6 @@ patience() { # seconds for what may hang: $1, unless the job ends before
   [ "$end" -gt 0 ] 2>/dev/null && left=$((end - $(date +%s) - 5))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
-
 stopped='' terminated=''
 trap 'stopped=early' USR2
 trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
@@ -261,5 +263,5 @@ _AGAIN = """\
 for _ in {1..30}; do state=$(timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %T) && break; sleep 2; done
 [ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
-log "requeue: the run can go on from its checkpoint"; trap '' TERM # requeue sends it
+log "requeue: job $SLURM_JOB_ID starts again"; trap '' TERM # requeue sends it
 """

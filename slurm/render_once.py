@@ -6,7 +6,7 @@ knows no preemption: one that is started again begins anew.
 
 from __future__ import annotations
 
-from slurm.container import enroot_command, enroot_removal, pyxis_options
+from slurm.container import container_removal, enroot_command, pyxis_options
 from slurm.render import directives, image, places, preparation, shell_word
 from slurm.spec import JobSpec
 
@@ -42,11 +42,11 @@ exit 1
 
 
 def render_look(spec: JobSpec) -> str:
-    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run; its log tells."""
+    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run: the file ``findings``."""
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
 {_begin(spec)}
-{_srun(spec)}"$python" -m bootstrap.image_doctor {words}
+{_srun(spec)}"$python" -m bootstrap.image_doctor {words} --output "$run_folder/findings"
 code=$?
 {_removal(spec)}\
 exit "$code"
@@ -69,7 +69,7 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
 
 
 def _removal(spec: JobSpec) -> str:
-    return enroot_removal() if spec.container and spec.container.backend == "enroot" else ""
+    return container_removal(spec.container.backend) if spec.container else ""
 
 
 _HEAD = """\

@@ -3,8 +3,8 @@
 Comes in: job, nodes, command, and the container that the agents run in. Goes out: an argv.
 
 A container is entered by its name with all its mounts: pyxis joins the running one and ignores the mounts, or, where it
-does not find the running one (its data on a bind mount), starts a second on the same files, and then they matter.
-enroot is entered by the id of the process that runs in it.
+does not find the running one (its data on a bind mount), starts a second on the same files, and then they matter; that
+one says so. enroot is entered by the id of the process that runs in it (``enroot_exec.sh``).
 """
 
 from __future__ import annotations
@@ -13,31 +13,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm.container import HOST_VARIABLES, Container
+from slurm.container import HOST_VARIABLES, Container, container_name
 from slurm.errors import JobError
 
-# enroot list -f prints NAME PID COMM STATE ...; a container's name holds no blank.
-_ENTER_ENROOT = """\
-pid=$(enroot list -f | awk -v name="$0" '$1 == name && $2 ~ /^[0-9]+$/ {print $2; exit}')
-[ -n "$pid" ] || { echo "no container $0 runs on $(hostname)" >&2; exit 1; }
-exec enroot exec "$pid" "$@"\
+# Inside, before the command: pyxis takes a running container for an ended one where enroot's data folder is a bind
+# mount. The root of the agent's container and the one here have the same id only if they are one (proc(5), mountinfo).
+# The brackets keep the pattern from finding itself.
+_WARN_OF_SECOND_CONTAINER = """\
+root_of() { while read -r id _ _ _ point _; do [ "$point" != / ] || echo "$id"; done <"/proc/$1/mountinfo"; }
+here=$(root_of self 2>/dev/null) agent='' same=''
+for file in $(grep -ls 'bootstrap[.]agent' /proc/[0-9]*/cmdline 2>/dev/null); do
+  pid=${file#/proc/}; agent=$(root_of "${pid%/cmdline}" 2>/dev/null)
+  [ -z "$agent" ] || [ "$agent" != "$here" ] || same=1
+done
+[ -z "$agent" ] || [ "$same" ] || echo "note: pyxis did not find the agents' container and started a second one on the \
+same files (is ENROOT_DATA_PATH a bind mount? docs/containers.md): /tmp is not that of the run" >&2
+exec "$@"\
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Where a step goes: the run's folder, its code and, with the job's restarts, the container if there is one."""
+    """Where a step goes.
+
+    Attributes:
+        run_folder: the run's folder, which is mounted into its container.
+        home: folder of the run's code, in which the step starts; on plain sbatch not in the run's folder.
+        container: what the agents run in, None for the node itself.
+        num_restarts: of the job, which the container's name holds.
+        environment: (name, value) of what the recipe and Ray's commands need beyond the environment of srun.
+    """
 
     run_folder: Path
-    code: Path
+    home: Path
     container: Container | None = None
     num_restarts: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def step_argv(
     job_id: str, command: Sequence[str], *, nodes: Sequence[str], inside: Inside, terminal: bool = False
 ) -> list[str]:
-    """The ``srun`` that runs a command once on each of ``nodes``, in the code's folder.
+    """The ``srun`` that runs a command once on each of ``nodes``, in the code's folder, with the agents' environment.
 
     Args:
         terminal: give the command a terminal instead of numbering the lines of several nodes.
@@ -51,17 +68,21 @@ def step_argv(
     argv = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     argv += [f"--nodelist={','.join(nodes)}", "--cpu-bind=none", "--mpi=none"]
     argv += ["--pty"] if terminal else ["--label"] if count > 1 else []
+    # Only what env sets inside gets there always: pyxis lets the image's /etc/environment beat srun's, and enroot exec
+    # takes nothing but the environment of the process that it joins.
+    pairs = [f"{name}={value}" for name, value in inside.environment]
+    command = ["env", *pairs, *command] if pairs else list(command)
     container = inside.container
     if container is None:
-        return [*argv, f"--chdir={inside.code}", *command]
-    name = f"rlpost_{job_id}_{inside.num_restarts}"
+        return [*argv, f"--chdir={inside.home}", *command]
+    name = container_name(job_id, inside.num_restarts)
     if container.backend == "enroot":
-        return [*argv, "bash", "-c", _ENTER_ENROOT, name, *command]
-    mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.code)]
+        return [*argv, "bash", f"{inside.home}/slurm/enroot_exec.sh", name, *command]
+    mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]
     mounts += map(_both_ends, container.mounts)
-    argv += [f"--container-name={name}", f"--container-mounts={','.join(mounts)}", f"--container-workdir={inside.code}"]
+    argv += [f"--container-name={name}", f"--container-mounts={','.join(mounts)}", f"--container-workdir={inside.home}"]
     argv += ["--no-container-mount-home", "--no-container-entrypoint", f"--container-env={','.join(HOST_VARIABLES)}"]
-    return [*argv, *command]
+    return [*argv, "sh", "-c", _WARN_OF_SECOND_CONTAINER, "sh", *command]
 
 
 def _both_ends(mount: str) -> str:

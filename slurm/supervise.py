@@ -6,6 +6,7 @@
 
 Comes in: the ledger, the files of the attempt, the budgets. Goes out: a line in the ledger and, from ``end``, one line
 for the batch script: ``again [HOST,...]`` (hosts to do without) or the exit code of the job. Reasons go to the log.
+Where the agents could leave no verdict (``evidence``) one is left for them.
 
 ``decide`` is pure. Only the standard library of Python 3.8 and later: a batch host has what its system brings; without
 any Python the batch script knows a simpler rule by itself.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,12 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence  # noqa: UP035
 
+from slurm.evidence import find_cause, leave_verdict, mask, resume_point
 from slurm.image import describe
 from slurm.ledger import Ledger
+from slurm.remaining_hosts import why_too_few
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG
+MAX_CAUSE_CHARS = 2000
 Entry = Mapping[str, Any]
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -67,7 +72,7 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
     if ending.verdict == "config":
         return Answer(EXIT_CONFIG, "not requeued: starting again cannot help")
     is_preempted = ending.verdict == "requeue"
-    code = EXIT_PREEMPTED if is_preempted else ending.code or 1
+    code = exit_code(ending)
     if ending.terminated:
         return Answer(code, "not requeued: the batch script got TERM")
     if was_cancelled(entries):
@@ -82,6 +87,11 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
     if count > limit:
         return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
     return Answer(None, f"start again after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})")
+
+
+def exit_code(ending: Ending) -> int:
+    """The job's exit code where an attempt that did not finish is not followed by another."""
+    return EXIT_PREEMPTED if ending.verdict == "requeue" else ending.code or 1
 
 
 def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
@@ -151,6 +161,7 @@ def start(options: argparse.Namespace) -> int:
     ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
+    details["home"] = os.environ.get("RLPOST_HOME")  # where a step beside the agents finds their code
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):
         print(f"job {options.job} was cancelled (rlpost cancel) and does not start again", file=sys.stderr)
@@ -180,23 +191,45 @@ def end(options: argparse.Namespace) -> int:
         verdict = (attempt_dir / "verdict").read_text().strip() or "none"
     except OSError:
         verdict = "none"
+    cause = str((_json(attempt_dir / "verdict.json") or {}).get("cause", ""))
+    entries = ledger.read()
+    if verdict == "none" and not options.terminated:
+        finding = find_cause(run_folder, attempt_dir, nodes_of(entries, options.attempt))
+        verdict, cause = finding.verdict, finding.cause
+        leave_verdict(attempt_dir, finding)
+    cause = mask(run_folder, attempt_dir, cause)[:MAX_CAUSE_CHARS]
     budgets = Budgets(options.max_preemptions, options.max_failures, options.max_stalled_attempts)
     ending = Ending(verdict, options.code, options.terminated, not options.never)
-    answer = decide(ending, ledger.read(), budgets)
+    answer = decide(ending, entries, budgets)
     excluded = bad_hosts(run_folder)
+    static = [options.exclude] if options.exclude else []  # Slurm's list is replaced, not added to
+    if answer.code is None and excluded:
+        problem = why_too_few([*static, *excluded], os.environ)
+        if problem:
+            answer = Answer(exit_code(ending), f"not requeued: {problem}")
     ledger.append(
         "verdict",
         attempt=options.attempt,
         verdict=verdict,
-        cause=str((_json(attempt_dir / "verdict.json") or {}).get("cause", ""))[:2000],
+        cause=cause,
         answer="again" if answer.code is None else answer.code,
         reason=answer.reason,
         exclude=excluded,
     )
-    print(f"{answer.reason}; see {attempt_dir}", file=sys.stderr)
-    static = [options.exclude] if options.exclude else []  # Slurm's list is replaced, not added to
+    if cause and verdict != "done":
+        print(f"cause: {cause}", file=sys.stderr)
+    outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
+    print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
     print(answer.code if answer.code is not None else " ".join(["again", ",".join([*static, *excluded])]).strip())
     return 0
+
+
+def nodes_of(entries: Sequence[Entry], attempt: int) -> str:
+    """Slurm's compact list of the hosts of an attempt; empty where the ledger does not know them."""
+    for entry in reversed(entries):
+        if entry.get("event") == "attempt" and entry.get("attempt") == attempt:
+            return str(entry.get("nodes", ""))
+    return ""
 
 
 def _json(path: Path) -> dict[str, Any] | None:

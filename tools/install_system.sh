@@ -2,8 +2,8 @@
 # Debian packages for the tests on a real Slurm and in a real browser (chromium: 113 MB to load, 414 MB installed): as
 # root on Debian or Ubuntu they are installed, elsewhere named.
 set -euo pipefail
-packages=(slurm-wlm munge iproute2 shellcheck)
-programs=(slurmctld munged ip shellcheck)
+packages=(slurm-wlm munge iproute2 shellcheck bindfs)
+programs=(slurmctld munged ip shellcheck bindfs)
 missing=()
 for index in "${!packages[@]}"; do
     command -v "${programs[$index]}" > /dev/null || missing+=("${packages[$index]}")

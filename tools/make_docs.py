@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 from rlpost.cli.api_page import api_page as api
+from rlpost.cli.layouts_page import layouts_page as layouts
 from rlpost.cli.plan_page import recipes_page as recipes
 from rlpost.config.show import reference as settings
 from rlpost.metrics.names import reference as metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes, "api.md": api}
+PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes, "api.md": api, "layouts.md": layouts}
 
 
 def main() -> int:

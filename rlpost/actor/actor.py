@@ -2,7 +2,7 @@
 
 In: weights, and batches of samples with advantages. Out: log-probs, optimizer steps, checkpoints, and weights for the
 engines. A plain class in one process a rank; every method except the constructor is collective: all ranks call it, in
-the same order; ``boundaries`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not
+the same order; ``stop_points`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not
 depend on the layout or on micro-batching; metrics are global means and equal on every rank; a checkpoint has all that
 the next step depends on, the random generators of every rank included.
 """
@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state, step
-from rlpost.actor.boundaries import Boundaries
-from rlpost.actor.description import read_description
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.model_description import read_description
 from rlpost.actor.packing import Cut, PackedMicroBatch, as_trained, log_prob_micro_batches, pack, unpack
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.report import global_metrics
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.errors import CheckpointError, Interrupted, SyncError
@@ -39,8 +39,8 @@ from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
-from rlpost.weights.sent import LastSent
-from rlpost.weights.sync import Broadcast, Buckets, Sharing
+from rlpost.weights.sent_weights import LastSent
+from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Actor:
     def __init__(self, settings: ActorSettings) -> None:
         """Read the architecture. Raises WeightError when it is not supported, ConfigError when it cannot be cut so."""
         self.settings = settings
-        self.boundaries = Boundaries()
+        self.stop_points = StopPoints()
         self._reference: ReferenceWeights | None = None
         self.num_optimizer_steps = 0  # made so far, on which the learning rate depends
         self._saver: Saver | None = None
@@ -161,7 +161,7 @@ class Actor:
 
         self._set_mode(training=False)
         with torch.no_grad():
-            found = step.run(self.model, packed, loss_of=collect, forward_only=True, boundaries=self.boundaries)
+            found = step.run(self.model, packed, loss_of=collect, forward_only=True, stop_points=self.stop_points)
         return as_trained(found, batch)
 
     def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
@@ -170,7 +170,7 @@ class Actor:
         Args: ``old_logprobs`` as ``compute_logprobs`` returns them; without them the ratio is 1 and only its gradient
         counts (one step a rollout). Returns the metrics of the objective, train/grad_norm (before clipping) and
         train/lr, equal on every rank. Raises TrainingError when a metric is not finite, and Interrupted at one of the
-        ``boundaries``; both leave weights and optimizer as they were, the latter the random generators too.
+        ``stop_points``; both leave weights and optimizer as they were, the latter the random generators too.
         """
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
@@ -185,7 +185,7 @@ class Actor:
                 packed,
                 loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
                 forward_only=False,
-                boundaries=self.boundaries,
+                stop_points=self.stop_points,
             )
         except Interrupted:
             self._zero_grad()

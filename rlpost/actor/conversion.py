@@ -13,8 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, parallel
-from rlpost.actor.description import read_description
 from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.model_description import read_description
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
 from rlpost.weights.exporter import Exporter, export_folder

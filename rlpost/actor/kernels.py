@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpost.actor.description import ModelDescription
 from rlpost.actor.layer_specs import LOCAL, has_transformer_engine
+from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.transformer_engine import RULED_OUT, Need, needs
 from rlpost.errors import ConfigError

@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
 from rlpost.actor import device, parallel
-from rlpost.actor.description import ModelDescription
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.layer_specs import (
     TRANSFORMER_ENGINE,
@@ -26,6 +25,7 @@ from rlpost.actor.layer_specs import (
     mark_shards_of_experts,
 )
 from rlpost.actor.megatron_fields import configured
+from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.weights.inventory import Inventory
 

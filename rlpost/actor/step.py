@@ -20,10 +20,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
-from rlpost.actor.boundaries import Boundaries
 from rlpost.actor.logprobs import Rows, response_logprobs
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.stop_points import StopPoints
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
@@ -115,20 +115,20 @@ def run(
     *,
     loss_of: Callable[[int, PackedMicroBatch, torch.Tensor], Any],
     forward_only: bool,
-    boundaries: Boundaries | None = None,
+    stop_points: StopPoints | None = None,
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches. ``loss_of(index, micro_batch, logits)`` makes what is collected, on
     the last pipeline stage; the others return an empty list.
 
-    Raises Interrupted at one of the ``boundaries``: gradients of some micro-batches may be accumulated then.
+    Raises Interrupted at one of the ``stop_points``: gradients of some micro-batches may be accumulated then.
     """
-    boundaries = boundaries or Boundaries()
+    stop_points = stop_points or StopPoints()
     is_one_unit = parallel.pipeline_group().size() > 1
 
     def forward(batches: Iterator[tuple[int, PackedMicroBatch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         index, micro_batch = next(batches)
         if not is_one_unit:
-            boundaries.cross(index)
+            stop_points.cross(index)
         logits = chunk(
             micro_batch.input_ids, micro_batch.positions, None, packed_seq_params=_packed_params(micro_batch)
         )
@@ -136,9 +136,9 @@ def run(
 
     batches = [iter(list(enumerate(packed))) for _ in chunks]
     name = "forward" if forward_only else "forward, backward"
-    with span(name), boundaries.passing(1 if is_one_unit else len(packed)):
+    with span(name), stop_points.passing(1 if is_one_unit else len(packed)):
         if is_one_unit:
-            boundaries.cross(0)
+            stop_points.cross(0)
         return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=batches if len(chunks) > 1 else batches[0],

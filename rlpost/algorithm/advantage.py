@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlpost.algorithm.plugin import blamed_on, load_function
@@ -72,6 +73,34 @@ def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, 
     return tuple((a - mean) / scale for a in advantages)
 
 
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """How samples of a group become advantages.
+
+    Attributes:
+        of_group: rewards of one group, whether to divide by their standard deviation -> an advantage each.
+        whitens: whether the advantages of all groups are whitened together afterwards.
+        charges_tokens: whether a KL penalty in the reward makes an advantage for each token (``returns_to_go``); the
+            others take the sum of a sample's penalties off its reward.
+    """
+
+    of_group: Callable[[Sequence[float], bool], tuple[float, ...]]
+    whitens: bool = False
+    charges_tokens: bool = False
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(lambda rewards, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std)),
+    "rloo": Estimator(lambda rewards, _: rloo_advantages(rewards)),
+    "reinforce_plus_plus": Estimator(lambda rewards, _: tuple(rewards), whitens=True, charges_tokens=True),
+    "reinforce_plus_plus_baseline": Estimator(lambda rewards, _: centred_advantages(rewards), whitens=True),
+}
+"""By the value of --advantage-estimator. To add one: a function above, a line here, its name in
+``rlpost/config/groups/grpo.py``."""
+ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
+"""Values of published recipes that name a loss (``objective.POLICY_LOSSES``): the estimator that goes with it."""
+
+
 def estimate(
     estimator: str,
     groups: Sequence[Sequence[float]],
@@ -82,32 +111,25 @@ def estimate(
 ) -> list[tuple[Advantage, ...]]:
     """Advantages of all samples of a rollout by the name of the estimator.
 
-    Args: rewards and loss masks by group. ``normalize_std`` is for those that compare within a group as GRPO does.
-    ``penalties`` are taken off the rewards: their sum off a sample's where samples are compared, and token by token in
-    reinforce_plus_plus, whose advantages are then one a token. Returns tuples by group. Raises KeyError for an unknown
-    name.
+    Args: rewards and loss masks by group; ``normalize_std``: divide by the standard deviation of the group, as GRPO
+    does; ``penalties``: KL penalties of each token (``Estimator.charges_tokens``). Returns tuples by group. Raises
+    KeyError for an unknown name.
     """
-    if estimator == "reinforce_plus_plus" and penalties is not None:
-        return _whitened_returns(groups, masks, penalties)
+    known = ESTIMATORS[ESTIMATOR_OF.get(estimator, estimator)]
     if penalties is not None:
-        groups = [
-            [reward - math.fsum(penalty) for reward, penalty in zip(rewards, own, strict=True)]
-            for rewards, own in zip(groups, penalties, strict=True)
-        ]
-    grpo = lambda rewards: grpo_advantages(rewards, normalize_std=normalize_std)  # noqa: E731
-    known: dict[str, Callable[[Sequence[float]], tuple[float, ...]]] = {
-        "grpo": grpo,
-        "gspo": grpo,
-        "cispo": grpo,
-        "rloo": rloo_advantages,
-        "reinforce_plus_plus": tuple,
-        "reinforce_plus_plus_baseline": centred_advantages,
-    }
-    found = [known[estimator](rewards) for rewards in groups]
-    if not estimator.startswith("reinforce_plus_plus"):
+        if known.charges_tokens:
+            return _whitened_returns(groups, masks, penalties)
+        groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
+    found = [known.of_group(rewards, normalize_std) for rewards in groups]
+    if not known.whitens:
         return list(found)
-    flat = iter(whiten([a for group in found for a in group], [sum(mask) for group in masks for mask in group]))
+    num_tokens = [sum(mask) for group in masks for mask in group]
+    flat = iter(whiten([advantage for group in found for advantage in group], num_tokens))
     return [tuple(next(flat) for _ in group) for group in found]
+
+
+def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -> list[float]:
+    return [reward - math.fsum(penalty) for reward, penalty in zip(rewards, penalties, strict=True)]
 
 
 def _whitened_returns(

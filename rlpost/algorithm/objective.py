@@ -8,7 +8,7 @@ layout. A statistic whose name ends in ``_max`` is reported as its maximum, ever
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def loss_function(settings: LossSettings) -> LossFunction:
     """What ``--loss-type`` names. Raises ConfigError when a custom loss cannot be imported or is not named."""
     if settings.loss_type == "custom_loss":
         return _custom(settings.custom_loss_function_path or "", key="custom_loss_function_path")
-    return {"policy_loss": policy_objective, "sft_loss": sft_objective}[settings.loss_type]
+    return LOSSES[settings.loss_type]
 
 
 def _custom(path: str, *, key: str) -> LossFunction:
@@ -59,7 +59,7 @@ def _custom(path: str, *, key: str) -> LossFunction:
 
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
     """Policy loss x correction + kl_loss_coef KL - entropy_coef entropy, each [T]."""
-    loss_T, stats = _surrogate(tokens, settings)
+    loss_T, stats = POLICY_LOSSES[settings.policy_loss](tokens, settings)
     stats = stats | mismatch(tokens.old_logprobs, tokens.rollout_logprobs) | {"entropy": tokens.entropy}
     if settings.use_tis:
         log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
@@ -83,12 +83,40 @@ def sft_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats
     return sft_loss(tokens.logprobs), {"entropy": tokens.entropy.detach()}
 
 
-def _surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    logprobs, old = tokens.logprobs, tokens.old_logprobs.detach()
-    clip = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
-    if settings.advantage_estimator == "cispo":
-        return cispo_loss(logprobs, old, tokens.advantages, **clip)
-    if settings.advantage_estimator == "gspo":
-        means = tokens.sample_sums(logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
-        logprobs, old = sequence_level(logprobs, means), old.new_zeros(old.shape)
-    return policy_loss(logprobs, old, tokens.advantages, **clip, eps_clip_c=settings.eps_clip_c)
+def ppo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    """Clipped ratios of tokens (``policy_loss``), with the dual clip of ``eps_clip_c``."""
+    return policy_loss(
+        tokens.logprobs,
+        tokens.old_logprobs.detach(),
+        tokens.advantages,
+        eps_clip=settings.eps_clip,
+        eps_clip_high=settings.eps_clip_high,
+        eps_clip_c=settings.eps_clip_c,
+    )
+
+
+def gspo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    """The same with the ratio of the whole sequence (``sequence_level``)."""
+    old = tokens.old_logprobs.detach()
+    means = tokens.sample_sums(tokens.logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
+    of_sequence = replace(
+        tokens, logprobs=sequence_level(tokens.logprobs, means), old_logprobs=old.new_zeros(old.shape)
+    )
+    return ppo_surrogate(of_sequence, settings)
+
+
+def cispo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+    """REINFORCE with clipped importance weights (``cispo_loss``)."""
+    return cispo_loss(
+        tokens.logprobs,
+        tokens.old_logprobs.detach(),
+        tokens.advantages,
+        eps_clip=settings.eps_clip,
+        eps_clip_high=settings.eps_clip_high,
+    )
+
+
+POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo_surrogate, "gspo": gspo_surrogate, "cispo": cispo_surrogate}
+"""By the value of --policy-loss."""
+LOSSES: dict[str, LossFunction] = {"policy_loss": policy_objective, "sft_loss": sft_objective}
+"""By the value of --loss-type, beside custom_loss."""

@@ -11,7 +11,7 @@ class LossSettings:
 
     loss_type: str = "policy_loss"
     custom_loss_function_path: str | None = None
-    advantage_estimator: str = "grpo"
+    policy_loss: str = "ppo"
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None

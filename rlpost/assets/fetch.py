@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlpost.amounts import size_text
 from rlpost.assets.lock import Lease, held
 from rlpost.assets.store import STAGES, Stage, damage, digest_of, read_manifest, write_manifest
 from rlpost.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
+from rlpost.units import size_text
 
 
 class Source(Protocol):

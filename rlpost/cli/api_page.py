@@ -17,7 +17,7 @@ MODULES = {
     "Functions of your own": (
         "rlpost.algorithm.objective",
         "rlpost.algorithm.settings",
-        "rlpost.rollout.draft",
+        "rlpost.rollout.response_builder",
         "rlpost.rollout.sampling",
         "rlpost.rollout.filters",
     ),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rlpost.amounts import count_text, size_text
 from rlpost.check import check, notes
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
@@ -22,20 +22,25 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import with_origins
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.units import count_text, size_text
 from slurm.errors import SpecError
 
 _INDENT = 14
+EXIT_PROBLEMS = 2  # as every command that refuses its settings
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check and show."""
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
+    made.add_argument("--json", action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
     require_model(options.recipe, loaded.config)
     problems = check_problems(loaded, options.recipe)
+    if options.json:
+        return _print_object(loaded.config, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
@@ -58,6 +63,15 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
     except (ConfigError, SpecError) as error:
         problems += (with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines())
     return problems
+
+
+def _print_object(config: Config, problems: list[str]) -> int:
+    """The result for programs, on standard output whether something is wrong or not."""
+    content: dict[str, Any] = {"ok": not problems, "problems": problems, "notes": [], "arithmetic": {}}
+    if not problems:
+        content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
+    print(json.dumps(content, indent=2))
+    return EXIT_PROBLEMS if problems else 0
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:

@@ -1,24 +1,27 @@
-"""``rlpost compare``: several runs over each other, as a page."""
+"""``rlpost compare``: several runs over each other, as a page, or as JSON for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.arguments import Parser
 from rlpost.cli.runs import add_runs_dir, find_run
 from rlpost.errors import ConfigError
-from rlpost.report.compare import compare_page
+from rlpost.report.compare import compare_page, comparison
 from rlpost.report.facts import read_facts
 from slurm.run_folder import write_atomic
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``rlpost compare RUN RUN [RUN ...] [--out FILE]``."""
+    """``rlpost compare RUN RUN [RUN ...] [--out FILE | --json]``."""
     made = Parser(prog="rlpost compare", description="Several runs over each other, as a page.")
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder, name or job id, two or more")
     add_runs_dir(made)
-    made.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report/compare.html of the first)")
+    output = made.add_mutually_exclusive_group()
+    output.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report/compare.html of the first)")
+    output.add_argument("--json", action="store_true", help="print figures and differing settings for programs")
     options = made.parse_args(arguments)
     runs = list(dict.fromkeys(find_run(word, options.runs_dir) for word in options.runs))
     if len(runs) < 2:
@@ -26,6 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     facts = [read_facts(run) for run in runs]
     if not any(one.lines for one in facts):
         raise ConfigError("rlpost compare: none of these runs has a step yet; see rlpost list")
+    if options.json:
+        print(json.dumps(comparison(facts), indent=2))
+        return 0
     path = options.out or runs[0].report / "compare.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, compare_page(facts))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.actor.description import read_description
+from rlpost.actor.model_description import read_description
 from rlpost.cli import settings as command_line
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError
@@ -30,7 +30,7 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Rank:
     """Of a process among those of one conversion."""
 
     rank: int
@@ -40,15 +40,15 @@ class Place:
     master_port: int
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def place(environ: Mapping[str, str]) -> Rank:
     """What torchrun's variables say, or else srun's, or that the process is alone."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = (int(environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return Place(rank, size, local, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+        return Rank(rank, size, local, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         nodes = expand(environ["SLURM_STEP_NODELIST"])
         port = FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS
-        return Place(
+        return Rank(
             int(environ["SLURM_PROCID"]),
             int(environ["SLURM_STEP_NUM_TASKS"]),
             int(environ["SLURM_LOCALID"]),
@@ -57,7 +57,7 @@ def place(environ: Mapping[str, str]) -> Place:
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Place(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+        return Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
 
 
 def device_of(environ: Mapping[str, str], local_rank: int) -> str:

@@ -17,13 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlpost.amounts import size_text
 from rlpost.assets.fetch import Manner, Source, Standing, existing, fetch, room_problem, standing
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import settings as command_line
 from rlpost.config.keys import KEYS
-from rlpost.config.places import ASSETS
+from rlpost.config.path_variables import ASSETS
 from rlpost.errors import AssetError, ConfigError
+from rlpost.units import size_text
 
 EXIT_NOT_HAD = 1
 TOKENS = KEYS[:2]

@@ -101,8 +101,16 @@ def _submitted(script: str, folder: Path) -> int:
             if job:
                 subprocess.run(["scancel", job])
             raise
-    said = "".join(log.read_text(errors="replace") for log in folder.glob("*.log"))
-    if code not in (0, 1) or not said:  # no verdict on the image: what Slurm and the container said
-        said = "".join(path.read_text(errors="replace") for path in folder.glob("job.out")) + said
-    print(said or f"the job wrote nothing (sbatch: exit {code})\n", end="")
-    return code
+    return _show(folder, code)
+
+
+def _show(folder: Path, code: int) -> int:
+    """The findings, alone, on standard output; where the job made none, what Slurm and the container said on the
+    other."""
+    try:
+        print((folder / "findings").read_text(), end="")
+        return code
+    except FileNotFoundError:
+        logs = (path.read_text(errors="replace") for path in (*folder.glob("job.out"), *folder.glob("*.log")))
+        print("".join(logs) or f"the job wrote nothing (sbatch: exit {code})", end="\n", file=sys.stderr)
+        return code or 1

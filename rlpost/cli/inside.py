@@ -1,7 +1,7 @@
 """``rlpost attach``, ``exec`` and ``tunnel``: into a run that is under way.
 
-In: a run and a node of it. Out: an ``srun --overlap`` beside what the job runs, started in the run's code; or the ssh
-command that brings Ray's dashboard to this machine. One question to Slurm, for the nodes; the rest is in the folder.
+In: a run and a node of it. Out: an ``srun --overlap`` beside what the job runs, started in the run's code; or the way
+to Ray's dashboard. One question to Slurm, for the nodes; the rest is in the folder.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rlpost.arguments import Parser
-from rlpost.cli.runs import add_run_options, find_run, last, running_job
+from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
@@ -24,6 +26,10 @@ from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
 DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
+_DASHBOARD = re.compile(
+    r"view the dashboard at [^\n]*\n[^\n]*?(?:http://)?(?P<address>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)[ \t]*$",
+    re.M,
+)
 
 
 def attach_main(arguments: Sequence[str]) -> int:
@@ -35,7 +41,8 @@ def attach_main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs_dir)
     job_id, nodes = running_nodes(run)
     node = _checked(options.node, nodes) or head_of(run, nodes)
-    return _run(run, step_argv(job_id, ["bash", "-i"], nodes=[node], inside=_inside(run, job_id), terminal=True))
+    inside = _inside(run, job_id)
+    return _run(step_argv(job_id, ["bash", "-i"], nodes=[node], inside=inside, terminal=True), inside)
 
 
 def exec_main(arguments: Sequence[str]) -> int:
@@ -55,35 +62,70 @@ def exec_main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs_dir)
     job_id, nodes = running_nodes(run)
     node = _checked(options.node, nodes)
-    return _run(run, step_argv(job_id, command, nodes=[node] if node else nodes, inside=_inside(run, job_id)))
+    inside = _inside(run, job_id)
+    return _run(step_argv(job_id, command, nodes=[node] if node else nodes, inside=inside), inside)
 
 
 def tunnel_main(arguments: Sequence[str]) -> int:
-    """Print the ssh command that brings Ray's dashboard from the head through the login node."""
-    made = Parser(prog="rlpost tunnel", description="The ssh command for Ray's dashboard.")
+    """Print where Ray's dashboard is: the ssh command through the login node, or the address on this machine."""
+    made = Parser(prog="rlpost tunnel", description="The way to Ray's dashboard.")
     add_run_options(made)
     made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
+    made.add_argument(
+        "--port", type=int, default=DASHBOARD_PORT, help=f"port on your machine (default: {DASHBOARD_PORT})"
+    )
     options = made.parse_args(arguments)
+    if not 0 < options.port < 65536:
+        raise ConfigError(f"--port {options.port}: a port, 1 to 65535; for instance {DASHBOARD_PORT}")
     run = find_run(options.run, options.runs_dir)
-    _, nodes = running_nodes(run)
-    print(tunnel_command(options.login or os.uname().nodename, head_of(run, nodes), dashboard_port(run)))
+    login = options.login or os.uname().nodename
+    if is_local(run):
+        address, port = dashboard_address(run)
+        print(f"on this machine: http://{host_port(address, port)}")
+        print(f"from another: {tunnel_command(login, None, address, port, options.port)}")
+    else:
+        _, nodes = running_nodes(run)
+        print(tunnel_command(login, head_of(run, nodes), *dashboard_address(run), options.port))
     secret = (run.attempts / "latest").resolve() / "secret"
-    print(f"then open http://localhost:{DASHBOARD_PORT}; it asks for the token in {secret}")
+    print(f"then open http://localhost:{options.port}; it asks for the token in {secret}")
     return 0
 
 
-def tunnel_command(login: str, head: str, port: int) -> str:
-    """The ssh command. The dashboard listens on the head's loopback alone, so ssh goes on from the login node to it."""
-    return f"ssh -N -L {DASHBOARD_PORT}:127.0.0.1:{port} -J {login} {head}"
+def tunnel_command(login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT) -> str:
+    """The ssh command for the machine of whoever looks.
+
+    Where the dashboard listens on the head's loopback alone, ssh goes on from the login node to the head; any other
+    address is one that the login node itself reaches. ``head`` is None where the run is on the login node.
+    """
+    forward = f"ssh -N -L {own_port}:{host_port(address, port)}"
+    is_on_login = head is None or not address.startswith(("127.", "::1"))
+    return f"{forward} {login}" if is_on_login else f"{forward} -J {login} {head}"
 
 
-def dashboard_port(run: RunFolder) -> int:
-    """Port of Ray's dashboard, as ``ray start`` has printed it into the attempt's logs. Raises ConfigError."""
+def host_port(address: str, port: int) -> str:
+    """``10.0.0.1:8265``, ``[fd00::1]:8265``."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def dashboard_address(run: RunFolder) -> tuple[str, int]:
+    """Address and port of Ray's dashboard, as ``ray start`` has printed them into the attempt's logs.
+
+    With ``--ray-dashboard-host 0.0.0.0`` Ray prints the node's own address. Raises ConfigError.
+    """
     for log in sorted((run.attempts / "latest").glob("*ray*.log")):
-        match = re.search(r"view the dashboard at [^\n]*\n[^\n]*?127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))
-        if match:
-            return int(match[1])
+        if match := _DASHBOARD.search(log.read_text(errors="replace")):
+            return match["address"].strip("[]"), int(match["port"])
     raise ConfigError(f"{run.root.name}: no log says that Ray's dashboard is up; submit with --ray-dashboard")
+
+
+def is_local(run: RunFolder) -> bool:
+    """Whether a run is under way on this machine, without Slurm. Raises ConfigError when it was, and has ended."""
+    job_id = current_job(run)
+    if not job_id.startswith(LOCAL):
+        return False
+    if not local_is_alive(job_id):
+        raise ConfigError(f"{run.root.name}: ran on this machine and has ended, its dashboard with it")
+    return True
 
 
 def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:
@@ -103,18 +145,42 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
     from rlpost.config.load import parse_dump
 
     try:
-        container = container_of(parse_dump(run.run_json.read_text()).cluster)
+        cluster = parse_dump(run.run_json.read_text()).cluster
+        container = container_of(cluster)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
+    # Ray's own commands ask for the attempt's secret; this is its place.
+    secret = (run.attempts / "latest").resolve() / "secret"
+    variables = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret)}
+    inside = Inside(run.root, home_of(run), environment=tuple(variables.items()))
     if container is None:
-        return Inside(run.root, run.code)
+        return inside
     info = job_info(job_id)
     if info.state is JobState.UNKNOWN:
         raise ConfigError(
             f"{run.root.name}: scontrol does not say how often job {job_id} was restarted, and its container's name "
             "holds that; does scontrol ping say that the controller is up?"
         )
-    return Inside(run.root, run.code, container, info.num_restarts)
+    return replace(inside, container=container, num_restarts=info.num_restarts)
+
+
+def home_of(run: RunFolder) -> Path:
+    """The code that a run's agents run: the snapshot of ``rlpost submit``, or RLPOST_HOME of a plain sbatch.
+
+    Raises:
+        ConfigError: neither is known to be there.
+    """
+    if run.code.is_dir():
+        return run.code
+    recorded = last(run.ledger.read(), "attempt").get("home")
+    # A run whose batch host has no Python has no such entry; the folder that it makes by itself is HOME/runs/NAME-JOB.
+    for home in filter(None, (recorded, run.root.parent.parent)):
+        if (Path(home) / "bootstrap/agent.py").is_file():
+            return Path(home)
+    raise ConfigError(
+        f"{run.root}: holds no code, and {recorded or 'the ledger'} does not lead to the one that it runs; "
+        "link the RLPOST_HOME of its sbatch to code in the run folder"
+    )
 
 
 def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
@@ -123,8 +189,7 @@ def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
     return node
 
 
-def _run(run: RunFolder, argv: Sequence[str]) -> int:
-    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": str(run.code), "PYTHONPATH": str(run.code)}
-    # Ray's own commands ask for the attempt's secret; this is its place.
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((run.attempts / "latest").resolve() / "secret")}
+def _run(argv: Sequence[str], inside: Inside) -> int:
+    home = str(inside.home)
+    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": home, "PYTHONPATH": home}
     return subprocess.run(argv, env=environ).returncode

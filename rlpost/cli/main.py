@@ -30,7 +30,7 @@ VERBS = {
     "logs": ("rlpost.cli.logs:main", "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)"),
     "attach": ("rlpost.cli.inside:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.inside:exec_main", "a command on every node of a run"),
-    "tunnel": ("rlpost.cli.inside:tunnel_main", "the ssh command for Ray's dashboard"),
+    "tunnel": ("rlpost.cli.inside:tunnel_main", "the way to Ray's dashboard"),
     "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
     "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
     "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),

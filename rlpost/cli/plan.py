@@ -1,8 +1,9 @@
 """``rlpost plan RECIPE``: what a run needs of its GPUs, nodes and disks, before there is any of them.
 
-In: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are not
-here yet. Out: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2); with
---suggest the best layouts for so many GPUs. Imports neither torch nor anything of the training stack.
+Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are
+not here yet. Output: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2);
+with --suggest the best layouts for so many GPUs; with --json the same as one object. Imports neither torch nor anything
+of the training stack.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlpost.amounts import count_text
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.layout import layout_problems
@@ -30,6 +32,8 @@ from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.rollout.server_args import check_server_args
+from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
@@ -54,37 +58,63 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_scale_down(made)
     made.add_argument("--suggest", action="store_true", help="the best layouts for the model on so many GPUs")
+    made.add_argument("--json", action="store_true", help="one object for programs instead of the tables")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
     if options.write_gbps <= 0:
         raise ConfigError(f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    check_server_args(
+        config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
+    )  # the plan counts with them
     shape, width = model_of(config)
+    gpu_bytes = parse_size(options.gpu_memory)
+    if options.json:
+        content = plan_object(config, shape, gpu_bytes=gpu_bytes, engine_width=width, wants_suggestions=options.suggest)
+        print(json.dumps(content, indent=2))
+        return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
     console = Console(file=sys.stdout, width=WIDTH, highlight=False)
     return show(
         console,
         config,
         shape,
-        gpu_bytes=parse_size(options.gpu_memory),
-        options=(width, options.suggest, options.write_gbps),
+        gpu_bytes=gpu_bytes,
+        engine_width=width,
+        write_gbps=options.write_gbps,
+        wants_suggestions=options.suggest,
     )
 
 
-def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, options: tuple[int, bool, float]) -> int:
-    """Print the plan; ``options``: bytes of an engine's weight, whether to suggest, GB/s of a node's disk."""
-    width, wants_suggestions, write_gbps = options
+def show(
+    console: Console,
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int,
+    write_gbps: float,
+    wants_suggestions: bool,
+) -> int:
+    """Print the plan and return the exit code.
+
+    Args:
+        engine_width: bytes of a weight in the engines.
+        write_gbps: what a node writes to its disks, in GB/s.
+    """
     problems = layout_problems(config)
     fits = False
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, write_gbps))
         console.print(bars(made))
         console.print()
         if note := reference_note(config, shape):
             console.print(f"note: {note}", style="yellow")
-    choices = [] if fits and not wants_suggestions else suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=width)
+    choices: list[Choice] = []
+    if wants_suggestions or not fits:
+        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:
@@ -96,6 +126,47 @@ def show(console: Console, config: Config, shape: Shape, *, gpu_bytes: int, opti
     if wants_suggestions and choices:
         console.print(suggestions(choices[:NUM_SUGGESTED]))
     return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
+
+
+def plan_object(
+    config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int, wants_suggestions: bool
+) -> dict[str, Any]:
+    """What ``show`` prints, for programs; sizes in bytes.
+
+    ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if the recipe's does not.
+    """
+    problems = layout_problems(config)
+    content: dict[str, Any] = {"fits": False, "problems": problems, "note": reference_note(config, shape)}
+    if not problems:
+        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        content |= {"fits": not made.problems, "problems": list(made.problems), **estimate_object(made)}
+    choices: list[Choice] = []
+    if wants_suggestions or not content["fits"]:
+        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+    if not wants_suggestions:
+        closest = nearest(config, choices)
+        choices = [closest] if closest else []
+    content["suggestions"] = [
+        {"layout": choice.words, "reasons": choice.reasons, "flags": flags_of(choice, config)}
+        for choice in choices[:NUM_SUGGESTED]
+    ]
+    return content
+
+
+def estimate_object(made: Estimate) -> dict[str, Any]:
+    """An estimate's figures by name; sizes in bytes."""
+    parameters, engine = made.shape.parameters, made.engine
+    return {
+        "layout": asdict(made.layout),
+        "parameters": {"total": parameters.total, "experts": parameters.expert},
+        "gpu_bytes": made.gpu_bytes,
+        "phases": [{"name": phase.name, "total": phase.total, "parts": dict(phase.parts)} for phase in made.phases],
+        "engine": None if engine is None else asdict(engine),
+        "host_bytes_per_node": made.host_bytes_per_node,
+        "checkpoint_bytes": made.checkpoint_bytes,
+        "save_buffer_bytes_per_rank": made.save_buffer_bytes,
+        "weight_update": None if made.update is None else asdict(made.update),
+    }
 
 
 def on_gpus(config: Config, gpus: int) -> Config:

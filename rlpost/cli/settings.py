@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:
-            print(table(changes) + "\n")
+            is_for_programs = getattr(namespace, "json", False)  # then standard output holds the object alone
+            print(table(changes) + "\n", file=sys.stderr if is_for_programs else sys.stdout)
     if namespace.print_config:
         keys = [
             f"# {flag.removeprefix('--').replace('-', '_')} = ***"

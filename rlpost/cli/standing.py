@@ -24,6 +24,7 @@ from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 MAX_WARNINGS = 4
+MAX_HEADLINE = 160  # characters
 LOG_TAIL = 1 << 16  # bytes
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
 PACE_STEPS = 10  # the pace shown is that of the last steps
@@ -35,9 +36,10 @@ _OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, No
 class Status:
     """One run. ``state`` is Slurm's; ``verdict`` that of the newest attempt; None and empty mean not known (yet).
 
-    ``phases_s`` are the mean seconds of each phase in the newest steps; ``warnings`` the newest of the driver, each
-    once. ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the
-    newest mean reward of each evaluation set.
+    ``verdict`` and ``cause`` are the agents' or, where they left none, the batch host's; ``decision`` is what the batch
+    host made of them. ``phases_s`` are the mean seconds of each phase in the newest steps; ``warnings`` the newest of
+    the driver, each once. ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step;
+    ``evals`` the newest mean reward of each evaluation set.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Status:
     attempt: str | None = None
     verdict: str | None = None
     cause: str = ""
+    decision: str = ""
     step: int = 0
     num_steps: int | None = None
     reward: float | None = None
@@ -82,6 +85,10 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     verdict = _text(latest / "verdict")
     entry = entry or QueueEntry("", _local_state(job_id, verdict))
     events = run.ledger.read()
+    attempt = latest.resolve().name if latest.exists() else None
+    ended = last(events, "verdict")
+    if attempt is None or str(ended.get("attempt")) != attempt:
+        ended = {}
     committed = last(events, "committed")
     return Status(
         name=run.root.name,
@@ -92,9 +99,10 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         expected_start=entry.expected_start if entry.state is JobState.PENDING else "",
         nodelist=entry.nodelist,
         time_left_s=entry.time_left_s,
-        attempt=latest.resolve().name if latest.exists() else None,
-        verdict=verdict,
-        cause=_cause(latest / "verdict.json"),
+        attempt=attempt,
+        verdict=verdict or ended.get("verdict"),
+        cause=ended.get("cause") or _cause(latest / "verdict.json"),
+        decision=str(ended.get("reason", "")),
         checkpoint=committed.get("checkpoint"),
         checkpoint_step=committed.get("step"),
         checkpoint_time=committed.get("time"),
@@ -126,6 +134,16 @@ def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
         "mfu": lines[-1].get("perf/mfu_frac"),
         "eta_s": None if is_over or pace is None or total is None else pace * (total - step),
     }
+
+
+def headline(status: Status) -> str:
+    """Why a run stands where it stands, in one line: Slurm's reason, or the cause where it ended in failure."""
+    is_failure = status.verdict in ("config", "failed", "none")
+    is_waiting = status.state in (JobState.PENDING, JobState.RUNNING, JobState.CONFIGURING)
+    lines = status.cause.splitlines()
+    if not is_failure or is_waiting or not lines:
+        return status.reason
+    return lines[0] if len(lines[0]) <= MAX_HEADLINE else lines[0][: MAX_HEADLINE - 3] + "..."
 
 
 def ago(seconds: float) -> str:

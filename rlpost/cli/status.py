@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from rlpost.arguments import Parser
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
-from rlpost.cli.standing import STATE_COLOURS, Status, ago, statuses
+from rlpost.cli.standing import STATE_COLOURS, Status, ago, headline, statuses
 from rlpost.metrics.progress import duration
 
 
@@ -23,12 +23,13 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("folder", status.folder),
         ("job", status.job_id or "never submitted"),
         ("state", status.state),
-        ("why", status.reason),
+        ("why", headline(status)),
         ("expected start", status.expected_start),
         ("nodes", status.nodelist),
         ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
         ("attempt", status.attempt or ""),
-        ("verdict", f"{status.verdict}: {status.cause}" if status.verdict else ""),
+        ("verdict", ": ".join(filter(None, (status.verdict, status.cause)))),
+        ("decision", status.decision if status.verdict != "done" else ""),
         ("step", f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else "")),
         ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
         ("evaluation", ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),

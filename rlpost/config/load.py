@@ -23,7 +23,7 @@ from rlpost.config.faults import describe
 from rlpost.config.flags import Values, fields, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
-from rlpost.config.places import expanded, variables_of
+from rlpost.config.path_variables import expanded, variables_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path
 from rlpost.errors import ConfigError, suggestion

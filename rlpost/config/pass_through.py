@@ -1,7 +1,8 @@
 """Flags that are no settings of ours and go on to SGLang or Megatron-core by name.
 
 In: words of a command line. Out: the words that are ours, and by group what the others give: no value is true,
-several are a list. Names are checked where those packages are installed, else by the driver before training.
+several are a list. Megatron-core's names are checked where it is installed, else by the driver before training; names
+and values of SGLang's always are (``rlpost.rollout.server_args``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from rlpost.config.abbreviations import meant
 from rlpost.config.megatron_options import ALIASES, OURS, option_names
+from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
 
 ALIKE = 0.9
@@ -35,7 +37,7 @@ def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict
         else:
             values = [value] if given else []
             found.setdefault(group, {})[ALIASES.get(key, key)] = values
-    return rest, {group: {key: _literals(texts) for key, texts in extra.items()} for group, extra in found.items()}
+    return rest, {group: {key: _values(key, texts) for key, texts in extra.items()} for group, extra in found.items()}
 
 
 def owner(key: str, known: Collection[str]) -> str | None:
@@ -53,11 +55,19 @@ def owner(key: str, known: Collection[str]) -> str | None:
     return "megatron" if key in names or key in ALIASES or key in OURS else None
 
 
-def _literals(texts: Sequence[str]) -> Any:
+def _values(key: str, texts: Sequence[str]) -> Any:
+    """What a flag gives: true without values, one value, or a list."""
     if not texts:
         return True
-    parsed = [_literal(text) for text in texts]
+    parsed = list(texts) if _is_text(key) else [_literal(text) for text in texts]
     return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _is_text(key: str) -> bool:
+    """Whether SGLang takes a text, so that ``--sglang-revision 007`` stays what it is."""
+    table = server_arg_table()
+    arg = table.args.get(table.name_of(key.removeprefix("sglang_"))) if key.startswith("sglang_") else None
+    return arg is not None and arg.kind in ("str", "any")
 
 
 def _literal(text: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.algorithm.advantage import ESTIMATOR_OF
 from rlpost.config.flags import fields
 from rlpost.config.tree import Config
 
@@ -17,9 +18,11 @@ def actor_settings(config: Config) -> ActorSettings:
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {key: getattr(getattr(config, group), key) for key, group in fields().items() if key in wanted}
     grpo, given = config.grpo, config.model.model_dump()
+    estimator = grpo.advantage_estimator
     derived = {
         "temperature": config.rollout.rollout_temperature,
         "num_engines": config.num_engines,
+        "policy_loss": grpo.policy_loss or (estimator if estimator in ESTIMATOR_OF else "ppo"),
         "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
         "lr_decay_iters": config.lr_decay_iters,
         "model_args": {key: value for key, value in given.items() if value is not None},

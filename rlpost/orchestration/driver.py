@@ -22,7 +22,7 @@ from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.orchestration.checkpoints import Checkpoints
-from rlpost.orchestration.halves import make_stages
+from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.observation import run_metrics
 from rlpost.orchestration.preemption import StopRequest

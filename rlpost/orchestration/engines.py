@@ -23,12 +23,13 @@ from rlpost.errors import EngineDied, RolloutError
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Placement, Ports
+from rlpost.orchestration.worker_groups import EngineWorkers
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.features import Feature, check_servers, has
-from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Fleet:
         self._external = config.sglang.rollout_external_engine_addrs
         self.api_key = os.environ.get(EXTERNAL_ENGINES, "") if self._external else cluster.secret
         self.addresses: tuple[EngineAddress, ...] = ()
-        self._workers: list[WorkerGroup] = []
+        self._workers: list[EngineWorkers] = []
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
         """Whether every engine takes new weights while requests wait in it."""
@@ -107,9 +108,7 @@ class Fleet:
     async def _end_of_one(self, indices: Sequence[int]) -> None:
         """Raises EngineDied when one of these engines has ended."""
         while True:
-            await asyncio.gather(
-                *(self._workers[index].call_aside("check_alive") for index in indices if self._workers)
-            )
+            await asyncio.gather(*(self._workers[index].check_alive() for index in indices if self._workers))
             await asyncio.sleep(ALIVE_POLL_S)
 
     async def mend_router(self, sick: Sequence[int]) -> None:
@@ -169,7 +168,7 @@ class Fleet:
             raise EngineDied(f"engine {address.url} does not answer and is not ours to restart; mend it and resume")
         logger.warning("engine %s is dead or hangs; it is ended", address.url)
         await asyncio.to_thread(self._router.remove_engine, address.url)
-        await self._workers[index].call("stop")
+        await self._workers[index].stop()
         self.dismissed.add(index)
         self._released.pop(index, None)  # its memory went with it, and comes with the next one
 
@@ -233,7 +232,7 @@ class Fleet:
 
     async def memory_use(self) -> list[dict[str, float]]:
         """What each part of the engines that are ours holds, by the names of metrics."""
-        found = await asyncio.gather(*(workers.call_aside("memory_use") for workers in self._workers))
+        found = await asyncio.gather(*(workers.memory_use() for workers in self._workers))
         return [one for of_engine in found for one in of_engine]
 
     async def spans(self, since: float) -> list[ProcessSpans]:
@@ -266,7 +265,7 @@ class Fleet:
         url = f"http://{parts[0].ip}:{self._ports.engines[index]}"
         return EngineAddress(url=url, num_gpus=sum(part.num_gpus for part in parts))
 
-    def _group(self, index: int, visible_gpus: Sequence[str]) -> WorkerGroup:
+    def _group(self, index: int, visible_gpus: Sequence[str]) -> EngineWorkers:
         """The workers of one engine, one a node."""
         config, parts = self._config, self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
@@ -289,13 +288,13 @@ class Fleet:
         ]
         gpus = [[visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]] for part in parts]
         envs = [{"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {} for ids in gpus]
-        return WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs)
+        return EngineWorkers(WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs))
 
     async def _start_engine(self, index: int) -> None:
         places = [(part.ip, self._ports.engines[index]) for part in self._placement.engines[index]]
         cluster = self._config.cluster
         gpus_per_node = cluster.num_gpus_per_node if cluster.bind_cpus else None
-        await self._workers[index].call_each("start", places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node)
+        await self._workers[index].start(places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node)
 
 
 async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:

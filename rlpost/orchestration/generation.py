@@ -29,12 +29,12 @@ from rlpost.reward.grader import Grader, make_grader
 from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.collect import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
-from rlpost.rollout.draft import write_answer
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import COUNTED, GroupWriter, together
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
+from rlpost.rollout.response_builder import write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.supervised import Supervised
 from rlpost.types import Prompt

@@ -22,8 +22,8 @@ from rlpost.metrics.trace import ProcessSpans, trace
 from rlpost.orchestration.batches import model_break_even, used_parameters
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.weight_sync import WeightSync
-from rlpost.orchestration.workers import WorkerGroup
+from rlpost.orchestration.weight_coordinator import WeightCoordinator
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ class Observation:
         self._settings = config.observe
         self._flops = Flops(config, hf)
         self._traces = traces
-        self._actors: WorkerGroup | None = None
+        self._actors: ActorGroup | None = None
         self._fleet: Fleet | None = None
-        self._weights: WeightSync | None = None
+        self._weights: WeightCoordinator | None = None
         self._since = SPANS.now()
         self.step = 0
         """The newest that is trained."""
@@ -55,20 +55,19 @@ class Observation:
         self._peak_flops: float | None = None
         self._done = 0.0  # floating-point operations of the step
 
-    async def attach(self, actors: WorkerGroup | None, fleet: Fleet | None, weights: WeightSync | None) -> None:
+    async def attach(self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None) -> None:
         """Who is looked at from now on."""
         self._actors, self._fleet, self._weights = actors, fleet, weights
         if actors is not None:
-            self._peak_flops = (await actors.call("peak_flops"))[0]
+            self._peak_flops = await actors.peak_flops()
 
     async def around(self, groups: Sequence[SampleGroup], training: Awaitable[T]) -> T:
         """Await the training of the next step, under the profiler if it is one of those. What a training that ends
         early leaves of a profile is for ``close``, which knows how much time there is."""
         step, steps = self.step + 1, self._settings.profiled
         if self._actors is not None and step in steps and not self._is_profiling:
-            beginning = self._actors.call_each(
-                "profiling.begin",
-                [(list(self._settings.profile_ranks),)] * len(self._actors),
+            beginning = self._actors.begin_profile(
+                self._settings.profile_ranks,
                 operators=self._settings.profile,
                 memory=self._settings.record_memory_history,
             )
@@ -83,9 +82,8 @@ class Observation:
     async def _end_profile(self, last: int) -> None:
         self._is_profiling = False
         assert self._actors is not None
-        writing = self._actors.call("profiling.end", str(self._traces), f"{self._first}-{last}")
-        written = await self._answer(writing, within_s=PROFILE_S)
-        for path in (path for of_rank in written or () for path in of_rank):
+        writing = self._actors.end_profile(self._traces, f"{self._first}-{last}")
+        for path in await self._answer(writing, within_s=PROFILE_S) or ():
             logger.info("profile: %s", path)
 
     async def measured(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +122,7 @@ class Observation:
 
         asked = [own()]
         if self._actors is not None:
-            asked.append(self._actors.call_aside("memory_use"))
+            asked.append(self._actors.memory_use())
         if self._fleet is not None:
             asked.append(self._fleet.memory_use())
         answers = await asyncio.gather(*map(self._answer, asked))

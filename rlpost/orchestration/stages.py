@@ -25,20 +25,21 @@ from rlpost.errors import CheckpointError, Fenced, RlpostError
 from rlpost.orchestration.actor_settings import actor_settings
 from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
+from rlpost.orchestration.engine_health import EngineHealth
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
+from rlpost.orchestration.offload import Offload
 from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
-from rlpost.orchestration.turns import Turns
-from rlpost.orchestration.watch import Watch
-from rlpost.orchestration.weight_sync import WeightSync, nccl_environment
+from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup, connect
+from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.journal import Journal
-from rlpost.rollout.weight_update import PauseMode
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -79,11 +80,16 @@ class ClusterStages:
                 self._start_actors(placement, ports, checkpoint), self._start_engines(num_ranks)
             )
         folder = Path(cluster.attempt_dir) / "weights"
-        weights = WeightSync(config, self._fleet, self._actors, placement=placement, ports=ports, folder=folder)
-        weights.before_each = self._stop.check
-        self._weights = weights
-        self._watch = Watch(config, self._fleet, weights)
-        self._watch.unless_stopped, self._watch.stop_requested = self._stop.unless_requested, self._stop.requested
+        weights = self._weights = WeightCoordinator(
+            config,
+            self._fleet,
+            self._actors,
+            placement=placement,
+            ports=ports,
+            folder=folder,
+            stop=self._stop,
+        )
+        self._engine_health = EngineHealth(config, self._fleet, weights, stop=self._stop)
         await self._within_deadline(weights.connect())
         await self._observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
@@ -114,55 +120,55 @@ class ClusterStages:
                 f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log say who hangs"
             ) from None
 
-    def _actor_workers(self, placement: Placement) -> WorkerGroup:
+    def _actor_workers(self, placement: Placement) -> ActorGroup:
         settings, ranks = actor_settings(self._config), range(len(placement.actors))
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # the order of overlapped TP collectives relies on it
         env |= nccl_environment(self._config, os.environ)
-        return WorkerGroup(
+        workers = WorkerGroup(
             [partial(_make_actor, settings)] * len(ranks),
             placement.actors,
             names=[f"actor-{rank}" for rank in ranks],
             log_dir=Path(self._cluster.attempt_dir),
             envs=[env] * len(ranks),
         )
+        return ActorGroup(workers)
 
     async def _start_actors(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
         # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
         # request arrives next, and does not promise the order of requests.
-        positions: list[int | None] = await self._actors.call("gpu_position")
+        positions = await self._actors.gpu_positions()
         await self._actors.reorder(order_by_gpu(placement.actors, positions))
-        world, head = len(placement.actors), placement.actors[0].ip
-        await self._actors.call_each("setup", [(rank, world, head, ports.actor_group) for rank in range(world)])
-        data_ranks: list[int] = await self._actors.call("data_parallel_rank")
+        await self._actors.setup(placement.actors[0].ip, ports.actor_group)
+        data_ranks = await self._actors.data_parallel_ranks()
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         self._training = Training(
             self._config, self._actors, data_ranks, stop=self._stop, is_fresh=is_fresh, break_even=self._break_even
         )
         if checkpoint is None:
-            await self._actors.call("import_weights")
+            await self._actors.import_weights()
         else:
-            await self._actors.call("load", str(checkpoint))
+            await self._actors.load(checkpoint)
 
     async def _start_engines(self, num_ranks: int) -> None:
         config = self._config
-        gpus = await self._actors.call("visible_gpu") if config.cluster.colocate else [""] * num_ranks
-        self._turns = Turns(config, self._actors, self._fleet)
+        gpus = await self._actors.visible_gpus() if config.cluster.colocate else [""] * num_ranks
+        self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:
-            await self._turns.generate()
+            await self._offload.generate()
         await self._fleet.start(gpus)
         await self._generation.connect(self._fleet.router)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """The source of batches that goes on from ``state``; engines are looked after while it is waited for."""
         self._observation.step = state.step
-        return self._generation.rollouts(state, journal, self._watch.over)
+        return self._generation.rollouts(state, journal, self._engine_health.over)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """The optimizer steps of a rollout."""
         self._stop.check()
-        await self._turns.train()
+        await self._offload.train()
         metrics = await self._observation.around(groups, self._training.train(groups))
-        self._watch.trained()
+        self._engine_health.trained()
         return metrics
 
     async def sync(self, policy_version: int) -> None:
@@ -170,11 +176,13 @@ class ClusterStages:
         self._stop.check()
         is_writing = self._config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
-        await self._watch.update(policy_version, pause=pause, before=self._turns.send, ready=self._turns.generate)
+        await self._engine_health.update(
+            policy_version, pause=pause, before=self._offload.send, ready=self._offload.generate
+        )
 
     async def evaluate(self) -> Mapping[str, float]:
         """Means on every held-out set, as ``eval/SET/name``."""
-        async with self._watch.over():
+        async with self._engine_health.over():
             return await self._generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
@@ -187,15 +195,12 @@ class ClusterStages:
 
         async def write(folder: Path) -> None:
             self._stop.saves.begin()
-            await self._actors.call_each(
-                "save", [(str(folder), state.step)] * len(self._actors), in_background=in_background
-            )
+            await self._actors.save(folder, state.step, in_background=in_background)
 
         async with self._at_rest(is_last=wait):
             try:
                 if in_background:
-                    is_done = partial(self._actors.call_aside, "save_is_done")
-                    begun = await self._checkpoints.start(state, write, partial(written, is_done))
+                    begun = await self._checkpoints.start(state, write, partial(written, self._actors.save_is_done))
                 else:
                     begun = await self._checkpoints.commit(state, write)
             except (CheckpointError, OSError) as error:
@@ -204,7 +209,7 @@ class ClusterStages:
                 logger.error("checkpoint of step %d is not saved, the one before stays: %s", state.step, error)
                 return
             if begun and not self._stop.requested():
-                await self._hf_export.export(state.step, partial(self._actors.call, "export"))
+                await self._hf_export.export(state.step, self._actors.export)
 
     def save_is_owed(self) -> bool:
         """Whether a save that was due failed or was put off."""
@@ -220,7 +225,7 @@ class ClusterStages:
 
     def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
         """The trainer's weights and optimizer are on its devices within."""
-        return self._turns.save(is_last=is_last)
+        return self._offload.save(is_last=is_last)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What tokens of a prompt say, without special ones."""
@@ -229,7 +234,7 @@ class ClusterStages:
     async def weights_hash(self) -> str:
         """A hash of the trainer's weights under their Hugging Face names."""
         async with self._at_rest(is_last=True):
-            return (await self._actors.call("weights_hash"))[0]
+            return await self._actors.weights_hash()
 
     async def close(self) -> None:
         """End graders and router; Ray's workers, and the engines under them, end with the driver."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_value
 from rlpost.config.tree import Config
 from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
-from rlpost.orchestration.passes import Actors, Passes
+from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.types import SampleGroup
+from rlpost.orchestration.worker_groups import ActorGroup, RankLogprobs
+from rlpost.types import SampleGroup, TrainBatch
 
 logger = logging.getLogger(__name__)
-
-RankLogprobs = list[list[tuple[float, ...]]]
-"""Of one rank's batch: per micro-batch, per sample; empty on all pipeline stages but the last."""
 
 
 class Training:
@@ -30,7 +29,7 @@ class Training:
     def __init__(
         self,
         config: Config,
-        actors: Actors,
+        actors: ActorGroup,
         data_ranks: Sequence[int],
         *,
         stop: StopRequest,
@@ -40,7 +39,8 @@ class Training:
         """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights are those of
         --hf-checkpoint; ``break_even``: see ``batches.model_break_even``."""
         self._config = config
-        self._passes = Passes(actors, stop)
+        self._actors = actors
+        self._calls = InterruptibleCalls(actors, stop)
         self._data_ranks = data_ranks
         self._break_even = break_even
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
@@ -58,27 +58,36 @@ class Training:
         samples = rollout_samples(groups, config.grpo)
         steps = batch_samples(samples, config, break_even=self._break_even)
         self._warn(check_tokens(batches) for batches in steps)
-        old: list[list[Any]] = [[None] * len(self._data_ranks) for _ in steps]
+        old: list[Sequence[RankLogprobs | None]] = [[None] * len(self._data_ranks) for _ in steps]
         metrics: dict[str, float] = {}
         if len(steps) > 1 or config.grpo.kl_coef:
-            old = [await self._each("compute_logprobs", batches) for batches in steps]
+            current = [await self._logprobs(batches) for batches in steps]
+            old = list(current)
         if config.grpo.kl_coef:
-            ref = [await self._each("compute_ref_logprobs", batches) for batches in steps]
-            of_sample = self._penalties(steps, old, ref)
+            ref = [await self._ref_logprobs(batches) for batches in steps]
+            of_sample = self._penalties(steps, current, ref)
             of_rollout = iter([of_sample[id(sample)] for sample in samples])
             penalties = [[next(of_rollout) for _ in group.samples] for group in groups]
             metrics["train/reward_kl"] = sum(map(sum, of_sample.values())) / config.grpo.kl_coef / num_tokens(steps)
             samples = rollout_samples(groups, config.grpo, penalties)
             steps = batch_samples(samples, config, break_even=self._break_even)
         for number, (batches, old_logprobs) in enumerate(zip(steps, old, strict=True)):
-            results = await self._each("train_step", batches, old_logprobs, may_leave=number == 0)
+            step = partial(self._actors.train_step, self._of_ranks(batches), old_logprobs)
+            results = await self._calls.make(step, what="train_step", may_leave=number == 0)
             metrics |= results[0].metrics
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
         return metrics
 
-    async def _each(self, method: str, batches: StepBatches, *more: Sequence[Any], may_leave: bool = True) -> list[Any]:
-        own = [batches[rank] for rank in self._data_ranks]
-        return await self._passes.make(method, list(zip(own, *more, strict=True)), may_leave=may_leave)
+    async def _logprobs(self, batches: StepBatches) -> list[RankLogprobs]:
+        call = partial(self._actors.compute_logprobs, self._of_ranks(batches))
+        return await self._calls.make(call, what="compute_logprobs", may_leave=True)
+
+    async def _ref_logprobs(self, batches: StepBatches) -> list[RankLogprobs]:
+        call = partial(self._actors.compute_ref_logprobs, self._of_ranks(batches))
+        return await self._calls.make(call, what="compute_ref_logprobs", may_leave=True)
+
+    def _of_ranks(self, batches: StepBatches) -> list[TrainBatch]:
+        return [batches[rank] for rank in self._data_ranks]
 
     def _warn(self, warnings: Any) -> None:
         for warning in warnings:

@@ -25,8 +25,8 @@ from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
 from rlpost.rehearsal import coverage
 from rlpost.rehearsal.facts import RankFacts, num_elements
-from rlpost.rehearsal.places import KINDS, members, place
 from rlpost.rehearsal.published import Published
+from rlpost.rehearsal.rank_coordinates import KINDS, members, place
 from rlpost.rehearsal.update_plan import GPU_BYTES, Plan
 from rlpost.types import Bucket
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from rlpost.config.plan.shape import Layout, layers_of
 from rlpost.config.plan.shape import Shape as ModelShape
 from rlpost.rehearsal.facts import CheckpointPart, RankFacts, Shape, Weight, num_elements
-from rlpost.rehearsal.places import Place, place
 from rlpost.rehearsal.published import Published
+from rlpost.rehearsal.rank_coordinates import RankCoordinates, place
 
 EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
@@ -83,7 +83,7 @@ def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelS
             yield f"rank {rank}: it has {copies} copies of the tied embedding, {wanted} are needed"
 
 
-def _shard_problems(rank: int, weight: Weight, where: Place, tensors: Mapping[str, Shape]) -> Iterator[str]:
+def _shard_problems(rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]) -> Iterator[str]:
     """A rank holds the shard of its own number, as wide as the tensors are."""
     coordinate = where.expert_tensor if weight.is_expert else where.tensor
     if weight.num_shards > 1 and weight.shard != coordinate:

@@ -78,7 +78,7 @@ class RankFacts:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    """The members of its group of each kind, by the kinds of ``rlpost.rehearsal.places.KINDS``."""
+    """The members of its group of each kind, by the kinds of ``rlpost.rehearsal.rank_coordinates.KINDS``."""
     weights: tuple[Weight, ...]
     num_parameters: int
     """Elements of all parameters of its modules."""

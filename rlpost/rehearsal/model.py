@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlpost.actor.description import ModelDescription, read_description
 from rlpost.actor.hf_config import hf_config
+from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.shape import shape_of
 

@@ -15,7 +15,7 @@ from rlpost.types import Bucket
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.inventory import Entry, Inventory, in_order
 from rlpost.weights.quantise import BlockFp8
-from rlpost.weights.sync import Buckets
+from rlpost.weights.trainer_side import Buckets
 
 GPU_BYTES = 80 * 10**9
 """Memory that the buckets of an update are planned for."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
+from rlpost.metrics.writer import eval_rewards
 from rlpost.report.facts import RunFacts
 from rlpost.report.html import Cell, card, document, filter_tools, key, section, table, text
-from rlpost.report.page import key_figures, plots
+from rlpost.report.page import PACE_STEPS, key_figures, plots
 from rlpost.report.panels import compared_panels
 from rlpost.report.svg import NUM_COLOURS
 from rlpost.report.timeline import timeline
@@ -25,6 +29,46 @@ def compare_page(runs: Sequence[RunFacts]) -> str:
         section("recipe", "Settings that differ", _settings(names, runs)),
     ]
     return document("compare " + ", ".join(names), [heading, colours, *parts])
+
+
+def comparison(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """The same figures for programs.
+
+    Returns: ``runs``, one object a run in the given order (``tokens_per_s`` and ``step_s`` are means over the last
+    PACE_STEPS steps; None means not known), and ``settings``: for each setting that differs its values in that order.
+    """
+    return {"runs": [_figures_of(run) for run in runs], "settings": differing_settings(runs)}
+
+
+def _figures_of(run: RunFacts) -> dict[str, Any]:
+    newest = run.lines[-1] if run.lines else {}
+    eval_names = sorted({name for line in run.lines for name in eval_rewards(line)})
+    history = timeline(run.events, run.written)
+    return {
+        "name": run.name,
+        "folder": run.folder,
+        "step": int(newest.get("step", 0)),
+        "num_steps": run.setting("rollout.num_rollout"),
+        "reward": newest.get("reward/mean"),
+        "evals": {name.split("/")[1]: [line[name] for line in run.lines if name in line] for name in eval_names},
+        "tokens_per_s": _recent_mean(run, "time/tokens_per_s"),
+        "step_s": _recent_mean(run, "time/step_s"),
+        "num_attempts": len(history.attempts) if history else 0,
+        "num_preemptions": history.num_preemptions if history else 0,
+    }
+
+
+def _recent_mean(run: RunFacts, name: str) -> float | None:
+    values = [line[name] for line in run.lines[-PACE_STEPS:] if name in line]
+    return fmean(values) if values else None
+
+
+def differing_settings(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
+    """The settings in which runs differ; a value is None where a run has no such setting."""
+    by_run = [{setting.key: json.loads(setting.value) for setting in run.settings} for run in runs]
+    keys = dict.fromkeys(key for settings in by_run for key in settings)
+    values = {key: [settings.get(key) for settings in by_run] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
 def labels(runs: Sequence[RunFacts]) -> list[str]:
@@ -47,13 +91,9 @@ def _figures(names: Sequence[str], runs: Sequence[RunFacts]) -> str:
 
 
 def _settings(names: Sequence[str], runs: Sequence[RunFacts]) -> str:
-    values = [{one.key: one.value for one in run.settings} for run in runs]
-    keys = list(dict.fromkeys(one for of_run in values for one in of_run))
     rows: list[list[Cell]] = []
-    for one in keys:
-        of_runs = [of_run.get(one, "") for of_run in values]
-        if len(set(of_runs)) > 1:
-            rows.append([one, *((value, "wide") for value in of_runs)])
+    for setting, values in differing_settings(runs).items():
+        rows.append([setting, *(("" if value is None else json.dumps(value), "wide") for value in values)])
     if not rows:
         return '<p class="soft">None: these runs have the same recipe.</p>'
     shown = table(("setting", *names), rows, body="settings", attributes=["data-row"] * len(rows))

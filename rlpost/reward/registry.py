@@ -14,12 +14,12 @@ from typing import Any
 
 from rlpost.errors import ConfigError, suggestion
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.choice import gpqa
 from rlpost.reward.dapo import dapo, same_number
 from rlpost.reward.deepscaler import answer_equals, deepscaler
 from rlpost.reward.f1 import f1
+from rlpost.reward.gpqa import gpqa
 from rlpost.reward.gsm8k import gsm8k, number_in_box
-from rlpost.reward.instructions import ifeval
+from rlpost.reward.ifeval import ifeval
 from rlpost.reward.mathverify import boxed_math, math
 
 RewardFunction = Callable[[str, str | None, Mapping[str, Any]], float]

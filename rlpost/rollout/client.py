@@ -97,7 +97,7 @@ class EngineClient:
 
     async def update_weights_from_handles(self, handles: Sequence[str], *, version: int | None = None) -> None:
         """Load one bucket that lies in memory of this host; ``handles`` has one for each rank of the engine, as
-        ``rlpost.weights.sync.Sharing`` makes them."""
+        ``rlpost.weights.trainer_side.Sharing`` makes them."""
         body = {
             "serialized_named_tensors": list(handles),
             "load_format": "flattened_bucket",

@@ -23,11 +23,11 @@ from typing import Any, NoReturn, Protocol
 
 from rlpost.errors import CheckpointError, ConfigError, DataError, Preempted
 from rlpost.rollout.book import Book
-from rlpost.rollout.draft import without_older
 from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insufficient, pop_first
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.rollout.recorded import read_groups
+from rlpost.rollout.response_builder import without_older
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 
 logger = logging.getLogger(__name__)

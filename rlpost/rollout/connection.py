@@ -34,7 +34,7 @@ LEAVE_S = 20.0  # for what runs to be cut off when the run has to leave
 
 
 class Halted(Exception):
-    """Generation was cut off; what is written so far stands in the draft."""
+    """Generation was cut off; what is written so far is in the builder."""
 
 
 @dataclass(frozen=True, slots=True)

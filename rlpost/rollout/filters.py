@@ -3,8 +3,8 @@
     --dynamic-sampling-filter-path    (group: SampleGroup) -> bool: whether to train a scored group
     --buffer-filter-path              (waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
                                       which of the groups that wait to start now, at most ``num_groups``
-    --custom-generate-function-path   (draft: Draft, prompt: Prompt, sampling: SamplingParams), async, -> Sample or
-                                      several: writes an answer (``rlpost.rollout.draft``)
+    --custom-generate-function-path   async (builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams)
+                                      -> Sample or several: writes an answer (``rlpost.rollout.response_builder``)
 
 Functions with the signatures of slime do as well (``rlpost.compat.slime``).
 
@@ -21,7 +21,7 @@ from rlpost.algorithm.plugin import blaming, checked_interface, load_function
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.filters import SlimeBufferFilter, SlimeFilter
 from rlpost.compat.slime.signatures import Interface, Kind
-from rlpost.rollout.draft import GenerateFunction
+from rlpost.rollout.response_builder import GenerateFunction
 from rlpost.types import SampleGroup, Unfinished
 
 GroupFilter = Callable[[SampleGroup], bool]

@@ -20,7 +20,7 @@ from typing import TypeVar
 from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import Grader
 from rlpost.rollout.connection import Connection, Halted, RouterAddress
-from rlpost.rollout.draft import Codec, Draft, GenerateFunction, write_answer
+from rlpost.rollout.response_builder import Codec, GenerateFunction, ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
@@ -122,14 +122,14 @@ class GroupWriter:
         if so_far and so_far[-1].finish_reason != "abort":
             return so_far
         cut = so_far[0] if so_far else None
-        draft = Draft(self.connection, prompt, self._sampling, index=index, codec=self._codec, so_far=cut)
+        builder = ResponseBuilder(self.connection, prompt, self._sampling, index=index, codec=self._codec, so_far=cut)
         try:
-            written = await self._function(draft, prompt, self._sampling)
+            written = await self._function(builder, prompt, self._sampling)
         except Halted:
-            if self._function is not write_answer or not draft.response_ids:
+            if self._function is not write_answer or not builder.response_ids:
                 return []
-            draft.finish_reason = "abort"
-            return [draft.sample()]
+            builder.finish_reason = "abort"
+            return [builder.sample()]
         except GradingLost as why:
             self._lose(prompt, why)
             return None
@@ -138,12 +138,12 @@ class GroupWriter:
         if not (isinstance(samples, Sequence) and samples and all(isinstance(each, Sample) for each in samples)):
             raise ConfigError(
                 f"rollout.custom_generate_function_path: the function returned {repr(written)[:200]} for prompt "
-                f"{prompt.prompt_id}; it has to return a Sample, such as draft.sample(), or several"
+                f"{prompt.prompt_id}; it has to return a Sample, such as builder.sample(), or several"
             )
         if self._function is not write_answer and not all(each.response_ids for each in samples):
             raise ConfigError(
                 f"rollout.custom_generate_function_path: the function returned an answer without a token for prompt "
-                f"{prompt.prompt_id}, which cannot be trained; let it call draft.write() at least once"
+                f"{prompt.prompt_id}, which cannot be trained; let it call builder.write() at least once"
             )
         return list(samples)
 

@@ -1,27 +1,27 @@
-"""Which settings SGLang's ServerArgs has, found by reading its source: nothing of SGLang is imported.
+"""Settings that go on to SGLang's ServerArgs: which there are, which are rlpost's own, which values they take.
 
-Comes in: names of pass-through settings. Goes out: nothing, or an error that offers the nearest name. Used on the
-login node, where SGLang may be missing; then there is nothing to compare with, and the engine itself refuses later.
+Input: names and values of pass-through settings. Output: nothing, or an error with one line for each that is wrong.
+Used on the login node too, where SGLang may be missing: the table is then that of the pinned version.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-import logging
-import re
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlpost.config.server_arg_source import OPAQUE
+from rlpost.config.server_arg_table import ServerArgTable, server_arg_table
+from rlpost.config.server_arg_values import typed_args, typed_value
 from rlpost.errors import ConfigError, suggestion
-
-logger = logging.getLogger(__name__)
 
 OURS = {
     "host": "the engine's node",
     "port": "the ports of the job",
+    "nccl_port": "the ports of the job",
+    "dist_init_addr": "the nodes and ports of the job",
+    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "the nodes of the job",
+    "base_gpu_id": "the GPUs that the engine's process sees",
     "model_path": "--hf-checkpoint",
     "tokenizer_path": "--hf-checkpoint",
     "api_key": "the secret of the attempt",
@@ -29,75 +29,91 @@ OURS = {
     "tp_size": "--rollout-num-gpus-per-engine",
     "weight_version": "the policy version",
 }
+"""Fields that rlpost sets itself, and what from."""
 
 
-RENAMED = {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_graph_max_bs_decode"}
-"""Names of older releases and recipes, and what 0.5.21 calls the same."""
-
-_LIST = re.compile(r"(A\[\s*)?(Optional\[)?[Ll]ist\[")  # annotations of settings that are lists and nothing else
-
-
-def server_arg_names() -> frozenset[str] | None:
-    """Names of the settings of the installed SGLang; None when it is not installed."""
-    fields = _installed_fields()
-    return None if fields is None else frozenset(fields)
+def server_arg_names() -> frozenset[str]:
+    """Names of the settings of the installed SGLang, or of the pinned one where none is installed."""
+    return frozenset(server_arg_table().args)
 
 
 def in_its_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as the installed SGLang wants them: under its names, and one value of a list as a list."""
-    fields = _installed_fields() or {}
-    named = {_its_name(name, fields): value for name, value in given.items()}
-    return {
-        name: [value] if _LIST.match(fields.get(name, "")) and not isinstance(value, list) else value
-        for name, value in named.items()
-    }
+    """The settings as SGLang wants them: under its names, typed, and one value of a list as a list."""
+    return typed_args(given)
 
 
-def _its_name(name: str, known: Collection[str]) -> str:
-    return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
+def check_server_args(given: Mapping[str, Any], *, gpus_per_engine: int | None = None) -> None:
+    """Make sure that SGLang has each setting, that it takes the value, and that none follows from rlpost's own.
 
-
-@functools.cache
-def _installed_fields() -> dict[str, str] | None:
-    """Annotations by name of the settings of the installed SGLang; None when it is not installed.
-
-    Up to 0.5.20 they are the annotated fields of ``ServerArgs`` itself, since then those of the classes in
-    ``arg_groups/fields``.
-    """
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return None
-    srt = Path(found.submodule_search_locations[0]) / "srt"
-    found_fields = _annotated_fields(srt / "server_args.py", only="ServerArgs")
-    for path in sorted((srt / "arg_groups" / "fields").glob("*.py")):
-        found_fields |= _annotated_fields(path)
-    return found_fields
-
-
-def check_server_args(names: Iterable[str]) -> None:
-    """Make sure that SGLang has each setting and that it is not one that follows from ours.
+    Args:
+        given: settings by SGLang's names, without the prefix ``sglang_``.
+        gpus_per_engine: what tensor parallelism inside an engine spans; None leaves out what depends on it.
 
     Raises:
-        ConfigError: naming the first that is wrong, and what was probably meant.
+        ConfigError: one line for each problem: flag, value, constraint, remedy.
     """
-    known = server_arg_names()
-    if known is None:
-        logger.info("sglang is not installed here: its settings are checked when an engine starts")
-    for name in names:
-        flag = "--sglang-" + name.replace("_", "-")
-        if name in OURS:
-            raise ConfigError(f"{flag}: this follows from {OURS[name]}; leave it out")
-        if known is not None and _its_name(name, known) not in known:
-            flags = ["--sglang-" + other.replace("_", "-") for other in known - OURS.keys()]
-            raise ConfigError(f"{flag}: the installed SGLang has no setting {name!r}{suggestion(flag, flags)}")
+    table = server_arg_table()
+    problems = [problem for name, value in given.items() if (problem := _problem(table, name, value)) is not None]
+    if not problems:
+        problems = list(_size_problems(typed_args(given, table), gpus_per_engine))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
-def _annotated_fields(path: Path, only: str | None = None) -> dict[str, str]:
-    """The annotated class attributes in one file: annotations by name."""
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and only in (None, node.name)
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+def _problem(table: ServerArgTable, given: str, value: Any) -> str | None:
+    name = table.name_of(given)
+    flag = _flag(given)
+    if name in OURS:
+        return f"{flag}: this follows from {OURS[name]}; leave it out"
+    arg = table.args.get(name)
+    if arg is None:
+        settable = [other for other, one in table.args.items() if other not in OURS and one.kind != OPAQUE]
+        near = suggestion(flag, [_flag(other) for other in (*settable, *table.names)])
+        return f"{flag}: {table.source} has no setting {given!r}{near}"
+    try:
+        typed_value(name, arg, value)
+    except ValueError as error:
+        has_none = value is True and arg.kind != "bool"  # a flag without a value
+        return f"{flag}: needs a value, {error}" if has_none else f"{flag} {_text(value)}: {error}"
+    return None
+
+
+def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
+    """Sizes of groups inside an engine that do not go together, or need GPUs that the engine does not have."""
+    replicas = given.get("dp_size", 1)
+    of_engine = f"the {gpus} GPUs of an engine" if gpus and gpus > 1 else "the GPU of an engine"
+    if replicas > 1 and not given.get("enable_dp_attention"):
+        yield (
+            f"--sglang-dp-size {replicas}: without data-parallel attention SGLang starts {replicas} whole replicas, "
+            f"which need {replicas} times {of_engine}; add --sglang-enable-dp-attention, or use more engines instead "
+            "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
+        )
+    elif gpus and gpus % replicas:
+        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {_listed(_divisors(gpus))}"
+    if (stages := given.get("pp_size", 1)) > 1:
+        yield (
+            f"--sglang-pp-size {stages}: tensor parallelism takes all of {of_engine}, none are left for pipeline "
+            "stages; leave it out and use a larger --rollout-num-gpus-per-engine"
+        )
+    dense = given.get("moe_dense_tp_size")
+    if gpus and dense is not None and dense not in (1, gpus):
+        yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {of_engine}; use 1 or leave it out"
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _flag(name: str) -> str:
+    return "--sglang-" + name.replace("_", "-")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

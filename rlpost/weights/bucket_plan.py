@@ -1,7 +1,7 @@
 """How the weights of a model are dealt to the buckets of an update. Pure; standard library only.
 
 Input: the bytes of each weight as it travels, and the bounds. Output: the size of a bucket, and which weights are in
-which. The trainer plans with this (``rlpost.weights.sync.Buckets``) and so does ``rlpost plan``.
+which. The trainer plans with this (``rlpost.weights.trainer_side.Buckets``) and so does ``rlpost plan``.
 
 For every bucket the driver makes one request of each engine, which has the handles of all its ranks. Large buckets
 make few requests; what they cost is memory beside the weights of trainer and engine.

@@ -61,7 +61,7 @@ sys.exit(75)
 
 SCRIPT = """\
 #!/bin/bash
-srun --kill-on-bad-exit=0 --cpu-bind=none --output={attempt}/agent-%N.log {run_if} \\
+srun --kill-on-bad-exit=0 --cpu-bind=none --output={attempt}/agent-%N.log 2>>{attempt}/launch.log {run_if} \\
   {python} -u -m bootstrap.agent --attempt-dir {attempt} --num-gpus 2 --object-store-memory 100000000 {options} \\
   -- {python} {driver} &
 trap : TERM

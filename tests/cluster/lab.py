@@ -161,6 +161,7 @@ class Lab:
             "host": node,
             "private_tmp": str(private_tmp),
             "visible": visible_folders(),
+            "cached": [str(self.shared), self.options.shared_cache_s] if self.options.shared_cache_s else [],
             "freezer_group": f"rlab-{self.name}-{node}" if self.options.proctrack == "cgroup" else "",
         }
         unshare = ["unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]

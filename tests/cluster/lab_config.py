@@ -20,6 +20,8 @@ class LabOptions:
     """What a test may choose about its cluster. Times in seconds.
 
     ``cred_expire_s`` decides how long a requeued job stays ineligible (value + 1); Slurm 22.05 takes no less than 5.
+    ``shared_cache_s``: every node keeps names (also those that are not there) and attributes of the shared folder that
+    long, as NFS clients do; 0 is one view of it for all nodes.
     """
 
     num_gpus_per_node: int = 8
@@ -30,6 +32,7 @@ class LabOptions:
     num_cpus_per_node: int = 16
     cred_expire_s: int = 5
     slurmd_timeout_s: int = 20
+    shared_cache_s: int = 0
 
 
 def node_names(num_nodes: int) -> tuple[str, ...]:

@@ -42,6 +42,15 @@ def why_unavailable() -> str | None:
     return None
 
 
+def why_no_cached_folder() -> str | None:
+    """The reason why nodes cannot cache the shared folder here, or None."""
+    if not Path("/dev/fuse").exists():
+        return "caching the shared folder needs FUSE, and there is no /dev/fuse"
+    if shutil.which("bindfs", path=search_path()) is None:
+        return "caching the shared folder needs bindfs; on Debian: apt-get install bindfs"
+    return None
+
+
 def wait_until(condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05) -> bool:
     """Ask until the answer is true; False at the deadline. For what Slurm and the kernel offer no event."""
     end = time.monotonic() + deadline_s

@@ -32,6 +32,16 @@ def hide_tmp(private: Path, visible: list[str]) -> None:
     mount("-t", "tmpfs", "-o", "size=4g,mode=1777", "tmpfs", "/dev/shm")
 
 
+def cache(folder: str, seconds: int) -> None:
+    """Put a FUSE mount of ``folder`` over itself whose names and attributes the kernel keeps for ``seconds``.
+
+    What another node creates meanwhile stays hidden from a name that was asked for before, as with an NFS client's
+    negative cache. The daemon is a process of this node and ends with it.
+    """
+    kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
+    subprocess.run(["bindfs", "-o", kept, folder, folder], check=True)
+
+
 def mount_freezer(group: str) -> None:
     """Give the node a cgroup v1 freezer whose root is ``group``: ``ip netns exec`` hides the machine's own."""
     mount("-t", "tmpfs", "cgroup", "/sys/fs/cgroup")
@@ -48,6 +58,8 @@ def main() -> int:
     plan = json.loads(sys.argv[1])
     socket.sethostname(plan["host"])
     hide_tmp(Path(plan["private_tmp"]), plan["visible"])
+    if plan["cached"]:
+        cache(*plan["cached"])
     if plan["freezer_group"]:
         mount_freezer(plan["freezer_group"])
     slurmd = shutil.which("slurmd")

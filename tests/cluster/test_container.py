@@ -7,12 +7,14 @@ shows that code, run folder and interpreter are there. Probes run as setup comma
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlpost.config.load import dump, load
 from slurm.container import Container
 from slurm.ledger import Ledger
 from slurm.render import render_sbatch
@@ -22,7 +24,11 @@ from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import search_path
 
-FAKES = Path(__file__).parents[1] / "fakes"
+REPOSITORY = Path(__file__).parents[2]
+FAKES = REPOSITORY / "tests/fakes"
+NODES_OWN = "/dev/shm/enroot-data"
+BIND_MOUNT = "/tmp/enroot-data"
+"""As all of /tmp on the nodes of the lab."""
 IMAGE = "registry.site.org/rl/train:1.2"
 IMAGE_URI = "docker://registry.site.org#rl/train:1.2"
 
@@ -37,29 +43,40 @@ class Site:
     image: Path
     data: Path
 
-    def run(self, name: str, container: Container, behaviour: str = "done") -> Path:
-        """Run a job to its end; its folder."""
-        folder = self.lab.shared / name
-        folder.mkdir()
+    def environ(self, enroot_data: str) -> dict[str, str]:
+        environment = {"PATH": f"{FAKES / 'bin'}:{search_path()}", "STANDIN_REGISTRY": str(self.registry)}
+        return {**environment, "STANDIN_ENROOT_DATA": enroot_data, "MARK": "the host's"}
+
+    def spec(self, container: Container, behaviour: str) -> JobSpec:
+        """A job of two nodes whose agents find their data and nothing else."""
         inside = self.lab.shared / "inside"
-        spec = JobSpec(
+        return JobSpec(
             nodes=2,
             time="10",
             driver_args=(behaviour,),
             home=str(self.home),
-            run_folder=str(folder),
-            output=f"{folder}/slurm-%j.out",
             container=container,
             environment=(("MARK", "of the run"),),
             setup_commands=(f"cat {inside}/weights", f"! touch {inside}/x", f"! test -e {self.data}"),
         )
-        environment = {"PATH": f"{FAKES / 'bin'}:{search_path()}", "STANDIN_REGISTRY": str(self.registry)}
-        job = sbatch(self.lab, f"{name}.sbatch", render_sbatch(spec), env={**environment, "MARK": "the host's"})
+
+    def run(self, name: str, container: Container, behaviour: str = "done", *, enroot_data: str = NODES_OWN) -> Path:
+        """Run a job to its end; its folder."""
+        folder = self.lab.shared / name
+        folder.mkdir()
+        spec = replace(self.spec(container, behaviour), run_folder=str(folder), output=f"{folder}/slurm-%j.out")
+        job = sbatch(self.lab, f"{name}.sbatch", render_sbatch(spec), env=self.environ(enroot_data))
         until(lambda: job_info(self.lab, job).state.is_over, self.lab, f"{name} is over", deadline_s=180)
         log = (folder / f"slurm-{job}.out").read_text()
         logs = "".join(path.read_text() for path in folder.glob("attempts/*/agent-*.log"))
         assert job_info(self.lab, job).state is JobState.COMPLETED, log + logs
+        assert "may be left" not in log, log
         return folder
+
+    def left(self, enroot_data: str) -> list[str]:
+        """Names of what lies in both nodes' data folders."""
+        listed = (self.lab.run(node, ["ls", enroot_data]).stdout for node in ("n01", "n02"))
+        return sorted(name for text in listed for name in text.split())
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +124,64 @@ def test_pyxis_runs_the_agents_of_a_site_local_image(site: Site) -> None:
         "size": site.image.stat().st_size,
         "mtime": int(site.image.stat().st_mtime),
     }
+    assert site.left(NODES_OWN) == []  # pyxis with scope "global" would leave it
 
 
 def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(site: Site) -> None:
-    """Two nodes, two attempts, one pull; the ledger names the digest; nothing is left on the nodes."""
-    cache = site.lab.shared / "images"
+    """Two nodes with one data folder, two attempts, one pull; the ledger names the digest; nothing is left."""
+    cache, data = site.lab.shared / "images", site.lab.shared / "enroot-data"
     mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
-    folder = site.run("enroot", Container("enroot", IMAGE, mounts, str(cache)), "requeue-once")
+    folder = site.run("enroot", Container("enroot", IMAGE, mounts, str(cache)), "requeue-once", enroot_data=str(data))
     assert (site.registry / "pulled").read_text() == IMAGE_URI + "\n"
     for attempt in (0, 1):
         assert_inside(site, folder, attempt)
     images = [entry["image"] for entry in Ledger(folder / "ledger.jsonl").read() if entry["event"] == "attempt"]
     assert len(images) == 2 and images[0] == images[1]
     assert images[0]["path"] == f"{cache}/sha256-{images[0]['sha256']}.sqsh"
-    for node in ("n01", "n02"):
-        assert site.lab.run(node, ["ls", "/tmp/enroot-data"]).stdout == ""
+    assert list(data.iterdir()) == []
+
+
+def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path, str]:
+    """A run of plain sbatch that waits, once its agents are there; its folder, without a snapshot, and its job."""
+    job = sbatch(site.lab, "plain.sbatch", render_sbatch(site.spec(container, "wait")), env=site.environ(enroot_data))
+    folder = site.home / f"runs/rlpost-{job}"
+    until(lambda: len(list(folder.glob("attempts/0/argv-*.json"))) == 2, site.lab, "both agents run")
+    cluster = {
+        "container": container.backend,
+        "container_image": container.image,
+        "environment": {"MARK": "of the run"},
+    }
+    (folder / "run.json").write_text(dump(load([], {"cluster": cluster}).config))
+    return folder, job
+
+
+def rlpost_exec(site: Site, folder: Path, enroot_data: str, *command: str) -> tuple[list[str], str]:
+    """Lines of every node, sorted, and what was said beside."""
+    argv = [sys.executable, "-m", "rlpost", "exec", "--run", str(folder), *command]
+    done = site.lab.run("ctl", argv, env={**site.environ(enroot_data), "PYTHONPATH": str(REPOSITORY)}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "enroot_data"), [("pyxis", NODES_OWN), ("pyxis", BIND_MOUNT), ("enroot", BIND_MOUNT)]
+)
+def test_a_command_runs_in_the_agents_containers(site: Site, backend: str, enroot_data: str) -> None:
+    """In the code that they run, with their variables and the place of the secret. pyxis does not find them where the
+    data is a bind mount, and the second container that it starts says so; what cancelled jobs left goes later."""
+    mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
+    container = Container(backend, str(site.image), mounts)
+    folder, job = plain_run(site, container, enroot_data)
+    script = "echo $(hostname) $IMAGE $MARK $PWD $RAY_AUTH_MODE; ls $RAY_AUTH_TOKEN_PATH"
+    lines, said = rlpost_exec(site, folder, enroot_data, "sh", "-c", script)
+    secret = f"{folder}/attempts/0/secret"
+    nodes = [(number, f"{number}: n0{number + 1} yes of the run {site.home} token") for number in (0, 1)]
+    assert lines == sorted(line for number, first in nodes for line in (first, f"{number}: {secret}"))
+    assert ("started a second one" in said) == (backend == "pyxis" and enroot_data == BIND_MOUNT), said
+
+    site.lab.run("ctl", ["scancel", job])
+    until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over")
+    until(lambda: site.lab.run("ctl", ["squeue", "-h", "-j", job], check=False).stdout == "", site.lab, "it has left")
+    assert len(site.left(enroot_data)) == 2
+    site.run(f"after-{job}", container, enroot_data=enroot_data)
+    assert site.left(enroot_data) == []

@@ -104,26 +104,42 @@ def test_a_temp_disk_that_fills_is_found_in_seconds_and_its_node_named(lab: Lab)
     attempt.end()
 
 
-def test_a_node_that_never_starts_is_named_and_not_taken_again(lab: Lab) -> None:
-    never = on_node(1, "echo broken image; exit 3")
-    attempt = Attempt(lab, "never", run_if=never, options="--bringup-deadline-s 3", stub_ray=True)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_not_taken_again(lab: Lab, number: int) -> None:
+    """Nobody waits for the deadline of ten minutes: of the head another node tells, of another node the head."""
+    host, fails = f"n0{number + 1}", on_node(number, "echo broken image; exit 3")
+    attempt = Attempt(lab, f"never{number}", run_if=fails, stub_ray=True)
+    seconds = attempt.seconds_to_verdict()
+    print(f"{host} fails before its agent: {seconds:.1f} s")
+    assert seconds < 30
+    assert attempt.verdict["verdict"] == "failed"
+    cause = str(attempt.verdict["cause"])
+    assert cause.startswith(f"{host} failed before it joined: Exited with exit code 3") and "broken image" in cause
+    assert attempt.excluded == [host]
+    attempt.end()
+
+
+def test_a_node_whose_agent_hangs_before_it_joins_is_named_at_the_deadline(lab: Lab) -> None:
+    hangs = on_node(1, "echo dead mount; sleep 60")
+    attempt = Attempt(lab, "hangs", run_if=hangs, options="--bringup-deadline-s 3", stub_ray=True)
     word, cause = attempt.wait()
     assert word == "failed"
-    assert "n02 of 2 nodes did not join within 3 s" in cause and "broken image" in cause
+    assert "n02 of 2 nodes did not join within 3 s" in cause and "dead mount" in cause
     assert attempt.excluded == ["n02"]
     attempt.end()
 
 
 def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) -> None:
-    """Slurm cannot even open the log of its agent."""
+    """Slurm cannot even open the log of its agent, and says so through srun."""
     lab.run("n02", ["mount", "-t", "tmpfs", "tmpfs", str(lab.shared)], cwd="/")
-    attempt = Attempt(lab, "nofolder", options="--bringup-deadline-s 3", stub_ray=True)
+    attempt = Attempt(lab, "nofolder", stub_ray=True)
     try:
         word, cause = attempt.wait()
     finally:
         lab.run("n02", ["umount", str(lab.shared)], cwd="/")
     assert word == "failed"
-    assert "n02: probably its agent never began" in cause and "not mounted" in cause
+    assert cause.startswith("n02 failed before it joined: Slurmd could not connect IO")
+    assert "probably its agent never began" in cause and "not mounted" in cause
     assert attempt.excluded == ["n02"]
     attempt.end()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.lab import ROOT, Lab, LabError
-from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN
+from tests.cluster.lab_config import LabOptions
+from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, why_no_cached_folder
 
 
 def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
@@ -74,6 +75,21 @@ def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not [*NETNS_RUN.glob(f"rlab-{name}-*"), *NETNS_ETC.glob(f"rlab-{name}-*"), *ROOT.glob(name)]
     assert f"rlab-{name}-" not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_a_cached_shared_folder_hides_new_files_as_nfs_does(slurm_available: None) -> None:
+    """A name that was not there stays so for a node that has asked; others, and new names, are seen at once."""
+    if (reason := why_no_cached_folder()) is not None:
+        pytest.skip(reason)
+    with Lab(2, name=f"cached{os.getpid()}", options=LabOptions(shared_cache_s=60)) as cached:
+
+        def sees(node: str, name: str) -> bool:
+            return cached.run(node, ["test", "-e", name], check=False).returncode == 0
+
+        assert not sees("n01", "stop")
+        cached.run("n02", ["touch", "stop", "other"])
+        assert (sees("n01", "stop"), sees("n02", "stop"), sees("n01", "other")) == (False, True, True)
+        assert (cached.shared / "stop").exists()
 
 
 def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(slurm_available: None) -> None:

@@ -85,16 +85,20 @@ def look(lab: Lab, profile: str) -> tuple[int, dict[str, dict[str, str]], str]:
     command = [sys.executable, "-m", "rlpost", "doctor", "--image", "--cluster", str(path), "--cpu", "--json"]
     environ = {"PATH": f"{ROOT}/tests/fakes/bin:{search_path()}"}
     done = lab.run("ctl", command, cwd=code, env=environ, check=False, timeout_s=200)
-    rows = json.loads(done.stdout) if done.stdout.startswith("[") else []
+    rows = json.loads(done.stdout or "[]")
     return done.returncode, {row["what"]: row for row in rows}, done.stdout + done.stderr
 
 
-def test_a_job_says_what_the_image_of_a_profile_lacks(lab):
-    """It runs in the container, with the image's Python and variables, and leaves nothing behind."""
+@pytest.mark.parametrize("backend", ["pyxis", "enroot"])
+def test_a_job_says_what_the_image_of_a_profile_lacks(lab, backend):
+    """It runs in the container, with the image's Python and variables, and leaves nothing behind; enroot's words and
+    those of setup commands are not among the findings."""
     image = lab.shared / "image.sqsh"
     variables = {"PATH": "/usr/bin:/bin", "NCCL_IB_HCA": "the image's"}
     image.write_text("hsqs" + json.dumps({"environment": variables, "hides": str(lab.shared)}))
-    code, rows, said = look(lab, f"container = 'pyxis'\ncontainer_image = '{image}'\n")
+    code, rows, said = look(
+        lab, f"container = '{backend}'\ncontainer_image = '{image}'\nsetup_commands = ['echo up']\n"
+    )
     assert code == 1, said
     assert "/usr/bin/python3" in rows["python"]["said"] and rows["packages"]["level"] == "LACKS"
     assert "torch==2.13.0" in rows["packages"]["said"] and "NCCL_IB_HCA=the image's" in rows["variables"]["said"]

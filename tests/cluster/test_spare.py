@@ -35,9 +35,11 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
 
 
 def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
-    never, options = on_node(1, "exit 3"), "--spare-nodes 1 --spare-wait-s 1"
+    """At once: srun knows that its task has failed, so the spare's time to come late is not used up."""
+    never, options = on_node(1, "exit 3"), "--spare-nodes 1 --spare-wait-s 600"
     attempt = Attempt(lab, "late", nodes="n01,n02,n03", run_if=never, options=options, stub_ray=True)
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n03"]
+    assert "n02 failed before it joined: Exited with exit code 3" in attempt.log("agent-n01.log")
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
     assert attempt.wait()[0] == "requeue"
     attempt.end()

@@ -41,7 +41,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "environment": (("MARK", HOSTILE),),
         "setup_commands": ('export SET_UP="yes it\'s" # not the end', "echo prepared"),
     },
-    "unprepared": {"driver_args": ("done",), "setup_commands": ("false", "touch reached"), "max_failures": 0},
+    "unprepared": {
+        "driver_args": ("done",),
+        "nodes": 2,
+        "setup_commands": ("echo password=S3CRET", "false", "touch reached"),
+    },
+    "no-package": {"driver_args": ("no-package",), "nodes": 2},
+    "no-room": {"driver_args": ("exclude-once",), "nodes": 4},
 }
 
 
@@ -104,7 +110,9 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
         )
         script = render_sbatch(spec)
         (folder / "job.sbatch").write_text(script)  # as executor.submit does; the successor in a chain is made of it
-        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script), folder)
+        # A user's: srun would report one of several tasks that end alike.
+        environment = {"SLURM_SRUN_REDUCE_TASK_EXIT_MSG": "1"}
+        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script, env=environment), folder)
     yield started
 
 
@@ -127,6 +135,7 @@ def test_attempts_that_commit_nothing_new_end_the_run(runs: dict[str, Run]) -> N
     info = run.over()
     assert (info.state, info.exit_code, info.num_restarts) == (JobState.FAILED, 75, 1), run.log
     assert "2 attempts in a row" in run.events("verdict")[-1]["reason"]
+    assert "nothing is saved yet: it starts from the beginning" in run.log
 
 
 def test_preemptions_have_a_budget_of_their_own(runs: dict[str, Run]) -> None:
@@ -135,6 +144,7 @@ def test_preemptions_have_a_budget_of_their_own(runs: dict[str, Run]) -> None:
     info = run.over()
     assert (info.exit_code, info.num_restarts) == (75, 1), run.log
     assert "max_preemptions is 1" in run.events("verdict")[-1]["reason"]
+    assert "it resumes from checkpoint 0" in run.log
 
 
 def test_a_run_that_must_not_come_back_does_not(runs: dict[str, Run]) -> None:
@@ -201,9 +211,36 @@ def test_nodes_are_prepared_before_their_agents(runs: dict[str, Run]) -> None:
     assert not [path for path in run.lab.shared.rglob("[xy]")] and not (STUB_HOME / "x").exists()
 
 
-def test_a_setup_command_that_fails_ends_the_attempt_and_is_named(runs: dict[str, Run]) -> None:
-    run = runs["unprepared"]
+@pytest.mark.parametrize(
+    ("name", "headline"),
+    [
+        ("unprepared", "the setup command `false` failed (Exited with exit code 1)"),
+        ("no-package", "the Python package package_that_is_missing is missing (Exited with exit code 1)"),
+    ],
+)
+def test_what_fails_on_every_node_before_the_agents_ends_the_job_with_its_cause(
+    runs: dict[str, Run], name: str, headline: str
+) -> None:
+    """One attempt of the budget's four; ledger, batch log and the attempt's folder tell the same."""
+    run = runs[name]
     info = run.over()
-    assert (info.state, info.exit_code) == (JobState.FAILED, 1), run.log
-    assert "setup command failed: false" in next((run.folder / "attempts/0").glob("agent-*.log")).read_text()
+    assert (info.state, info.exit_code, run.attempts) == (JobState.FAILED, 78, ["0"]), run.log
+    (ended,) = run.events("verdict")
+    (began,) = run.events("attempt")
+    hosts = run.lab.run("ctl", ["scontrol", "show", "hostnames", began["nodes"]]).stdout.split()
+    assert ended["verdict"] == "config" and ended["cause"].startswith(f"{', '.join(hosts)}: {headline}\nremedy: ")
+    assert f"cause: {', '.join(hosts)}: {headline}" in run.log
+    assert json.loads((run.folder / "attempts/0/verdict.json").read_text())["cause"] == ended["cause"]
+    assert "S3CRET" not in ended["cause"] + run.log
     assert not (STUB_HOME / "reached").exists()
+
+
+def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends(runs: dict[str, Run]) -> None:
+    """It needs all four nodes and one was bad: Slurm would keep it in BadConstraints for good."""
+    run = runs["no-room"]
+    info = run.over()
+    assert (info.state, info.exit_code, run.attempts) == (JobState.FAILED, 1, ["0"]), run.log
+    (ended,) = run.events("verdict")
+    (bad,) = ended["exclude"]
+    assert f"without {bad}, which failed or are excluded, partition batch has 3 of the 4 nodes" in ended["reason"]
+    assert ended["reason"] in run.log

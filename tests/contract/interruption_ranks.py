@@ -43,12 +43,12 @@ class Crossings:
     def __init__(self, actor: Any) -> None:
         import torch.distributed as dist
 
-        self._cross, self._slow = actor.boundaries.cross, random.Random(dist.get_rank())
+        self._cross, self._slow = actor.stop_points.cross, random.Random(dist.get_rank())
         is_one_unit = actor.settings.pipeline_model_parallel_size > 1
         self._ahead = 0 if is_one_unit else dist.get_rank() % 2
         self.begin(0)
         self.held.set()
-        actor.boundaries.cross = self
+        actor.stop_points.cross = self
 
     def begin(self, after: int) -> None:
         """``reached`` is set after so many."""
@@ -68,7 +68,7 @@ def train_with_stops(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, stops: Sequence[int], folder: str
 ) -> dict[str, Any]:
     """Train on the steps. Before each is made for good it is begun once for each of ``stops``, and a stop requested
-    when rank 0 has crossed so many boundaries of it. Returns the metrics, the weights' hash, and for each step what
+    when rank 0 has crossed so many stop_points of it. Returns the metrics, the weights' hash, and for each step what
     the attempts that were left had crossed."""
     actor.import_weights()
     crossings = Crossings(actor)
@@ -95,7 +95,7 @@ def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[
     """The metrics of a step that ended; None when it was left. Every rank has to say the same."""
     import torch.distributed as dist
 
-    from rlpost.actor.boundaries import Place, meeting_place
+    from rlpost.actor.stop_points import StopPoint, common_stop_point
     from rlpost.errors import Interrupted
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -105,13 +105,13 @@ def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[
             assert crossings.reached.wait(DEADLINE_S)
             write(place.with_suffix(".hold"), True)
         written(place.with_suffix(".hold"))
-        held_at = actor.boundaries.hold()
+        held_at = actor.stop_points.hold()
         crossings.held.set()
         write(place.with_suffix(f".held{rank}"), asdict(held_at))
         if rank == 0:
-            held = [Place(**written(place.with_suffix(f".held{other}"))) for other in range(world)]
-            write(place.with_suffix(".release"), asdict(meeting_place(held)))
-        actor.boundaries.release(Place(**written(place.with_suffix(".release"))))
+            held = [StopPoint(**written(place.with_suffix(f".held{other}"))) for other in range(world)]
+            write(place.with_suffix(".release"), asdict(common_stop_point(held)))
+        actor.stop_points.release(StopPoint(**written(place.with_suffix(".release"))))
 
     thread = threading.Thread(target=aside)
     thread.start()
@@ -121,7 +121,7 @@ def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[
         made = None
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
-    actor.boundaries.release(None)
+    actor.stop_points.release(None)
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, made is None)
     assert len(set(everybody)) == 1, everybody

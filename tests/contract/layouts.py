@@ -65,8 +65,8 @@ SELECTIVE = {"recompute_granularity": "selective"}
 UNEVEN = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "gspo-kl": {"advantage_estimator": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
-    "cispo": {"advantage_estimator": "cispo", "calculate_per_token_loss": True},
+    "gspo-kl": {"policy_loss": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "cispo": {"policy_loss": "cispo", "calculate_per_token_loss": True},
     "entropy-tis": {
         "entropy_coef": 0.1,
         "use_tis": True,

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from rlpost.actor import model as actor_model
 from rlpost.actor import optimizer as actor_optimizer
 from rlpost.actor import parallel
-from rlpost.actor.description import ModelDescription
 from rlpost.actor.memory import DeviceMemory
+from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.rehearsal.check import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank

@@ -121,6 +121,15 @@ def driver(mode: str) -> tuple[str, ...]:
     return sys.executable, "-c", DRIVER, mode
 
 
+def ray_status(cluster: Cluster, attempt: Attempt) -> str:
+    """What ``ray status`` prints on the head; ``rlpost exec`` says the same of the secret."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(attempt.folder / "secret")}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={cluster.ray_address}"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    return done.stdout + done.stderr
+
+
 def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[..., Attempt]) -> None:
     attempt = start(*driver("work_on_when_stopped"))
     cluster = attempt.wait_until_it_works()
@@ -140,6 +149,8 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
     attempt.wait_for(lambda: stranger.stdout and "InvalidAuthToken" in stranger.stdout.readline(), "refusal")
     stranger.kill()
     assert "INSIDE" not in stranger.communicate()[0]
+
+    assert "1 node_" in ray_status(cluster, attempt), "no monitor runs, so the GCS itself has to answer"
 
     # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it is over.
     processes = attempt.processes()

@@ -14,7 +14,7 @@ import torch
 
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
-from rlpost.rollout.weight_update import WeightUpdate, num_engine_ranks
+from rlpost.rollout.engine_side_weights import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
 from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.test_sglang import Sender, greedy_of_engine, held_out, hf_greedy, in_buckets, load

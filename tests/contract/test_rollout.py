@@ -22,11 +22,11 @@ from rlpost.rollout.book import Book, Rules
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.collect import Choices, Collector
 from rlpost.rollout.connection import Connection
-from rlpost.rollout.draft import Draft
+from rlpost.rollout.engine_side_weights import DiskMover, PauseMode, WeightUpdate
 from rlpost.rollout.features import has
 from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.rollout.weight_update import DiskMover, PauseMode, WeightUpdate
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, Unfinished
 from tests.contract.conftest import Sglang
 from tests.e2e.plugins import asks_by_a_digit
@@ -112,9 +112,9 @@ def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang
 
     async def written(so_far: Sample | None = None, *, stop: tuple[str, ...] = ()) -> Sample:
         async with Connection(sglang.router) as connection:
-            draft = Draft(connection, prompt, greedy, codec=codec, so_far=so_far)
-            await draft.write(stop=stop)
-            return draft.sample()
+            builder = ResponseBuilder(connection, prompt, greedy, codec=codec, so_far=so_far)
+            await builder.write(stop=stop)
+            return builder.sample()
 
     whole = asyncio.run(written())
     ids = whole.response_ids

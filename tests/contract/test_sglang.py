@@ -28,11 +28,7 @@ from rlpost.reward.registry import exact_match
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.engine import Router
-from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
-from rlpost.rollout.sampling import SamplingParams
-from rlpost.rollout.server_args import server_arg_names
-from rlpost.rollout.weight_update import (
+from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,
     DiskMover,
@@ -41,10 +37,14 @@ from rlpost.rollout.weight_update import (
     num_engine_ranks,
     stage_group,
 )
+from rlpost.rollout.evaluate import evaluate
+from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.rollout.server_args import server_arg_names
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup
 from rlpost.weights.delta import DATA, WeightCopy
-from rlpost.weights.sent import LastSent
-from rlpost.weights.sync import Broadcast, Sharing
+from rlpost.weights.sent_weights import LastSent
+from rlpost.weights.trainer_side import Broadcast, Sharing
 from tests.contract.conftest import Sglang
 from tests.ports import free_ports
 

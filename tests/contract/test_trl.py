@@ -29,9 +29,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (our settin
         {"calculate_per_token_loss": True, "entropy_coef": 0.3},
         {"loss_type": "bnpo", "entropy_coef": 0.3},
     ),
-    "gspo": ({"advantage_estimator": "gspo"}, {"importance_sampling_level": "sequence"}),
+    "gspo": ({"policy_loss": "gspo"}, {"importance_sampling_level": "sequence"}),
     "cispo": (  # TRL has no lower bound and gives the upper one as a ratio
-        {"advantage_estimator": "cispo", "calculate_per_token_loss": True, "eps_clip": 1.0},
+        {"policy_loss": "cispo", "calculate_per_token_loss": True, "eps_clip": 1.0},
         {"loss_type": "cispo", "epsilon_high": 1 + EPS_HIGH},
     ),
     "tis": ({"use_tis": True, "tis_clip": 1.2}, {"use_vllm": True}),

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tools.bench.crash import PLACES, crash_lab, differences, finish, killed, num_steps
-from tools.bench.crashed_run import CrashedRun
+from benchmarks.crash import PLACES, crash_lab, differences, finish, killed, num_steps
+from benchmarks.crashed_run import CrashedRun
 
 NUM_KILLS = 10
 

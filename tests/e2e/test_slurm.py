@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
+from tests.cluster.lab_host import why_no_cached_folder
 from tests.e2e.runs import (
     HF_TOKEN,
     NUM_STEPS,
@@ -33,12 +34,15 @@ from tests.e2e.runs import (
 )
 
 PREEMPT_AFTER_STEP = 3
+NFS_CACHE_S = 30  # acdirmin: how long an NFS client trusts what it knows of a folder
 
 
 @pytest.fixture(scope="module")
 def silent_lab(slurm_available):
-    """Two nodes; at a preemption the steps get TERM, the batch shell nothing."""
-    with Lab(2, name="e2esilent", options=LabOptions(grace_time_s=120, send_user_signal=False)) as lab:
+    """Two nodes; at a preemption the steps get TERM, the batch shell nothing. The shared folder is cached as by NFS."""
+    cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
+    options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
+    with Lab(2, name="e2esilent", options=options) as lab:
         yield lab
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rlpost.amounts import count_text, size_text
 from rlpost.files import in_daemon, write_whole
+from rlpost.units import count_text, size_text
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path, monkeypatch):

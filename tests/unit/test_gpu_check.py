@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.tables import table
 from rlpost.rollout.server_args import server_arg_names
-from tools.bench.tables import table
 from tools.gpu_check import __main__ as program
 from tools.gpu_check import machine
 from tools.gpu_check.checks import CHECKS, Check, rows_of_tests, train_step_figures, weight_sync_figures
@@ -67,7 +67,7 @@ def test_tests_are_run_by_pytest_with_a_report_to_read() -> None:
 @pytest.mark.parametrize(("memory_gb", "size"), [(None, "tiny"), (24.0, "small"), (80.0, "large")])
 def test_the_model_of_the_training_benchmark_fits_the_device(memory_gb: float | None, size: str) -> None:
     command = BENCHMARKS[0].command("python", "", memory_gb=memory_gb)
-    assert command[2] == "tools.bench.train_step"
+    assert command[2] == "benchmarks.train_step"
     assert command[command.index("--size") + 1] == size
 
 
@@ -95,7 +95,7 @@ def test_benchmarks_take_the_arguments_that_they_are_given(check: Check, memory_
 @pytest.mark.slow
 def test_engines_of_the_sync_benchmark_run_where_their_media_need_them(monkeypatch) -> None:
     """NCCL takes no two ranks on one GPU, so a broadcast has an engine on the second one."""
-    bench = importlib.import_module("tools.bench.weight_sync")
+    bench = importlib.import_module("benchmarks.weight_sync")
     assert [place.media for place in bench.places(0)] == [("broadcast", "memory", "disk")]
     assert [place.media for place in bench.places(1)] == [("memory", "disk")]
     assert [(place.media, place.gpu) for place in bench.places(8)] == [(("memory", "disk"), 0), (("broadcast",), 1)]

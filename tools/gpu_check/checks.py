@@ -42,7 +42,7 @@ class Check:
 
 def _size(module: str, memory_gb: float | None) -> list[str]:
     """Of a benchmark's model: what the device takes."""
-    if module == "tools.bench.train_step":
+    if module == "benchmarks.train_step":
         size = "tiny" if memory_gb is None else "large" if memory_gb >= LARGE_GB else "small"
         return ["--size", size, "--steps", "2" if memory_gb is None else "5"]
     size = ["small"] if memory_gb is None else ["small", "large"]
@@ -158,14 +158,14 @@ CHECKS = (
     Check(
         "benchmark: training step",
         "tokens a second of a whole step, beside TRL and a bare Hugging Face model",
-        ("tools.bench.train_step",),
+        ("benchmarks.train_step",),
         1800,
         train_step_figures,
     ),
     Check(
         "benchmark: weight sync",
         "seconds of an update of a real engine, beside a plain copy of the same bytes",
-        ("tools.bench.weight_sync",),
+        ("benchmarks.weight_sync",),
         1800,
         weight_sync_figures,
     ),

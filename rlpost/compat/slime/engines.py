@@ -26,7 +26,7 @@ from rlpost.data.tokenizer import hf_tokenizer
 from rlpost.errors import ConfigError
 from rlpost.rollout.client import authorization
 from rlpost.rollout.connection import Connection, Halted
-from rlpost.rollout.draft import Draft
+from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 
@@ -68,20 +68,22 @@ class Engines:
         params = request_params(payload)
         token_ids = self._token_ids(payload)
         prompt = replace(self.prompt, token_ids=tuple(token_ids))
-        draft = Draft(self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params))
+        builder = ResponseBuilder(
+            self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params)
+        )
         reason: dict[str, Any] = {"type": "abort"}
         try:
-            await draft.write()
-            reason = {"type": draft.finish_reason, "matched": draft.stopped_at}
+            await builder.write()
+            reason = {"type": builder.finish_reason, "matched": builder.stopped_at}
         except Halted:
             self.was_halted = True
-        answer = draft.sample()
+        answer = builder.sample()
         spans = answer.version_spans or ((answer.policy_version, len(answer.response_ids)),)
         if answer.response_ids:
             self.written.append(Written(answer.response_ids, answer.rollout_logprobs, spans))
         pairs = zip(answer.rollout_logprobs, answer.response_ids, strict=True)
         return {
-            "text": self._text(draft, params),
+            "text": self._text(builder, params),
             "output_ids": list(answer.response_ids),
             "meta_info": {
                 "id": f"{self.prompt.prompt_id}-{self.index}-{len(self.written)}",
@@ -101,13 +103,13 @@ class Engines:
             raise ConfigError("post(/generate): the payload needs input_ids, a list of numbers, or text, a string")
         return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine reads it
 
-    def _text(self, draft: Draft, params: RequestParams) -> str:
+    def _text(self, builder: ResponseBuilder, params: RequestParams) -> str:
         """With no_stop_trim the text ends with what it stopped at, also where it was written in several pieces."""
-        if not params.fields.get("no_stop_trim") or draft.stopped_at is None:
-            return draft.text
-        matched = draft.stopped_at
+        if not params.fields.get("no_stop_trim") or builder.stopped_at is None:
+            return builder.text
+        matched = builder.stopped_at
         end = matched if isinstance(matched, str) else _Codec(self.tokenizer, params).decode([matched])
-        return draft.text if end in draft.text[-2 * len(end) :] else draft.text + end
+        return builder.text if end in builder.text[-2 * len(end) :] else builder.text + end
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ from typing import Any
 
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
-from rlpost.compat.slime.sample import begun, shown
+from rlpost.compat.slime.sample import START, begun, shown
 from rlpost.errors import ConfigError
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from rlpost.types import Sample as Answer
 
 SMALLEST_STD = 1e-6
-START = "start_rollout_id"
 
 
 @dataclass
@@ -95,7 +94,6 @@ class SlimeBufferFilter:
 
 
 def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[Any]) -> Any:
-    """slime counts rollouts from 0, as policy versions are counted here."""
     made = shown(prompt, answer, siblings=siblings, kind=kind)
     made.metadata.setdefault(START, answer.oldest_version)
     return made

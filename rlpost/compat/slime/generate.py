@@ -22,7 +22,7 @@ from rlpost.compat.slime.sample import Sample, begun, label_of
 from rlpost.compat.slime.signatures import EVALUATION, is_told_of_evaluation
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.rollout.connection import Halted
-from rlpost.rollout.draft import Draft
+from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt
 from rlpost.types import Sample as Answer
@@ -45,7 +45,7 @@ class SlimeGenerate:
         is_told = is_told_of_evaluation(inspect.signature(function))
         self._keywords = {EVALUATION: evaluation} if is_told else {}
 
-    async def __call__(self, draft: Draft, prompt: Prompt, sampling: SamplingParams) -> list[Answer]:
+    async def __call__(self, builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Answer]:
         """One answer, or the several samples that the function makes of it.
 
         Raises:
@@ -55,10 +55,10 @@ class SlimeGenerate:
         """
         tokenizer = load_tokenizer(self._args.hf_checkpoint)
         for _ in range(MAX_ABORTED):
-            engines = Engines(draft.connection, tokenizer, prompt, draft.index)
+            engines = Engines(builder.connection, tokenizer, prompt, builder.index)
             samples = await self._samples(engines, sampling_fields(sampling))
             is_aborted = any(sample.status.value == Sample.Status.ABORTED.value for sample in samples)
-            if engines.was_halted or (is_aborted and draft.connection.halted):
+            if engines.was_halted or (is_aborted and builder.connection.halted):
                 raise Halted
             if not is_aborted:
                 return [trained(sample, engines) for sample in samples]

@@ -16,10 +16,10 @@ from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import shown
 from rlpost.errors import ConfigError
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.choice import gpqa
 from rlpost.reward.dapo import LOOKED_AT, RIGHT, dapo, even_spelling
 from rlpost.reward.deepscaler import deepscaler
 from rlpost.reward.f1 import f1, words
+from rlpost.reward.gpqa import gpqa
 from rlpost.reward.registry import REMOTE, reward_function
 from rlpost.reward.remote import RemoteReward
 from rlpost.types import Prompt

@@ -156,6 +156,10 @@ STATUS = {
 }
 """By what an engine says ended its answer."""
 
+START = "start_rollout_id"
+"""In the metadata of an answer that was resumed: the rollout that wrote its first token. slime counts rollouts from 0,
+as policy versions are counted here, so it is the answer's ``oldest_version``."""
+
 
 def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample) -> Any:
     """A sample before generation. ``siblings`` is --n-samples-per-prompt; ``kind`` another class with these fields."""
@@ -179,6 +183,8 @@ def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, 
     made.status = kind.Status(STATUS[answer.finish_reason].value)
     for name, value in answer.extra.items():
         setattr(made, name, copy.deepcopy(value))
+    if len(answer.version_spans) > 1:
+        made.metadata.setdefault(START, answer.oldest_version)
     made.reward = reward
     return made
 

@@ -31,7 +31,7 @@ FORMS: dict[Kind, Forms] = {
     "buffer filter": Forms(("waiting", "num_groups"), ("args", "rollout_id", "buffer", "num_samples")),
     "reward": Forms(("prompt", "sample"), ("args", "sample")),
     "group reward": Forms(("prompt", "samples"), ("args", "samples")),
-    "generate": Forms(("draft", "prompt", "sampling"), ("args", "sample", "sampling_params")),
+    "generate": Forms(("builder", "prompt", "sampling"), ("args", "sample", "sampling_params")),
     "advantage": Forms(("groups", "penalties")),
     "loss": Forms(("tokens", "settings")),
 }

@@ -46,6 +46,20 @@ def _mounted(path: str) -> str:
     return str(PurePosixPath(path).parent)
 
 
+def interpreter_note(config: Config) -> str | None:
+    """On an interpreter by name: enroot and pyxis run a login shell, and Debian's /etc/profile gives it a PATH of its
+    own (ENROOT_LOGIN_SHELL, enroot, doc/cmd/start.md)."""
+    cluster = config.cluster
+    if cluster.container == "none" or not cluster.python or cluster.python.startswith("/"):
+        return None
+    if "PATH" in cluster.environment:
+        return None
+    return (
+        f"cluster.python (--python) = {cluster.python} is found on the PATH of a login shell in the container, which "
+        "Debian's /etc/profile resets whatever the image's own PATH is; give an absolute path (/opt/venv/bin/python)"
+    )
+
+
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """(key, path) of all that is read or written inside; after loading, paths are absolute."""
     for group in type(config).model_fields:

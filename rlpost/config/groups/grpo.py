@@ -22,9 +22,12 @@ class GrpoConfig(Group):
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
-    """Advantages: rewards less their group's mean, over its standard deviation (grpo; gspo and cispo use them with the
-    ratio of whole sequences, and with clipped weights), less the mean of the others (rloo), whitened over the batch
-    (reinforce_plus_plus, with the group's mean off: _baseline)."""
+    """Advantages: rewards less their group's mean, over its standard deviation (grpo), less the mean of the others
+    (rloo), whitened over the batch (reinforce_plus_plus, with the group's mean off: _baseline). gspo and cispo, as
+    published recipes have it, mean grpo with the --policy-loss of that name."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] | None = None
+    """Which ratio --loss-type policy_loss clips, and how: that of each token (ppo), that of the whole sequence (gspo),
+    or a weight without gradient (cispo). Unless given: the one that --advantage-estimator names, else ppo."""
     disable_grpo_std_normalization: bool = False
     """Do not divide by the standard deviation (Dr. GRPO)."""
     eps_clip: Annotated[float, Field(ge=0.0)] = 0.2

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rlpost.config.groups.base import Group, Positive
+from rlpost.config.server_arg_values import typed_args
 
 
 class SglangConfig(Group):
@@ -26,9 +27,17 @@ class SglangConfig(Group):
     """Seconds after which an engine that does not answer counts as hung."""
 
     @property
-    def server_args(self) -> dict[str, Any]:
-        """The pass-through settings, by the names of SGLang's ServerArgs."""
+    def given_server_args(self) -> dict[str, Any]:
+        """The pass-through settings as they were given, without the prefix."""
         return {key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()}
+
+    @property
+    def server_args(self) -> dict[str, Any]:
+        """The pass-through settings by the names of SGLang's ServerArgs, typed as it types them.
+
+        One that is unset is left out. A value that SGLang does not take stays as it was given; ``check`` refuses it.
+        """
+        return typed_args(self.given_server_args)
 
     @property
     def shares_attention(self) -> bool:

@@ -7,10 +7,10 @@ nothing. Users who want the curve keep it; the note gives its cost to all others
 
 from __future__ import annotations
 
-from rlpost.amounts import size_text
 from rlpost.config.plan.estimate import fullest_held
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
+from rlpost.units import size_text
 
 
 def is_only_measured(config: Config) -> bool:

@@ -2,8 +2,8 @@
 
     --custom-generate-function-path rlpost.rollout.examples.calculator.generate
 
-Comes in: a draft. Goes out: the finished answer. The numbers that the tool wrote are read by the model and left out of
-the loss; what is learned is when to ask.
+Input: a response builder. Output: the finished answer. The model reads the numbers that the tool wrote; the loss leaves
+them out, so that what is learned is when to ask.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from rlpost.rollout.draft import Draft
+from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample
 
@@ -29,20 +29,20 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 
-async def generate(draft: Draft, prompt: Prompt, sampling: SamplingParams) -> Sample:
+async def generate(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """Turns of the model with a result after each call, until it ends its answer or has asked often enough."""
-    return await with_results(draft, prompt, calls=(CALL,))
+    return await with_results(builder, prompt, calls=(CALL,))
 
 
-async def with_results(draft: Draft, prompt: Prompt, *, calls: Sequence[str]) -> Sample:
+async def with_results(builder: ResponseBuilder, prompt: Prompt, *, calls: Sequence[str]) -> Sample:
     """The same for a model that asks by any of ``calls``."""
     for _ in range(MAX_CALLS):
-        await draft.write(stop=tuple(calls))
-        if draft.stopped_at not in calls:
-            return draft.sample()
-        draft.insert(result(prompt.text + draft.text))
-    await draft.write()
-    return draft.sample()
+        await builder.write(stop=tuple(calls))
+        if builder.stopped_at not in calls:
+            return builder.sample()
+        builder.insert(result(prompt.text + builder.text))
+    await builder.write()
+    return builder.sample()
 
 
 def result(text: str) -> str:

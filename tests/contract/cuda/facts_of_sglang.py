@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rlpost.orchestration.turns import CACHE
-from rlpost.weights import sync
+from rlpost.orchestration.offload import CACHE
+from rlpost.weights import trainer_side
 from tests.contract.cuda.library_source import Fact, Source
 
 ENGINE = "sglang/srt/entrypoints/engine.py"
@@ -150,14 +150,14 @@ def reduced(source: Source) -> Any:
 def pickled_handle(source: Source) -> bytes:
     """A CUDA tensor as the trainer hands it out, device and memory faked below torch's Python."""
     memory = torch.zeros(64, dtype=torch.uint8).as_subclass(CudaTensor)
-    reduce_tensor, properties = sync.reduce_tensor, torch.cuda.get_device_properties
+    reduce_tensor, properties = trainer_side.reduce_tensor, torch.cuda.get_device_properties
     buffer = io.BytesIO()
     try:
-        sync.reduce_tensor = reduced(source)
+        trainer_side.reduce_tensor = reduced(source)
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=UUID)
-        sync._HandlePickler(buffer).dump([("name", memory)])
+        trainer_side._HandlePickler(buffer).dump([("name", memory)])
     finally:
-        sync.reduce_tensor, torch.cuda.get_device_properties = reduce_tensor, properties
+        trainer_side.reduce_tensor, torch.cuda.get_device_properties = reduce_tensor, properties
     return buffer.getvalue()
 
 
@@ -202,9 +202,11 @@ def uuid_names_the_gpu(source: Source) -> None:
     )
     names["reductions"] = SimpleNamespace(_rebuild_cuda_tensor_original=lambda *rebuilt: rebuilt)
     rebuilt = source.run(PATCH_TORCH, "_rebuild_cuda_tensor_modified", **names)(*arguments)
-    assert arguments[sync._DEVICE] == UUID
-    assert [at for at, pair in enumerate(zip(arguments, rebuilt, strict=True)) if pair[0] != pair[1]] == [sync._DEVICE]
-    assert rebuilt[sync._DEVICE] == 1
+    assert arguments[trainer_side._DEVICE] == UUID
+    assert [at for at, pair in enumerate(zip(arguments, rebuilt, strict=True)) if pair[0] != pair[1]] == [
+        trainer_side._DEVICE
+    ]
+    assert rebuilt[trainer_side._DEVICE] == 1
 
 
 INDEX = "_REDUCE_TENSOR_ARG_DEVICE_INDEX"
@@ -439,9 +441,9 @@ def updates_need_a_session(source: Source) -> None:
         assert update(SimpleNamespace(_session=None), None).success is False
 
 
-ENGINE_SIDE, TRAINER_SIDE = "rlpost/rollout/weight_update.py", "rlpost/weights/sync.py"
+ENGINE_SIDE, TRAINER_SIDE = "rlpost/rollout/engine_side_weights.py", "rlpost/weights/trainer_side.py"
 STAGES, PROCESS = "rlpost/orchestration/stages.py", "rlpost/rollout/process.py"
-TURNS, FLEET = "rlpost/orchestration/turns.py", "rlpost/orchestration/engines.py"
+TURNS, FLEET = "rlpost/orchestration/offload.py", "rlpost/orchestration/engines.py"
 CLIENT = "rlpost/rollout/client.py"
 
 FACTS = (

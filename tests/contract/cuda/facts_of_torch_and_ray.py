@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlpost.actor import varlen
-from rlpost.weights import sync
+from rlpost.weights import trainer_side
 from tests.contract.cuda.library_source import Fact, Source
 
 CUDA = "torch/cuda/__init__.py"
@@ -63,7 +63,7 @@ def causal_mask_has_our_number(source: Source) -> None:
 
 def device_is_argument_six(source: Source) -> None:
     rebuild = parameters(source, REDUCTIONS, "rebuild_cuda_tensor")
-    assert rebuild.index("storage_device") == sync._DEVICE
+    assert rebuild.index("storage_device") == trainer_side._DEVICE
     reduced = source.lines(REDUCTIONS, "reduce_tensor")
     order = "(type(tensor), tensor.size(), tensor.stride(), tensor_offset, type(storage), tensor.dtype, device, handle"
     assert order in reduced
@@ -158,7 +158,11 @@ def gpus_are_named_in_the_environment(source: Source) -> None:
     assert visible_to_an_actor(source, ["2"]) == "2"
 
 
-ATTENTION, SYNC, STORED = "rlpost/actor/varlen.py", "rlpost/weights/sync.py", "rlpost/actor/megatron_checkpoint.py"
+ATTENTION, SYNC, STORED = (
+    "rlpost/actor/varlen.py",
+    "rlpost/weights/trainer_side.py",
+    "rlpost/actor/megatron_checkpoint.py",
+)
 FLEET, WORKERS, DEVICE = "rlpost/orchestration/engines.py", "rlpost/orchestration/workers.py", "rlpost/actor/device.py"
 
 FACTS = (

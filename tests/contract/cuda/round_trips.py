@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from rlpost.actor import device, megatron_checkpoint, parallel
 from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
-from rlpost.actor.description import read_description
 from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.model_description import read_description
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from rlpost.config.load import load
-from rlpost.orchestration.weight_sync import nccl_environment
+from rlpost.orchestration.weight_coordinator import nccl_environment
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlpost.actor.architecture import architecture, overridden, problems
-from rlpost.actor.description import read_description
+from rlpost.actor.model_description import read_description
 from rlpost.config.groups.model import ModelConfig
 from rlpost.errors import ConfigError
 from rlpost.weights.families import family

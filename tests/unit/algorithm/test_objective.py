@@ -12,7 +12,7 @@ from rlpost.algorithm.advantage import custom_advantages, estimate, returns_to_g
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl, kl_value
 from rlpost.algorithm.loss import token_weights
-from rlpost.algorithm.objective import Tokens, loss_function, policy_objective
+from rlpost.algorithm.objective import POLICY_LOSSES, Tokens, loss_function, policy_objective
 from rlpost.algorithm.plugin import load_function
 from rlpost.algorithm.settings import LossSettings
 from rlpost.errors import ConfigError
@@ -61,7 +61,7 @@ def total(parts, options):
 
 @settings(deadline=None, max_examples=30)
 @given(
-    estimator=st.sampled_from(["grpo", "gspo", "cispo"]),
+    surrogate=st.sampled_from(sorted(POLICY_LOSSES)),
     level=st.sampled_from(["token", "sequence", "geometric"]),
     mode=st.sampled_from(["truncate", "mask", "reject"]),
     order=st.permutations(range(len(LENGTHS))),
@@ -69,10 +69,10 @@ def total(parts, options):
     per_token=st.booleans(),
 )
 def test_the_loss_is_the_same_however_the_samples_are_cut_into_micro_batches(
-    estimator, level, mode, order, cuts, per_token
+    surrogate, level, mode, order, cuts, per_token
 ):
     options = LossSettings(
-        advantage_estimator=estimator, use_tis=True, tis_level=level, tis_mode=mode, tis_clip=1.3, tis_clip_low=0.7,
+        policy_loss=surrogate, use_tis=True, tis_level=level, tis_mode=mode, tis_clip=1.3, tis_clip_low=0.7,
         kl_loss_coef=0.2, use_kl_loss=True, entropy_coef=0.1, eps_clip_c=3.0, calculate_per_token_loss=per_token,
     )  # fmt: skip
     edges = [0, *sorted(cuts), len(LENGTHS)]

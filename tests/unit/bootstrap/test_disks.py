@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.disks import DiskFull, Place, places_of, shortage, until_full
+from bootstrap.disks import DiskFull, WatchedFolder, places_of, shortage, until_full
 
 MIB = 1 << 20
 
@@ -47,7 +47,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def watch(places: tuple[Place, ...], seconds: float) -> DiskFull | None:
+def watch(places: tuple[WatchedFolder, ...], seconds: float) -> DiskFull | None:
     async def watching() -> DiskFull | None:
         try:
             return await asyncio.wait_for(until_full(places), seconds)
@@ -58,13 +58,13 @@ def watch(places: tuple[Place, ...], seconds: float) -> DiskFull | None:
 
 
 def test_a_disk_with_room_is_left_alone_and_nothing_stays_in_the_shared_folder(small_disk: Path) -> None:
-    assert watch((Place(small_disk, "the run folder", False, 0.0),), 0.3) is None
+    assert watch((WatchedFolder(small_disk, "the run folder", False, 0.0),), 0.3) is None
     assert list(small_disk.iterdir()) == []
 
 
 def test_a_filled_disk_of_the_node_is_the_node_s_fault(small_disk: Path) -> None:
     (small_disk / "fill").write_bytes(bytes(6 * MIB))
-    found = watch((Place(small_disk, "Ray's temp dir", True, 0.0),), 5.0)
+    found = watch((WatchedFolder(small_disk, "Ray's temp dir", True, 0.0),), 5.0)
     assert found is not None and found.node_is_bad
     assert str(found).startswith(f"Ray's temp dir {small_disk} is full: 2 MiB left of 8; ")
 
@@ -73,13 +73,13 @@ def test_a_refused_write_counts_though_the_figures_look_well(small_disk: Path, m
     """As under a quota, which no figure shows: the kernel itself refuses here."""
     monkeypatch.setattr("bootstrap.disks.shortage", lambda *_: None)
     (small_disk / "fill").write_bytes(bytes(8 * MIB))
-    found = watch((Place(small_disk, "the run folder", False, 0.0),), 5.0)
+    found = watch((WatchedFolder(small_disk, "the run folder", False, 0.0),), 5.0)
     assert found is not None and not found.node_is_bad and "no space left on device" in str(found)
     assert [path.name for path in small_disk.iterdir()] == ["fill"]
 
 
 def test_a_folder_that_is_gone_is_not_full(tmp_path: Path) -> None:
-    assert watch((Place(tmp_path / "none", "the run folder", False, 0.0),), 0.2) is None
+    assert watch((WatchedFolder(tmp_path / "none", "the run folder", False, 0.0),), 0.2) is None
 
 
 def test_nodes_watch_their_own_disk_and_the_head_the_shared_one_as_well() -> None:

@@ -50,6 +50,21 @@ def test_the_first_node_speaks_for_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_variable_that_contradicts_a_host_stands_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every node, the first one too; it leaves none out, for the site may know better."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    first, _ = examine(tmp_path, [0, 1], 2, 20.0)
+    assert isinstance(first, Examination) and not first.preflight.unfit
+    for checks in first.preflight.checks.values():
+        (network,) = [check for check in checks if check.name == "network"]
+        assert network.level == "WARN"
+        assert "GLOO_SOCKET_IFNAME=nowhere0 is set" in network.found and "this host shows lo" in network.found
+        assert "Unset it" in network.found
+    assert "localhost WARN network: GLOO_SOCKET_IFNAME=nowhere0" in first.table()
+
+
 class Deadline(asyncio.Event):
     """Who waits for it is told that it is too late."""
 

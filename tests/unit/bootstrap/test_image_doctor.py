@@ -98,8 +98,30 @@ CASES = [
         "WARN",
         "PIP_CONSTRAINT=/etc/pip",
     ),
+    (
+        {"environment": GOOD.environment | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "8"}},
+        "variables",
+        "WARN",
+        "CUDA_VISIBLE_DEVICES=0,1: hides GPUs",
+    ),
+    ({"environment": GOOD.environment | {"CUDA_VISIBLE_DEVICES": "0"}}, "variables", "WARN", "hides GPUs"),
     ({"entrypoints": ("/opt/nvidia/nvidia_entrypoint.sh",)}, "entrypoint", "OK", "not run"),
 ]
+
+
+@pytest.mark.parametrize("given", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_GPUS": "4,5"}, {"SLURM_JOB_GPUS": "4,5"}])
+def test_the_gpus_that_slurm_shows_are_not_called_hidden(given):
+    """It sets CUDA_VISIBLE_DEVICES for every job that asked for GPUs."""
+    environment = {**GOOD.environment, "CUDA_VISIBLE_DEVICES": "0,1", **given}
+    findings = check_image(replace(GOOD, environment=environment), PYTHON, WANTED)
+    assert [finding.level for finding in findings if finding.what == "variables"] == ["OK"]
+
+
+def test_findings_go_into_a_file_of_their_own_when_asked(tmp_path, capsys):
+    """Standard output of a job is also that of enroot and of setup commands."""
+    main(["--cpu", "--json", "--output", str(tmp_path / "findings")])
+    assert capsys.readouterr().out == ""
+    assert {row["what"] for row in json.loads((tmp_path / "findings").read_text())} >= {"python", "packages"}
 
 
 @pytest.mark.parametrize(("changed", "what", "level", "said"), CASES)

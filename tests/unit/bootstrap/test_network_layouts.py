@@ -8,6 +8,7 @@ import random
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import netlayouts
 from bootstrap import network_facts
 from bootstrap.network_detect import detect
 from bootstrap.network_facts import load_document, parse_facts
-from tools.bench import netlayouts
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = sorted((ROOT / "tests/data/netlayouts").glob("*.yaml"))
@@ -143,7 +144,26 @@ def test_the_bench_agrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "argv", ["netlayouts.py", str(LAYOUTS[0].parent)])
     monkeypatch.setattr(network_facts, "load_document", lambda path: layout(path.stem))  # reading takes the time
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools/bench/netlayouts.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "benchmarks/netlayouts.py"), run_name="__main__")
     assert ended.value.code == 0
     table = capsys.readouterr().out
     assert "WRONG" not in table and f"{len(LAYOUTS)} layouts" in table
+
+
+def test_the_index_of_published_recipes_is_named_where_it_is_wrong():
+    """GID index 3 is right on most RoCE hosts, and on this one it is not."""
+    facts = parse_facts(layout("am4-h100-roce-ipv6-linklocal"))
+    found = detect(facts, environ={"NCCL_IB_GID_INDEX": "3", "NCCL_IB_TC": "160"})
+    (line,) = found.conflict_lines
+    assert "NCCL_IB_GID_INDEX=3 is set" in line and "this host shows 1 " in line and "Unset it" in line
+
+
+def test_no_recipe_and_no_example_pins_what_a_node_shows_by_itself():
+    """Traffic classes cannot be detected; the index of a GID can, and NCCL 2.21 finds it too."""
+    pinned = [
+        (path.name, name)
+        for path in (ROOT / "jobs").glob("*/*.toml")
+        for name in tomllib.loads(path.read_text()).get("cluster", {}).get("environment", {})
+        if name.endswith("_GID_INDEX")
+    ]
+    assert pinned == []

@@ -2,6 +2,7 @@
 
 import itertools
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -83,3 +84,10 @@ def test_an_address_of_another_host_is_not_taken_for_busy_ports() -> None:
 def test_an_ipv6_address_is_bracketed_before_a_port() -> None:
     assert host_port("10.0.0.1", 6379) == "10.0.0.1:6379"
     assert host_port("fd00::1", 6379) == "[fd00::1]:6379"
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "bringup.md"])
+def test_the_pages_say_which_ports_a_firewall_has_to_leave_open(page: str) -> None:
+    blocks = list(candidate_blocks("1", 32768))
+    first, last = min(block.base for block in blocks), max(block.job_ports.stop - 1 for block in blocks)
+    assert f"{first} to {last}" in (Path(__file__).parents[3] / "docs" / page).read_text()

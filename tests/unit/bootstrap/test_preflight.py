@@ -82,6 +82,7 @@ def test_nothing_known_is_nothing_wrong() -> None:
         ({"head_ips": ("127.0.1.1",)}, "names", "WARN", "leads to 127.0.1.1, the head is at 10.0.0.1"),
         ({"head_ips": ()}, "names", "WARN", "does not resolve"),
         ({"head_ips": None}, "names", "WARN", "in 2 s"),
+        ({"network_conflicts": ("NCCL_IB_GID_INDEX=3 is set; this host shows 1",)}, "network", "WARN", "host shows 1"),
         ({"problem": "no such interface"}, "reach", "EXCLUDE_NODE", "no such interface"),
     ],
 )
@@ -108,7 +109,9 @@ def test_locked_memory_is_nobodys_concern_without_rdma() -> None:
 
 
 def test_facts_survive_the_way_to_the_head() -> None:
-    facts = replace(FIT, taken_ports=(1, 2), **gpus(replace(GPUS[0], used_mib=None, xids=(79,))))
+    facts = replace(
+        FIT, taken_ports=(1, 2), network_conflicts=("a",), **gpus(replace(GPUS[0], used_mib=None, xids=(79,)))
+    )
     assert HostFacts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
 
 
@@ -177,7 +180,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 14
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 15
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 

@@ -92,6 +92,12 @@ def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
     assert "NCCL_SOCKET_FAMILY" not in on_top
 
 
+def test_the_gcs_answers_ray_status_itself_unless_the_user_says_otherwise() -> None:
+    """tests/contract/test_agent.py asks it."""
+    assert ray_environment({})["RAY_enable_autoscaler_v2"] == "1"
+    assert ray_environment({"RAY_enable_autoscaler_v2": "0"})["RAY_enable_autoscaler_v2"] == "0"
+
+
 def test_nccl_is_told_when_the_nodes_address_is_ipv6() -> None:
     assert network_environment({}, ray_node("fd00::1", None), "eth0", {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 

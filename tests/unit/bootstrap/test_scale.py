@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.bringup_agents import simulate
+from benchmarks.bringup_agents import simulate
 
 _NODES = (8, 128)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlpost.cli.convert import Place, _prepared, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
+from rlpost.cli.convert import Rank, _prepared, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
 from tests.unit.cli.projects import make_project
@@ -25,7 +25,7 @@ def log_as_before() -> Iterator[None]:
 
 def test_torchrun_says_where_a_process_stands():
     environ = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
-    assert place(environ | {"SLURM_PROCID": "0"}) == Place(5, 16, 1, "n1", 29400)
+    assert place(environ | {"SLURM_PROCID": "0"}) == Rank(5, 16, 1, "n1", 29400)
 
 
 def test_srun_says_it_as_well_and_all_meet_at_the_first_node():
@@ -36,7 +36,7 @@ def test_srun_says_it_as_well_and_all_meet_at_the_first_node():
         "SLURM_STEP_NODELIST": "gpu[07-08]",
         "SLURM_JOB_ID": "1234567",
     }
-    assert place(environ) == Place(9, 16, 1, "gpu07", 24567)
+    assert place(environ) == Rank(9, 16, 1, "gpu07", 24567)
     assert place(environ | {"MASTER_ADDR": "10.0.0.7"}).master_addr == "10.0.0.7"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli import control, follow, image_doctor, inside, runs
-from rlpost.cli.inside import dashboard_port, head_of
+from rlpost.cli.inside import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
@@ -22,7 +22,7 @@ from rlpost.reward.pool import _Worker
 from rlpost.rollout.process import ServerProcess
 from slurm.queue import QueueEntry
 from slurm.run_folder import RunFolder, create_run_folder
-from slurm.states import JobState
+from slurm.states import JobInfo, JobState
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
@@ -91,6 +91,26 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
     assert (found["state"], found["step"], found["eta_s"]) == ("FAILED", 3, None)
 
 
+def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_path, capsys):
+    """The batch host's cause where the agents left none, and the newest attempt's alone."""
+    run = make_run(tmp_path / "runs/a", job_id="local-999999999")
+    run.new_attempt()
+    cause = "n01, n02: the image /x.sqsh does not exist (Exited with exit code 1)\nremedy: correct --container-image"
+    ended = {"verdict": "config", "answer": 78, "reason": "not requeued: starting again cannot help"}
+    run.ledger.append("verdict", attempt=0, cause=cause, **ended)
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["cause"], found["decision"]) == ("config", cause, ended["reason"])
+    assert main(["list"]) == 0
+    assert cause.splitlines()[0] in capsys.readouterr().out
+    assert main(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert "remedy: correct --container-image" in shown and ended["reason"] in shown
+    run.new_attempt()
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "", "of the attempt before"
+
+
 def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
     """Broken run.json, ledger, metrics and verdict."""
     root = tmp_path / "runs/broken"
@@ -104,7 +124,7 @@ def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
 
 def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path, capsys):
     make_run(tmp_path / "runs/here", job_id="local-1")
-    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "on this machine")):
+    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "has ended")):
         assert main([verb, "here"]) == 2
         assert word in capsys.readouterr().err
     for words, message in ((["exec"], "which command"), (["logs", "here"], "has not started"), (["report"], "no step")):
@@ -142,10 +162,56 @@ def test_a_run_that_nobody_would_start_again_is_not_asked_to_requeue(tmp_path, m
 def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_path):
     """Its name holds the restarts of the job, which only the controller knows."""
     run = make_run(tmp_path / "run", job_id="7")
+    run.code.mkdir()
     cluster = {"container": "pyxis", "container_image": "/images/a.sqsh", "runs_dir": "/runs"}
     run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
     with pytest.raises(ConfigError, match="scontrol"):
         inside._inside(run, "7")
+
+
+def plain_run(home, *, backend="pyxis"):
+    """A run of plain sbatch: job 7, without a snapshot of the code in its folder."""
+    run = make_run(home / "runs/tiny-7")
+    cluster = {"container": backend, "container_image": "/images/a.sqsh", "environment": {"HF_HOME": "/models"}}
+    run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
+    (home / "bootstrap").mkdir()
+    (home / "bootstrap/agent.py").touch()
+    return run
+
+
+@pytest.mark.parametrize("backend", ["pyxis", "enroot"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
+    tmp_path, monkeypatch, backend, is_recorded
+):
+    """As the ledger has it; without Python on the batch host, from the place of the run folder."""
+    run = plain_run(tmp_path, backend=backend)
+    if is_recorded:
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+        run = RunFolder(tmp_path / "elsewhere/tiny-7")
+        run.ledger.append("attempt", attempt=0, job_id="7", home=str(tmp_path))
+    attempt = run.new_attempt()
+    seen = []
+    monkeypatch.setattr(inside, "running_job", lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"))
+    monkeypatch.setattr(inside, "job_info", lambda job: JobInfo(job, JobState.RUNNING))
+    monkeypatch.setattr(
+        subprocess, "run", lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0)
+    )
+    assert main(["exec", "--run", str(run.root), "ray", "status"]) == 0
+    ((argv, environ),) = seen
+    assert environ["RLPOST_HOME"] == environ["PYTHONPATH"] == str(tmp_path)
+    text = " ".join(argv)
+    assert f"{tmp_path}/slurm/enroot_exec.sh" in text or f"--container-workdir={tmp_path} " in text
+    assert argv[-2:] == ["ray", "status"] and "HF_HOME=/models" in argv
+    assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={attempt}/secret"} <= set(argv)
+
+
+def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
+    run = plain_run(tmp_path / "home")
+    run.ledger.append("attempt", attempt=0, job_id="7", home="/gone")
+    (tmp_path / "home/bootstrap/agent.py").unlink()
+    with pytest.raises(ConfigError, match=r"/gone does not lead to .* link the RLPOST_HOME"):
+        inside.home_of(run)
 
 
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
@@ -176,7 +242,7 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
 
 def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/n01.log\n")
+    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/findings\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in KEYS:
@@ -184,6 +250,20 @@ def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, ca
     assert image_doctor._submitted("#!/bin/sh\n", tmp_path) == 0
     assert capsys.readouterr().out == "fine\n"
     assert "hf_secret" not in (tmp_path / "seen").read_text()
+
+
+@pytest.mark.parametrize(("findings", "code"), [("[]\n", 0), (None, 1)])
+def test_standard_output_of_a_look_has_the_findings_alone(tmp_path, monkeypatch, capsys, findings, code):
+    """Not what enroot and setup commands said; where nothing was found out, those are shown as messages."""
+    made = f"echo '{findings.strip()}' >{tmp_path}/findings" if findings else ":"
+    logs = f"echo '[INFO] Extracting squashfs filesystem...' >{tmp_path}/n01.log; echo no image >{tmp_path}/job.out"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 7\n{logs}\n{made}\nexit {code}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert image_doctor._submitted("#!/bin/sh\n", tmp_path) == code
+    said = capsys.readouterr()
+    assert said.out == (findings or "")
+    assert ("no image\n[INFO] Extracting" in said.err) == (findings is None)
 
 
 def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(tmp_path, capsys):
@@ -319,12 +399,47 @@ def test_the_head_is_the_first_node_that_the_attempt_used(tmp_path):
     assert head_of(run, ["n7"]) == "n7"  # requeued on other nodes, not started there yet
 
 
-def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path):
+STAMP = "2026-11-20 15:17:55,224\tINFO scripts.py:1151 -- "
+
+
+def say_dashboard(attempt, address):
+    said = f"{STAMP}To monitor and debug Ray, view the dashboard at \n{STAMP}  {address}\n{STAMP}\n{STAMP}If it\n"
+    (attempt / "ray-n1.log").write_text(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("127.0.0.1:20002", ("127.0.0.1", 20002)),
+        ("192.0.2.2:17902", ("192.0.2.2", 17902)),  # --ray-dashboard-host 0.0.0.0
+        ("[fd00::1]:17902", ("fd00::1", 17902)),
+        ("http://n01.site:17902", ("n01.site", 17902)),
+    ],
+)
+def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path, said, found):
     run = RunFolder(tmp_path)
     attempt = run.new_attempt()
     with pytest.raises(ConfigError, match="--ray-dashboard"):
-        dashboard_port(run)
-    stamp = "2026-11-20 15:17:55,224\tINFO scripts.py:1151 -- "
-    said = f"{stamp}To monitor and debug Ray, view the dashboard at \n{stamp}  127.0.0.1:20002\n"
-    (attempt / "ray-n1.log").write_text(said)
-    assert dashboard_port(run) == 20002
+        dashboard_address(run)
+    say_dashboard(attempt, said)
+    assert dashboard_address(run) == found
+
+
+def test_a_tunnel_goes_on_to_the_head_only_where_it_has_to():
+    assert tunnel_command("login", "n1", "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 -J login n1"
+    assert tunnel_command("login", "n1", "192.0.2.2", 17902, 9000) == "ssh -N -L 9000:192.0.2.2:17902 login"
+    assert tunnel_command("login", "n1", "fd00::1", 17902) == "ssh -N -L 8265:[fd00::1]:17902 login"
+    assert tunnel_command("box", None, "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 box"
+
+
+def test_a_run_on_this_machine_has_its_dashboard_here(no_slurm, tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "runs/here", job_id="local-7")
+    monkeypatch.setattr(inside, "local_is_alive", lambda job_id: job_id == "local-7")
+    say_dashboard(run.new_attempt(), "127.0.0.1:20002")
+    assert main(["tunnel", "here", "--login", "box.site", "--port", "9000"]) == 0
+    here, elsewhere, token = capsys.readouterr().out.splitlines()
+    assert here == "on this machine: http://127.0.0.1:20002"
+    assert elsewhere == "from another: ssh -N -L 9000:127.0.0.1:20002 box.site"
+    assert "http://localhost:9000" in token and "attempts/0/secret" in token
+    assert main(["tunnel", "here", "--port", "70000"]) == 2
+    assert "--port 70000: a port, 1 to 65535" in capsys.readouterr().err

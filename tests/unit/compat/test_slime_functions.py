@@ -13,6 +13,7 @@ import pytest
 from rlpost.compat.slime import engines
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
+from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.records import sample_from, sample_record
@@ -323,6 +324,15 @@ def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_w
         buffer_filter(plugin("of_nowhere"), Arguments(settings_of(settings())))(waiting, 1)
 
 
+def test_a_resumed_answer_says_which_rollout_began_it() -> None:
+    """Under slime's name, in rewards and filters as in a buffer filter; not where one rollout wrote all of it."""
+    one = Sample(3, 0, (81,), (5, 6), (-1.0, -1.0), "x", "stop", 4)
+    resumed = replace(one, version_spans=((2, 1), (4, 1)))
+    assert shown(PROMPT, resumed, siblings=2).metadata == {"level": 2, "start_rollout_id": 2}
+    assert shown(PROMPT, one, siblings=2).metadata == {"level": 2}
+    assert "start_rollout_id" not in PROMPT.metadata
+
+
 def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
     config = settings(rollout_batch_size=4, prompt_data=["a.jsonl"], rollout_stop=["x"])
     args = Arguments(settings_of(config))
@@ -347,7 +357,7 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
 ) -> None:
     """With the file and the line; in our interface too."""
     (tmp_path / "mine.py").write_text(
-        f"def drop(group):\n    return {fault}\n\n{kind}def answer(draft, prompt, sampling):\n    {fault}\n"
+        f"def drop(group):\n    return {fault}\n\n{kind}def answer(builder, prompt, sampling):\n    {fault}\n"
     )
     with pytest.raises(ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); mend the function"):
         group_filter(f"{tmp_path}/mine.py:drop")(group(1.0))

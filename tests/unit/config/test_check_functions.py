@@ -56,7 +56,7 @@ FUNCTIONS = """\
 import functools
 def one(group): pass
 def two(waiting, num_groups): pass
-def three(draft, prompt, sampling): pass
+def three(builder, prompt, sampling): pass
 def any_number(*arguments, **more): pass
 def spare(group, threshold=0.5): pass
 def named(group, *, threshold): pass
@@ -81,7 +81,7 @@ def decorated(): pass
         ("buffer_filter_path", "one", "one(group) cannot be called; needed is (waiting, num_groups)"),
         ("buffer_filter_path", "slimes_buffer", None),
         ("custom_generate_function_path", "three", None),
-        ("custom_generate_function_path", "two", "needed is (draft, prompt, sampling)"),
+        ("custom_generate_function_path", "two", "needed is (builder, prompt, sampling)"),
         (
             "custom_rm_path",
             "slimes",

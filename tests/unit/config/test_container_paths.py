@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.config.checks.container import container_problems
+from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.load import load
 
 
@@ -53,3 +53,21 @@ def test_a_file_of_sets_that_cannot_be_used_does_not_hide_the_rest():
     """It is told with the settings of the evaluation."""
     found = problems("/m", eval={"eval_config": "/m/nowhere.toml"}, **MODEL)
     assert [line.split(" ")[0] for line in found] == ["--hf-checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_noted"),
+    [
+        ({"python": "python3.12"}, True),
+        ({"python": "/opt/venv/bin/python"}, False),
+        ({"python": "python3.12", "environment": {"PATH": "/opt/venv/bin:/usr/bin:/bin"}}, False),
+        ({}, False),
+        ({"python": "python3.12", "container": "none"}, False),
+    ],
+)
+def test_an_interpreter_by_name_is_noted_where_the_login_shell_of_a_container_chooses_it(cluster, is_noted):
+    values = {"container": "enroot", "container_image": "/i.sqsh", **cluster}
+    note = interpreter_note(load([], {"cluster": values}).config)
+    assert (note is not None) == is_noted
+    if note is not None:
+        assert "cluster.python (--python) = python3.12" in note and "/opt/venv/bin/python" in note

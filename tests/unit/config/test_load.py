@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.config import flags
 from rlpost.config.load import dump, load, parse_dump
-from rlpost.config.places import variable_problems
+from rlpost.config.path_variables import variable_problems
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -138,7 +138,12 @@ def test_options_for_sglang_itself_pass_through_with_their_types():
         "--sglang-mem-fraction-static 0.7 --sglang-enable-x --sglang-cuda-graph-bs 1 2 4 --sglang-tool-call-parser=q"
     )
     config = load([], given(*words.split(), "--nodes", "2")[1]).config
-    expected = {"mem_fraction_static": 0.7, "enable_x": True, "cuda_graph_bs": [1, 2, 4], "tool_call_parser": "q"}
+    expected = {
+        "mem_fraction_static": 0.7,
+        "enable_x": True,
+        "cuda_graph_bs_decode": [1, 2, 4],
+        "tool_call_parser": "q",
+    }
     assert config.sglang.server_args == expected
     assert config.cluster.nodes == 2
 

@@ -58,6 +58,17 @@ PUBLISHED = {
         "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS
     ),
+    "qwen2_5_32b": published(
+        "Qwen2ForCausalLM", (64, 5120, 27648, 152064), heads=(40, 8), eps=1e-5, base=1e6, longest=131072
+    ),
+    "qwen3_235b_a22b": published(
+        "Qwen3MoeForCausalLM", (94, 4096, 12288, 151936), heads=(64, 4), eps=1e-6, base=1e6, longest=40960,
+        **QWEN3_EXPERTS | {"moe_intermediate_size": 1536}
+    ),
+    "llama3_1_70b": published(
+        "LlamaForCausalLM", (80, 8192, 28672, 128256), heads=(64, 8), eps=1e-5, base=5e5, longest=131072,
+        rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+    ),
     "llama3_1_8b": published(
         "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5, longest=131072,
         rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},

@@ -269,12 +269,12 @@ def test_suggestions_fit_divide_and_come_best_first():
 
 def shown(*words: str) -> tuple[int, str]:
     out = io.StringIO()
-    options = {"width": 2, "suggest": "--suggest" in words}
     made = load(files_of(JOBS / "recipes" / words[0], {}), {}).config
     shape, _ = plan.model_of(made)
     memory = 24 * GB if "24GB" in words else 80 * GB
     console = Console(file=out, width=plan.WIDTH)
-    code = plan.show(console, made, shape, gpu_bytes=memory, options=(options["width"], options["suggest"], 2.0))
+    wants = "--suggest" in words
+    code = plan.show(console, made, shape, gpu_bytes=memory, engine_width=2, write_gbps=2.0, wants_suggestions=wants)
     return code, out.getvalue()
 
 

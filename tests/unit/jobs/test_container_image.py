@@ -66,6 +66,23 @@ def extras() -> dict[str, list[str]]:
     return {name: [*options["install_requires"], *lines] for name, lines in options["extras_require"].items()}
 
 
+PACKAGES = {
+    "ethtool": "ethtool", "free": "procps", "ibstat": "infiniband-diags", "ibv_devinfo": "ibverbs-utils",
+    "ip": "iproute2", "iperf3": "iperf3", "ping": "iputils-ping", "ps": "procps",
+}  # fmt: skip
+"""Of Debian and Ubuntu, by the command that is in it."""
+ELSEWHERE = {"hostname", "sh", "df", "nvidia-smi", "ray"}  # of every image, of the driver, of pip
+
+
+def test_the_commands_that_the_pages_advise_are_installed():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    advised = {match[1] for match in re.finditer(r"`rlpost exec (?:--node \w+ )?(?:-- )?([\w-]+)", text)}
+    assert {"ping", "iperf3", "ethtool", "ibstat"} <= advised
+    assert advised <= PACKAGES.keys() | ELSEWHERE
+    installed = next(run for run in arguments("RUN") if "apt-get install" in run).split()
+    assert {PACKAGES[command] for command in advised - ELSEWHERE} <= set(installed)
+
+
 def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
     """The list that the image installs and that the doctor checks, against setuptools' reading of the same file."""
     words = shlex.split(next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0])

@@ -15,6 +15,7 @@ from rlpost.local_gpus import LocalGpu
 from rlpost.orchestration import engines, stages
 from rlpost.orchestration.placement import Offer, place, service_ports
 from rlpost.orchestration.stages import ClusterStages
+from rlpost.orchestration.worker_groups import ActorGroup
 
 SETTINGS = {
     "colocate": True, "nodes": 2, "num_gpus_per_node": 2, "actor_num_gpus_per_node": 2,
@@ -78,10 +79,11 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
 
     async def start() -> None:
         made = ClusterStages.__new__(ClusterStages)
-        made._config, made._actors, made._stop, made._break_even = config, actors, None, None
+        group = ActorGroup(actors)
+        made._config, made._actors, made._stop, made._break_even = config, group, None, None
         await made._start_actors(placement, ports, Path("/checkpoint"))
         fleet = engines.Fleet(config, cluster, placement, ports)
-        visible = await actors.call("visible_gpu")
+        visible = await group.visible_gpus()
         for index in range(2):
             fleet._group(index, visible)
 

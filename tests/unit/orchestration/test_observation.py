@@ -15,6 +15,7 @@ from rlpost.orchestration import observation as module
 from rlpost.orchestration.batches import is_repetitive
 from rlpost.orchestration.checkpoints import SaveTimes
 from rlpost.orchestration.observation import Flops, Observation, pace, run_metrics
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 HF = {
@@ -122,7 +123,7 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
 
     async def run():
         look = observation(tmp_path, checkpoints)
-        await look.attach(Actors(), None, SimpleNamespace(num_bytes=1000, changed_frac=0.02))
+        await look.attach(ActorGroup(Actors()), None, SimpleNamespace(num_bytes=1000, changed_frac=0.02))
         first = await train(look, 1)
         checkpoints.last = SaveTimes(1, 0.25, 2.5, 4000)
         return first, await train(look, 2), await train(look, 3)
@@ -141,7 +142,7 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
 def test_an_actor_that_does_not_answer_is_missing_from_the_line_and_the_run_goes_on(tmp_path, caplog):
     async def run():
         look = observation(tmp_path)
-        await look.attach(Actors(is_dead=True), None, None)
+        await look.attach(ActorGroup(Actors(is_dead=True)), None, None)
         return await train(look, 1)
 
     found = asyncio.run(run())
@@ -152,7 +153,7 @@ def test_an_actor_that_does_not_answer_is_missing_from_the_line_and_the_run_goes
 def test_chosen_steps_are_traced_with_what_follows_them_and_no_others(tmp_path):
     async def run():
         look = observation(tmp_path, trace_steps="2:3")
-        await look.attach(Actors(), None, None)
+        await look.attach(ActorGroup(Actors()), None, None)
         for step in range(1, 6):
             await train(look, step)
             with span(f"save {step}"):
@@ -171,7 +172,7 @@ def test_chosen_steps_are_traced_with_what_follows_them_and_no_others(tmp_path):
 def test_a_run_that_ends_within_the_chosen_steps_leaves_the_trace_of_what_there_was(tmp_path):
     async def run():
         look = observation(tmp_path, trace_steps="1:9")
-        await look.attach(Actors(), None, None)
+        await look.attach(ActorGroup(Actors()), None, None)
         for step in (1, 2):
             await train(look, step)
         await look.close()
@@ -183,7 +184,7 @@ def test_a_run_that_ends_within_the_chosen_steps_leaves_the_trace_of_what_there_
 def test_the_profiler_runs_over_its_steps_and_ends_with_the_run(tmp_path):
     async def run(num_steps):
         look, actors = observation(tmp_path, profile=True, profile_step_start=2, profile_step_end=4), Actors()
-        await look.attach(actors, None, None)
+        await look.attach(ActorGroup(actors), None, None)
         for step in range(1, num_steps + 1):
             await train(look, step)
         await look.close()
@@ -207,7 +208,7 @@ def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, m
 
     async def run():
         look = observation(tmp_path, profile=True, profile_step_start=1, profile_step_end=3)
-        await look.attach(Hung(), None, None)
+        await look.attach(ActorGroup(Hung()), None, None)
         await train(look, 1)
         async with asyncio.timeout(30):
             with pytest.raises(Preempted):
@@ -224,7 +225,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
     async def run():
         look = observation(tmp_path, trace_steps="1")
-        await look.attach(Actors(), None, None)
+        await look.attach(ActorGroup(Actors()), None, None)
         return [await train(look, step) for step in (1, 2)]
 
     assert len(asyncio.run(run())) == 2

@@ -161,8 +161,8 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
             (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(60)
 
-    async def answer(draft, prompt, sampling):
-        return Sample(prompt.prompt_id, draft.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
+    async def answer(builder, prompt, sampling):
+        return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
 
     writer = GroupWriter(None, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
     entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))

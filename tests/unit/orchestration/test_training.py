@@ -9,6 +9,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
+from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.types import Sample, SampleGroup, ScoredSample, StepResult
 
 HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_abs_diff": 0.0}
@@ -54,7 +55,7 @@ def train(actors, *, num_steps=1, is_fresh=True, stop=None, **grpo):
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
-    training = Training(config, actors, [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9)
+    training = Training(config, ActorGroup(actors), [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9)
     return asyncio.run(training.train(groups()))
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rlpost.errors import DataError
-from rlpost.reward.choice import gpqa
 from rlpost.reward.f1 import f1
-from rlpost.reward.instructions import CHECKS, ifeval
+from rlpost.reward.gpqa import gpqa
+from rlpost.reward.ifeval import CHECKS, ifeval
 
 FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
 

@@ -65,7 +65,11 @@ def test_one_of_ours_is_called_with_the_group_alone():
     [
         (group_filter, of_nobody, r"needed is \(group\), or slime's \(args, samples, \*\*kwargs\)"),
         (buffer_filter, buffer_of_slime, r"needed is \(waiting, num_groups\), or slime's \(args, rollout_id, buffer"),
-        (generate_function, ours, r"needed is \(draft, prompt, sampling\), or slime's \(args, sample, sampling_params"),
+        (
+            generate_function,
+            ours,
+            r"needed is \(builder, prompt, sampling\), or slime's \(args, sample, sampling_params",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(load, function, words):

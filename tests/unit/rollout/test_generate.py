@@ -260,11 +260,11 @@ def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, M
     """A group of a function whose sandbox is gone in some of its calls, by index and by the number of the call."""
     calls = itertools.count()
 
-    async def function(draft: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
-        if is_lost(draft.index, next(calls)):
+    async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        if is_lost(builder.index, next(calls)):
             raise GradingLost("the sandbox is gone")
-        await draft.write()
-        return draft.sample()
+        await builder.write()
+        return builder.sample()
 
     async def work() -> tuple[Any, Mapping[str, float]]:
         engine = FakeEngine()

@@ -37,7 +37,7 @@ def test_settings_of_sglang_are_known_without_importing_it() -> None:
     assert {"mem_fraction_static", "attention_backend", *server.WITHOUT_CUDA} <= server_arg_names()
     program = (
         "import sys; from rlpost.rollout.server_args import check_server_args; "
-        "check_server_args(['mem_fraction_static']); assert not {'sglang', 'torch'} & set(sys.modules)"
+        "check_server_args({'mem_fraction_static': 0.5}); assert not {'sglang', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -53,7 +53,7 @@ def test_settings_of_sglang_are_known_without_importing_it() -> None:
 )
 def test_a_wrong_setting_is_named(name: str, wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        check_server_args(["mem_fraction_static", name])
+        check_server_args({"mem_fraction_static": 0.5, name: 1})
 
 
 def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +163,7 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
 
 def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
     """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a list."""
-    check_server_args(["cuda_graph_bs"])
+    check_server_args({"cuda_graph_bs": [1, 2, 4]})
     assert in_its_words({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {"cuda_graph_bs_decode": [1, 2, 4], "tp_size": 2}
     assert in_its_words({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
     assert in_its_words({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"

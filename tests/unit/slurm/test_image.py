@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,3 +97,98 @@ def test_an_image_is_described_by_its_digest_or_by_its_file(tmp_path: Path) -> N
     assert describe(file) == {"path": str(file), "size": 4, "mtime": int(file.stat().st_mtime)}
     assert describe(tmp_path / f"sha256-{'a' * 64}.sqsh")["sha256"] == "a" * 64
     assert describe(Path("/local/on/nodes.sqsh")) == {"path": "/local/on/nodes.sqsh"}
+
+
+USER, OTHER = 61_001, 61_002  # ids that nobody has
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def open_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As ``registry``, in a folder that every user can read; each start of pytest closes its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rlpost-images-") as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "images.json").write_text(json.dumps({URI: TEXT}))
+        monkeypatch.setenv("STANDIN_REGISTRY", folder)
+        monkeypatch.setenv("PATH", f"{ROOT / 'tests/fakes/bin'}:{os.environ['PATH']}")
+        yield Path(folder)
+
+
+def ask_as(user: int, registry: Path, *, umask: int = 0o077) -> subprocess.CompletedProcess[str]:
+    """What a batch script does, as one of two users of the same group."""
+    code = registry / "code"
+    if not code.exists():  # the checkout may lie where only its owner looks
+        (code / "slurm").mkdir(parents=True)
+        (code / "slurm/__init__.py").touch()
+        shutil.copy(ROOT / "slurm/image.py", code / "slurm")
+        shutil.copytree(ROOT / "tests/fakes/bin", code / "bin")
+    (registry / "pulled").touch()
+    (registry / "pulled").chmod(0o666)
+    return subprocess.run(
+        ["/usr/bin/python3", "-B", "-m", "slurm.image", NAME, "--cache", str(registry / "cache")],
+        cwd=code,
+        env={"PATH": f"{code}/bin:/usr/bin:/bin", "STANDIN_REGISTRY": str(registry)},
+        capture_output=True,
+        text=True,
+        user=user,
+        group=USER,
+        extra_groups=[],
+        umask=umask,
+    )
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("mode", "image", "lock"), [(0o2770, 0o640, 0o660), (0o1777, 0o644, 0o666), (0o700, 0o600, 0o600)]
+)
+def test_a_cache_is_shared_as_its_folder_is(open_registry: Path, mode: int, image: int, lock: int) -> None:
+    """Under the umask of the batch script. Who imports first owns the files; others read them, and may lock."""
+    cache = open_registry / "cache"
+    cache.mkdir()
+    os.chown(cache, USER, USER)
+    cache.chmod(mode)
+    first = ask_as(USER, open_registry)
+    assert first.returncode == 0, first.stderr
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in cache.iterdir()}
+    assert modes == {".sqsh": image, ".json": image, ".lock": lock}
+    if mode == 0o700:
+        return
+    second = ask_as(OTHER, open_registry)
+    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr
+    assert (open_registry / "pulled").read_text() == URI + "\n"
+
+
+@needs_root
+def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
+    """A site's folder, which an administrator fills; the lock of an earlier import is the administrator's alone."""
+    cache = open_registry / "cache"
+    ensure(NAME, cache)
+    cache.chmod(0o755)
+    (path,) = cache.glob("*.sqsh")
+    for file in (path, *cache.glob("*.json")):
+        file.chmod(0o644)
+    (cache / f"{key(NAME)}.lock").chmod(0o600)
+    done = ask_as(USER, open_registry)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}\n", "")
+
+
+@needs_root
+def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
+    (open_registry / "cache").mkdir(mode=0o755)
+    done = ask_as(USER, open_registry)
+    assert done.returncode == 1 and f"holds no {NAME}, and user {USER} cannot write to it" in done.stderr
+    assert "--image-cache" in done.stderr
+
+
+@needs_root
+def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owner_comes(open_registry: Path) -> None:
+    """As versions before left them: 0600 whatever the folder."""
+    cache = open_registry / "cache"
+    ensure(NAME, cache)
+    cache.chmod(0o777)
+    (path,) = cache.glob("*.sqsh")
+    path.chmod(0o600)
+    done = ask_as(USER, open_registry)
+    assert done.returncode == 1 and f"{path} exists and user {USER} cannot read it" in done.stderr
+    ensure(NAME, cache)
+    assert ask_as(USER, open_registry).stdout == f"{path}\n"

@@ -1,6 +1,5 @@
 """The srun that enters a job. Whether it does is held by tests/cluster/test_verbs.py, without containers."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,20 +35,17 @@ def test_pyxis_gets_the_name_of_this_start_and_every_mount_in_one_list():
     assert "--no-container-entrypoint" in found and "--container-image" not in found
 
 
-@pytest.mark.parametrize(("restart", "code"), [(0, 0), (1, 1)])
-def test_enroot_is_entered_by_the_process_of_the_container_with_that_name(tmp_path, restart, code):
-    """The words after srun's own, run here with a stand-in for enroot that knows one container."""
-    (tmp_path / "enroot").write_text(
-        "#!/bin/sh\n"
-        "case $1 in\n"
-        "  list) printf 'NAME PID COMM\\nrlpost_5_0 4242 python\\nrlpost_5_1\\nother 17 sh\\n' ;;\n"
-        '  exec) shift; echo "$@" ;;\n'
-        "esac\n"
-    )
-    (tmp_path / "enroot").chmod(0o755)
-    inside = Inside(RUN, CODE, Container("enroot", "/images/a.sqsh"), restart)
+@pytest.mark.parametrize("backend", [None, "pyxis", "enroot"])
+def test_a_step_has_the_variables_of_the_agents_whatever_the_image_sets(backend):
+    """Through env, inside: neither pyxis nor enroot exec lets those of srun win."""
+    container = Container(backend, "/images/a.sqsh") if backend else None
+    inside = Inside(RUN, CODE, container, 1, (("RAY_AUTH_MODE", "token"), ("A", "x y")))
+    argv = step_argv("5", ["ray", "status"], nodes=["n1"], inside=inside)
+    assert argv[-5:] == ["env", "RAY_AUTH_MODE=token", "A=x y", "ray", "status"]
+
+
+def test_enroot_is_entered_on_the_node_by_the_name_of_this_start():
+    """The script is that of the run's code; it adds the node to the name (test_enroot_scripts.py)."""
+    inside = Inside(RUN, CODE, Container("enroot", "/images/a.sqsh"), 1)
     argv = step_argv("5", ["echo", "a b"], nodes=["n1"], inside=inside)
-    payload = argv[argv.index("bash") :]
-    done = subprocess.run(payload, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.returncode == code
-    assert (done.stdout, "no container rlpost_5_1" in done.stderr) == ("" if code else "4242 echo a b\n", bool(code))
+    assert argv[-5:] == ["bash", "/runs/a/code/slurm/enroot_exec.sh", "rlpost_5_1", "echo", "a b"]

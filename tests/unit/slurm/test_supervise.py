@@ -132,14 +132,15 @@ def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> 
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ).stdout
 
 
-def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
-    """Nodes, image and code at the start; verdict, cause, answer and bad hosts at the end."""
+def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes, image and code (which is where) at the start; verdict, cause, answer and bad hosts at the end."""
     attempt = tmp_path / "attempts/0"
     attempt.mkdir(parents=True)
     (tmp_path / "code.json").write_text('{"commit": "abc", "is_dirty": true}')
     (attempt / "verdict").write_text("failed\n")
     (attempt / "verdict.json").write_text('{"cause": "n02 is gone"}')
     (attempt / "exclude").write_text("n02\n")
+    monkeypatch.setenv("RLPOST_HOME", "/home/me/rlpost")
     image = f"/images/sha256-{'0' * 64}.sqsh"
     assert supervise(tmp_path, "start", "--job", "7", "--nodes", "n[01-02]", "--image", image) == ""
     limits = ("--max-preemptions", "1", "--max-failures", "1", "--max-stalled-attempts", "2")
@@ -152,6 +153,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
         "job_id": "7",
         "nodes": "n[01-02]",
         "image": {"path": image, "sha256": "0" * 64},
+        "home": "/home/me/rlpost",
         "code": {"commit": "abc", "is_dirty": True},
     }
     assert end == {
@@ -166,13 +168,93 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
     assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
 
 
-@pytest.mark.parametrize("name", ["ledger", "image", "supervise"])
+BATCH_HOST_MODULES = ("ledger", "image", "supervise", "causes", "evidence", "remaining_hosts", "nodelist", "errors")
+
+
+END = (sys.executable, "-m", "slurm.supervise", "end")
+LIMITS = ("--max-preemptions", "1", "--max-failures", "3", "--max-stalled-attempts", "9")
+
+
+def begun(run: Path, nodes: str, logs: dict[str, str], launch: str) -> Path:
+    """An attempt that has begun and left these logs; its folder."""
+    attempt = run / "attempts/0"
+    attempt.mkdir(parents=True)
+    supervise(run, "start", "--job", "7", "--nodes", nodes)
+    for host, text in logs.items():
+        (attempt / f"agent-{host}.log").write_text(text)
+    (attempt / "launch.log").write_text(launch)
+    return attempt
+
+
+def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(tmp_path: Path) -> None:
+    """Verdict config, exit 78; the cause stands in the ledger, the log and the files of the attempt."""
+    image = "[ERROR] Invalid image format: /images/rl.sqsh\n"
+    launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
+    attempt = begun(tmp_path, "n[01-02]", {"n01": image, "n02": image}, launch)
+    done = subprocess.run(
+        [*END, "--code", "1", *LIMITS, "--run-folder", str(tmp_path), "--attempt", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "78\n"
+    assert "cause: n01, n02: the image /images/rl.sqsh is damaged" in done.stderr and "remedy:" in done.stderr
+    entry = Ledger(tmp_path / "ledger.jsonl").read()[-1]
+    assert (entry["verdict"], entry["answer"]) == ("config", 78) and "/images/rl.sqsh" in entry["cause"]
+    assert (attempt / "verdict").read_text() == "config\n"
+
+
+def test_what_may_pass_is_tried_again_and_told_with_where_it_begins(tmp_path: Path) -> None:
+    full = "Write on output file failed because No space left on device\n"
+    launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
+    begun(tmp_path, "n[01-02]", {"n01": full, "n02": full}, launch)
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "again\n"
+    entry = Ledger(tmp_path / "ledger.jsonl").read()[-1]
+    assert entry["verdict"] == "failed" and "No space left on device" in entry["cause"]
+
+
+def test_an_import_that_failed_stands_in_the_ledger(tmp_path: Path) -> None:
+    said = "enroot import docker://r.org#rl:9 failed (exit 1):\n[ERROR] URL https://r.org/v2 returned error code: {}\n"
+    begun(tmp_path, "n01", {}, said.format("404 Not Found"))
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "78\n"
+    assert "404 Not Found" in Ledger(tmp_path / "ledger.jsonl").read()[-1]["cause"]
+    (tmp_path / "attempts/0/verdict").unlink()
+    (tmp_path / "attempts/0/launch.log").write_text(said.format("503 Service Unavailable"))
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "again\n"
+    assert "503" in Ledger(tmp_path / "ledger.jsonl").read()[-1]["cause"]
+
+
+def test_a_cancelled_attempt_is_blamed_on_nobody(tmp_path: Path) -> None:
+    launch = "srun: error: n01: task 0: Exited with exit code 1\n"
+    begun(tmp_path, "n01", {"n01": "setup command failed: sleep 99\n"}, launch)
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, "--terminated") == "1\n"
+    assert Ledger(tmp_path / "ledger.jsonl").read()[-1]["verdict"] == "none"
+
+
+def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(tmp_path: Path) -> None:
+    """Slurm would hold it in BadConstraints for good."""
+    attempt = begun(tmp_path, "n[01-02]", {}, "")
+    (attempt / "exclude").write_text("n02\n")
+    (attempt / "verdict").write_text("failed\n")
+    answers = {"scontrol": "echo JobId=7 Partition=batch NumNodes=2", "sinfo": r'printf "n01|x\nn02|x\n"'}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "1\n"
+    reason = Ledger(tmp_path / "ledger.jsonl").read()[-1]["reason"]
+    assert "without n02" in reason and "1 of the 2 nodes" in reason and "--resume" in reason
+    (tmp_path / "sinfo").write_text('#!/bin/sh\nprintf "n01|x\\nn02|x\\nn03|x\\n"\n')
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "again n02\n"
+
+
+@pytest.mark.parametrize("name", BATCH_HOST_MODULES)
 def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
-    """Syntax of Python 3.8, and no module of ours beside these three."""
+    """Syntax of Python 3.8, and no module of ours beside these."""
     tree = ast.parse((ROOT / f"slurm/{name}.py").read_text(), feature_version=(3, 8))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {module for module in modules if module and module.startswith("slurm")}
-    assert ours <= {"slurm.ledger", "slurm.image"}
+    assert ours <= {f"slurm.{other}" for other in BATCH_HOST_MODULES}
     assert not {"tomllib", "zoneinfo", "graphlib"} & modules
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlpost.errors import SyncError
-from rlpost.weights.sync import Broadcast
+from rlpost.weights.trainer_side import Broadcast
 
 
 class FakeBuckets:

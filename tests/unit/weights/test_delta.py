@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rlpost.weights.delta import DATA, MANIFEST, Manifest, WeightCopy, apply, encode
-from rlpost.weights.sent import LastSent, words_of
+from rlpost.weights.sent_weights import LastSent, words_of
 
 NAN, OTHER_NAN, MINUS_ZERO = 0x7FC0, 0xFFC1, 0x8000
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlpost.weights.sync import FlatMemory
+from rlpost.weights.trainer_side import FlatMemory
 
 
 def test_the_bytes_are_the_tensors_one_after_another_in_memory_that_is_kept():

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from rlpost.weights import sync
+from rlpost.weights import trainer_side
 from rlpost.weights.quantise import FP8
 
 
 def test_the_device_of_a_handle_is_named_by_its_uuid_and_nothing_else_changes() -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    handle = sync.with_uuid(tuple(names), lambda name: f"UUID of {name}")
+    handle = trainer_side.with_uuid(tuple(names), lambda name: f"UUID of {name}")
     assert [one for one, name in zip(handle, names, strict=True) if one != name] == ["UUID of storage_device"]
 
 
@@ -32,7 +32,7 @@ def test_sglang_expects_the_uuid_at_that_place() -> None:
     assert found is not None and found.submodule_search_locations is not None
     text = (Path(found.submodule_search_locations[0]) / "srt/utils/patch_torch.py").read_text()
     place = re.search(r"^_REDUCE_TENSOR_ARG_DEVICE_INDEX = (\d+)", text, re.MULTILINE)
-    assert place is not None and int(place[1]) == sync._DEVICE
+    assert place is not None and int(place[1]) == trainer_side._DEVICE
     assert "isinstance(device_maybe_uuid, str)" in text
 
 
@@ -80,7 +80,7 @@ def unpickled(handle: str) -> tuple[Any, int]:
 def test_a_bucket_is_one_handle_which_sglang_s_own_class_reads() -> None:
     """However many tensors it has: torch wraps a storage once for each time that it is shared."""
     buckets = Buckets()
-    sharing = sync.Sharing(buckets)
+    sharing = trainer_side.Sharing(buckets)
     reader = sglang_module("srt/weight_sync/tensor_bucket.py", "sglang_tensor_bucket")
     for index in range(3):
         given, num_storages = unpickled(sharing.share(index))
@@ -111,7 +111,7 @@ def test_sglang_lets_everything_in_a_handle_pass() -> None:
         if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ALLOWED_GLOBALS"
     ]
     allowed = ast.literal_eval(listed)
-    data = base64.b64decode(sync.Sharing(Buckets()).share(0))
+    data = base64.b64decode(trainer_side.Sharing(Buckets()).share(0))
     used: set[tuple[str, str]] = set()
 
     class Noting(pickle.Unpickler):
@@ -128,7 +128,7 @@ def test_a_tensor_of_the_host_is_pickled_as_torch_does_it() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     buffer = io.BytesIO()
     memory = torch.arange(3).share_memory_()
-    sync._HandlePickler(buffer).dump([("a", memory)])
+    trainer_side._HandlePickler(buffer).dump([("a", memory)])
     ((name, tensor),) = pickle.loads(buffer.getvalue())
     memory[0] = 7
     assert (name, tensor.tolist()) == ("a", [7, 1, 2])

@@ -6,6 +6,7 @@ The first word of the driver that is not the batch script's own is the behaviour
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
     wait-once                   the same on attempt 0; ``done`` on later ones
     crash                       die without a verdict
+    no-package                  die as an agent whose package is not installed
     requeue                     leave this verdict at once, as after a stop
     commit-requeue              the same with a checkpoint one step beyond the last attempt's
     requeue-once                requeue on attempt 0, done on later ones
@@ -56,6 +57,8 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)
+    if behaviour == "no-package":
+        import package_that_is_missing  # type: ignore[import-not-found]  # noqa: F401
     names = ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID", "MARK", "IMAGE", "SET_UP")
     place = {key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES")}
     facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}

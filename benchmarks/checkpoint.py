@@ -1,0 +1,264 @@
+"""What a checkpoint costs: how long training stands still for it, how long it takes in all, what memory it takes, how
+long a resume takes.
+
+    python -m benchmarks.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER] [--write]
+
+One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol of a run with its
+checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to as many files by as many threads, with
+fsync; a save that is waited for; saves in the background through a buffer that holds the whole state and through a
+bounded one. "blocking" is what a save takes of training when the next optimizer step comes after the state has been
+copied; "if a step comes at once" adds the wait of a step that comes right away. Memory is the peak of the process
+above what it held before its first save with that buffer. A resume finds the newest checkpoint, checksums included, and
+loads it. --folder says on which file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.page import show
+from benchmarks.tables import machine, table
+from rlpost.actor import device
+from rlpost.actor.actor import Actor
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist.writer import NUM_THREADS
+from rlpost.checkpoint.state import RunState
+from rlpost.config.groups.checkpoint import CheckpointConfig
+from rlpost.orchestration.checkpoints import Checkpoints, Write
+from rlpost.types import TrainBatch, TrainSample
+
+HEADING = "## Checkpoints"
+SIZES = {"1M": (64, 4, 1024), "100M": (768, 11, 16_384)}  # hidden, layers, vocabulary
+GOAL, LONGER_GOAL = 0.05, 1.2
+CHUNK = 16 * 1024**2
+
+Seconds = dict[str, list[float]]
+
+
+def make_model(folder: Path, size: str) -> int:
+    """Write a random Qwen3; how many parameters it has."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, vocabulary = SIZES[size]
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def started(folder: Path, *, buffer_gb: float) -> Actor:
+    """An actor after one step, so that Adam has moments."""
+    actor = Actor(ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb))
+    actor.setup(0, 1, "127.0.0.1", 29_433)
+    actor.import_weights()
+    sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)
+    actor.train_step(TrainBatch(((sample,),), num_samples=1, num_tokens=8))
+    return actor
+
+
+class PeakMemory:
+    """The most that this process held within, above what it held before: ``num_bytes``."""
+
+    def __enter__(self) -> PeakMemory:
+        self._before = self._peak = device.memory_in_use()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self._peak = max(self._peak, device.memory_in_use())
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.num_bytes = self._peak - self._before
+
+
+def plain_write(folder: Path, num_bytes: int) -> float:
+    """Seconds for as many bytes in as many files by as many threads, each flushed to disk."""
+    data = memoryview(bytearray(os.urandom(CHUNK)))
+
+    def write(number: int) -> None:
+        with open(folder / f"plain-{number}", "wb", buffering=0) as file:
+            left = num_bytes // NUM_THREADS
+            while left > 0:
+                left -= file.write(data[: min(left, CHUNK)])
+            os.fsync(file.fileno())
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(write, range(NUM_THREADS)))
+    seconds = time.monotonic() - begun
+    for path in folder.glob("plain-*"):
+        path.unlink()
+    return seconds
+
+
+class Measured:
+    """Saves of one actor, and what they took: seconds of each kind, bytes of memory, bytes of a checkpoint."""
+
+    def __init__(self, actor: Actor, folder: Path) -> None:
+        self.seconds: Seconds = defaultdict(list)
+        self.memory: dict[str, int] = {}
+        self.num_bytes = 0
+        self._actor = actor
+        self._folder = folder
+        self._step = 0
+        self._checkpoints = Checkpoints(CheckpointConfig(keep_last=1), folder / "saved", committed=lambda *_: None)
+        self._checkpoints.claim("bench")
+
+    async def waited_for(self) -> None:
+        """A save that training waits for."""
+        await self._checkpoints.commit(self._next(), self._write(in_background=False))
+        assert self._checkpoints.last is not None
+        self.seconds["waited for"].append(self._checkpoints.last.total_s)
+        self.num_bytes = self._checkpoints.last.num_bytes
+
+    async def in_background(self, kind: str, *, step_at_once: bool) -> None:
+        """A save beside training; with ``step_at_once`` an optimizer step comes right after it has begun."""
+        finish = lambda: asyncio.to_thread(self._actor.finish_save)  # noqa: E731
+        begun = time.monotonic()
+        with PeakMemory() as peak:
+            await self._checkpoints.start(self._next(), self._write(in_background=True), finish)
+            if step_at_once:
+                await asyncio.to_thread(self._actor.wait_copied)
+                self.seconds[f"{kind}, if a step comes at once"].append(time.monotonic() - begun)
+            assert await self._checkpoints.settle(), "the save in the background failed"
+        assert self._checkpoints.last is not None
+        self.memory.setdefault(kind, peak.num_bytes)
+        if not step_at_once:
+            self.seconds[f"{kind}, blocking"].append(self._checkpoints.last.blocking_s)
+            self.seconds[f"{kind}, in all"].append(self._checkpoints.last.total_s)
+
+    def plain(self) -> None:
+        """As many bytes, written."""
+        self.seconds["plain write"].append(plain_write(self._folder, self.num_bytes))
+
+    def resume(self) -> None:
+        """Find the newest checkpoint and load it."""
+        begun = time.monotonic()
+        path, _ = self._checkpoints.newest()
+        self.seconds["resume, finding"].append(time.monotonic() - begun)
+        assert path is not None
+        with PeakMemory() as peak:
+            self._actor.load(path)
+        self.seconds["resume, in all"].append(time.monotonic() - begun)
+        self.memory["resume"] = max(peak.num_bytes, self.memory.get("resume", 0))
+
+    def _next(self) -> RunState:
+        self._step += 1
+        return RunState(step=self._step)
+
+    def _write(self, *, in_background: bool) -> Write:
+        async def write(into: Path) -> None:
+            self._actor.save(into, self._step, in_background=in_background)
+
+        return write
+
+
+async def measure(actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, whole_gb: float) -> Measured:
+    """All kinds in each round, one after the other."""
+    measured = Measured(actor, folder)
+    for _ in range(rounds):
+        for kind, size in (("bounded buffer", buffer_gb), ("buffer of the whole state", whole_gb)):
+            actor.set_save_buffer(int(size * 1e9))
+            await measured.in_background(kind, step_at_once=False)
+            await measured.in_background(kind, step_at_once=True)
+        await measured.waited_for()
+        measured.plain()
+        measured.resume()
+    return measured
+
+
+def rows(seconds: Seconds) -> list[list[str]]:
+    """A row a kind: median, least, and the ratios to a plain write and to the save that is waited for."""
+    median = {kind: statistics.median(each) for kind, each in seconds.items()}
+    return [
+        [
+            kind,
+            f"{median[kind]:.2f}",
+            f"{min(each):.2f}",
+            f"{median[kind] / median['plain write']:.2f}",
+            f"{100 * median[kind] / median['waited for']:.1f} %",
+        ]
+        for kind, each in seconds.items()
+    ]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="100M")
+    parser.add_argument("--rounds", type=int, default=3, help="of each kind (default: 3)")
+    parser.add_argument("--buffer-gb", type=float, default=0.25, help="the bounded buffer (default: 0.25)")
+    parser.add_argument("--folder", type=Path, help="on the file system in question (default: a temporary one)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    where = machine()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        num_parameters = make_model(folder / "model", options.size)
+        actor = started(folder / "model", buffer_gb=options.buffer_gb)
+        whole_gb = 17 * num_parameters / 1e9  # 16 bytes a parameter, and a little
+        found = asyncio.run(
+            measure(actor, folder, rounds=options.rounds, buffer_gb=options.buffer_gb, whole_gb=whole_gb)
+        )
+        actor.close()
+    median = {kind: statistics.median(each) for kind, each in found.seconds.items()}
+    bounded, whole = (found.memory[kind] / 1e9 for kind in ("bounded buffer", "buffer of the whole state"))
+    share = median["bounded buffer, blocking"] / median["waited for"]
+    longer = median["bounded buffer, in all"] / median["buffer of the whole state, in all"]
+    lines = [
+        f"One rank, {num_parameters / 1e6:.0f} million parameters in float32 with Adam's moments, "
+        f"{found.num_bytes / 1e9:.2f} GB a checkpoint,",
+        f"{options.rounds} interleaved rounds. Through a buffer of {options.buffer_gb:g} GB a save in the background",
+        f"held {bounded:.2f} GB more than before it, through one of the whole state {whole:.2f} GB; it took",
+        f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training stood still for {100 * share:.1f} %",
+        f"of a save that is waited for (goal: {100 * GOAL:.0f} %). A resume held",
+        f"{found.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
+        f"{where}:",
+        "",
+        "```bash",
+        "python -m benchmarks.checkpoint --write",
+        "```",
+        "",
+        *table(
+            ["", "median s", "least s", "time, plain write = 1", "of a save that is waited for"], rows(found.seconds)
+        ),
+    ]
+    show(HEADING, lines, write=options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

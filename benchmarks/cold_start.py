@@ -1,0 +1,81 @@
+"""How long a person waits for a command that does nothing: cold starts of an installed wheel beside ``python -c pass``.
+
+    python -m benchmarks.cold_start [--repeat 15] [--write]
+
+The wheel is built from the checkout and installed in an environment of its own (``tests/installed.py``). Every command
+is started anew, in turn, in one run; the first round fills the caches of the file system and does not count. --write
+puts the table into docs/benchmarks.md, section "Cold start".
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.page import show
+from benchmarks.tables import machine, table
+from tests.installed import build_wheel, clean_environment
+from tests.unit.cli.projects import make_project
+
+HEADING = "## Cold start"
+INTRODUCTION = """\
+The wheel in an environment of its own, with what it requires and nothing else. Wall time of commands that are started
+anew, in turn, {repeat} rounds in one run; {machine}, Python {python}:
+
+```bash
+python -m benchmarks.cold_start --write
+```
+"""
+
+
+def commands(programs: Path) -> dict[str, list[str]]:
+    """What is measured."""
+    rlpost = str(programs / "rlpost")
+    return {
+        "python -c pass": [str(programs / "python"), "-c", "pass"],
+        "rlpost --help": [rlpost, "--help"],
+        "rlpost list": [rlpost, "list"],
+        "rlpost submit --help": [rlpost, "submit", "--help"],
+        "rlpost check RECIPE": [rlpost, "check", "recipe.toml"],
+    }
+
+
+def measure(programs: Path, project: Path, repeat: int) -> list[Sequence[str]]:
+    """A row a command: median, least and most seconds."""
+    times: dict[str, list[float]] = {name: [] for name in commands(programs)}
+    for _ in range(repeat + 1):
+        for name, command in commands(programs).items():
+            started_at = time.perf_counter()
+            subprocess.run(command, cwd=project, check=True, stdout=subprocess.DEVNULL)
+            times[name].append(time.perf_counter() - started_at)
+    return [
+        (f"`{name}`", *(f"{figure(seen[1:]):.3f}" for figure in (statistics.median, min, max)))
+        for name, seen in times.items()
+    ]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=15, help="rounds (default: 15)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    where = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        programs = clean_environment(Path(folder) / "venv", build_wheel(Path(folder) / "build").wheel)
+        rows = measure(programs, make_project(Path(folder) / "project"), options.repeat)
+    python = ".".join(map(str, sys.version_info[:3]))
+    introduction = INTRODUCTION.format(repeat=options.repeat, machine=where, python=python)
+    lines = table(("command", "median s", "least", "most"), rows)
+    show(HEADING, [introduction, *lines], write=options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

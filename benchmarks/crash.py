@@ -1,0 +1,286 @@
+"""A run that is killed again and again, beside one that is not.
+
+    python -m benchmarks.crash --kills 100 [--seed 1] [--write]
+
+On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
+its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
+batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the run that
+nobody touched, every prompt exactly once, and no group finished twice. Answers come from
+``benchmarks/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
+compared. The table says what each kind of kill cost: seconds until the run was further than it had been, and attempts.
+--write puts it into docs/benchmarks.md, section "Crashes".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.crashed_run import DEADLINE_S, POLL_S, CrashedRun, wait_for
+from benchmarks.page import put_section
+from rlpost.metrics.writer import read_metrics
+from tests.cluster.jobs import job_info
+from tests.cluster.lab import Lab
+from tests.cluster.lab_config import LabOptions
+
+HEADING = "## Crashes"
+STEPS_A_KILL, SPARE_STEPS, MOST_STEPS = 3, 10, 2
+LONGEST_START_S, LONGEST_WORK_S = 15.0, 4.0  # a kill comes so long after an attempt begins, or after it is ready
+SHARE_IN_START = 0.25
+# place: its signals. After TERM (which is what scancel sends) the batch shell goes on and never requeues, and KILL ends
+# the job: whoever wants it back submits it with --resume.
+PLACES = {
+    "driver": (signal.SIGKILL, signal.SIGTERM),
+    "actor": (signal.SIGKILL,),
+    "engine": (signal.SIGKILL, signal.SIGTERM),
+    "router": (signal.SIGKILL, signal.SIGTERM),
+    "agent": (signal.SIGKILL, signal.SIGTERM),
+    "node": (signal.SIGKILL,),
+    "batch shell": (signal.SIGUSR2, signal.SIGTERM, signal.SIGKILL),
+}
+
+
+@dataclass
+class Kill:
+    """One kill and what it cost."""
+
+    place: str
+    signal: signal.Signals
+    step: int  # trained before
+    when: str  # "start-up" or "work"
+    at: float  # time.monotonic
+    ready: int  # attempts that were ready by then
+    attempts: int  # by then; afterwards those it cost
+    seconds: float = 0.0  # until the run was further than it had been
+    by_hand: bool = False  # submitted again with --resume
+
+    @property
+    def keeps_attempt(self) -> bool:
+        """Whether the run goes on without a new attempt."""
+        return self.place in ("engine", "router") or (self.place, self.signal) == ("batch shell", signal.SIGTERM)
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}, {self.signal.name.removeprefix('SIG')}"
+
+    def __str__(self) -> str:
+        told = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
+        return told + ", brought back by hand" * self.by_hand
+
+
+def finish(run: CrashedRun) -> None:
+    """Let it come to its end."""
+    wait_for(run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S)
+    if not run.is_done:
+        raise RuntimeError(f"the run ended without being done\n{run.tell()}")
+    wait_for(run, "the end of the job", lambda: run.is_over)
+
+
+def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
+    """Kill now; None when the run is done, or has no such process at this moment."""
+    if run.is_done:
+        return None
+    when = "work" if run.is_ready else "start-up"
+    kill = Kill(place, number, run.step, when, time.monotonic(), run.count("ready"), run.count("attempt"))
+    if place == "node":
+        node = job_info(run.lab, run.job).nodelist
+        if not node:
+            return None
+        run.lab.kill_node(node)
+        run.lab.start_node(node)
+        return kill
+    targets = run.processes(place)
+    if not targets:
+        return None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        targets[0].send_signal(number)
+        return kill
+    return None
+
+
+def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
+    """Wait until the run is further than at any of the ``kills``, or done; bring it back when it must be."""
+    last = kills[-1]
+    repaired = 2 if last.keeps_attempt else run.num_steps  # steps in the same attempt
+
+    def is_further() -> bool:
+        if run.is_done:
+            return True
+        bring_back_if_lost(run, last)
+        step = max(kill.step for kill in kills)
+        return run.step > step + (0 if run.count("ready") > last.ready else repaired)
+
+    wait_for(run, f"going on after {last.name} at step {last.step}", is_further)
+    for kill in kills:
+        kill.seconds, kill.attempts = time.monotonic() - kill.at, run.count("attempt") - kill.attempts
+
+
+def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
+    """When its job ended without it being done, or does not start again by itself."""
+    if (run.is_over and not run.is_done) or run.is_held:
+        run.bring_back()
+        kill.by_hand = True
+
+
+def work_for(run: CrashedRun, seconds: float) -> None:
+    """Let it work for so long, or MOST_STEPS: fast steps must not bring it to its end before the last kill."""
+    end, step = time.monotonic() + seconds, run.step
+    while time.monotonic() < end and run.step < step + MOST_STEPS and not run.is_done:
+        time.sleep(POLL_S)
+
+
+def in_start_up(run: CrashedRun, kill: Kill, rng: random.Random) -> None:
+    """Wait for a random instant in the start-up of the attempt that follows on ``kill``."""
+
+    def has_begun() -> bool:
+        bring_back_if_lost(run, kill)
+        return run.count("attempt") > kill.attempts or run.is_done
+
+    wait_for(run, f"an attempt after {kill.name}", has_begun)
+    time.sleep(rng.uniform(0.0, LONGEST_START_S))
+
+
+def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
+    """Kill until there were ``num_kills``, or it is done; then let it finish."""
+    kills: list[Kill] = []
+    places: list[str] = []  # each as often as the others, in random order
+
+    def strikes() -> list[Kill]:
+        if not places:
+            places.extend(rng.sample(sorted(PLACES), len(PLACES)))
+        kill = strike(run, places[-1], rng.choice(PLACES[places[-1]]))
+        if kill is None:  # a process that is not there yet gets its turn later
+            return []
+        places.pop()
+        return [kill]
+
+    wait_for(run, "the first attempt", lambda: run.is_ready)
+    while len(kills) < num_kills and not run.is_done:
+        work_for(run, rng.uniform(0.0, LONGEST_WORK_S))
+        fresh = strikes()
+        if not fresh:
+            continue
+        if not fresh[0].keeps_attempt and len(kills) + 1 < num_kills and rng.random() < SHARE_IN_START:
+            in_start_up(run, fresh[0], rng)
+            fresh += strikes()
+        recover(run, fresh)
+        for kill in fresh:
+            kills.append(kill)
+            print(f"kill {len(kills)}: {kill}", file=sys.stderr, flush=True)
+    finish(run)
+    return kills
+
+
+def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
+    """What is not as in the run that nobody touched, in words; nothing when all is well."""
+    found = []
+    if run.weights() != untouched.weights():
+        found.append("the final weights differ")
+    if run.lines() != untouched.lines():
+        pairs = list(zip(run.lines(), untouched.lines(), strict=False))
+        steps = [f"{ours['step']}: {_unequal(ours, theirs)}" for ours, theirs in pairs if ours != theirs]
+        found.append(f"the metrics of {len(run.lines())} and {len(untouched.lines())} steps differ: {steps[:5]}")
+    finished = run.finished()
+    twice = sorted({prompt for prompt in finished if finished.count(prompt) > 1})
+    if twice:
+        found.append(f"groups finished twice: prompts {twice[:10]}")
+    if set(finished) != set(untouched.finished()):
+        found.append(f"other prompts: {sorted(set(finished) ^ set(untouched.finished()))[:10]}")
+    return found
+
+
+def table(kills: Sequence[Kill]) -> list[str]:
+    """One line a kind of kill."""
+    lines = [
+        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | brought back by hand |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted({kill.name for kill in kills}):
+        own = [kill for kill in kills if kill.name == name]
+        seconds = [kill.seconds for kill in own]
+        cells = [name, len(own), sum(kill.when == "start-up" for kill in own)]
+        cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
+        cells += [f"{statistics.fmean(kill.attempts for kill in own):.1f}", sum(kill.by_hand for kill in own)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def journal_share(run: CrashedRun) -> float:
+    """Of the time of all steps, what went into the journal."""
+    lines = read_metrics(run.folder / "metrics.jsonl")
+    return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(line.get("time/step_s", 0.0) for line in lines)
+
+
+@contextlib.contextmanager
+def crash_lab() -> Iterator[Lab]:
+    """Two nodes, so that a run finds another when one is gone."""
+    with Lab(2, options=LabOptions(num_gpus_per_node=4, grace_time_s=60, kill_wait_s=30)) as lab:
+        yield lab
+
+
+def num_steps(num_kills: int) -> int:
+    """Long enough for so many kills; two steps go by for each, now and then five."""
+    return SPARE_STEPS + STEPS_A_KILL * num_kills
+
+
+def main() -> int:
+    """Kill, compare and print; 1 when something differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--seed", type=int, default=1, help="of instants and places (default: 1)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    load, began = os.getloadavg()[0], time.monotonic()
+    with crash_lab() as lab:
+        untouched = CrashedRun(lab, "untouched", num_steps(options.kills))
+        finish(untouched)
+        alone_s = time.monotonic() - began
+        run = CrashedRun(lab, "killed", num_steps(options.kills))
+        kills = killed(run, options.kills, random.Random(options.seed))
+        wrong = differences(run, untouched)
+        groups = len(run.finished())
+        exits = [line["seconds_from_signal"] for line in run.ledger if line.get("seconds_from_signal") is not None]
+        share = journal_share(untouched)
+    introduction = [
+        f"`python -m benchmarks.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
+        f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
+        f"killed {len(kills)} times until it had finished, beside one that nobody touched ({alone_s:.0f} s). Result: "
+        + ("; ".join(wrong) if wrong else f"the same weights and metrics, {groups} groups finished, each once")
+        + ".",
+        "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
+        f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the untouched run's steps.",
+        "A node is back at once, so Slurm misses the job when it registers; within BatchStartTimeout (10 s) of the",
+        "job's start it is taken for one that has yet to begin, and missed at the next registration, 2 min later.",
+        f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",
+    ]
+    section = "\n".join([HEADING, "", *introduction, "", *table(kills), ""])
+    print(section)
+    if options.write:
+        put_section(HEADING, section)
+    return 1 if wrong else 0
+
+
+def _safe_exits(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    middle, most = statistics.median(seconds), max(seconds)
+    return f"From a signal to a safe exit: median {middle:.1f} s, at most {most:.1f} s, {len(seconds)} times. "
+
+
+def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    keys = sorted(ours.keys() | theirs.keys())
+    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Answers that are the same in every run, for ``benchmarks.crash``: every request is real, its text is thrown away.
+
+    --custom-generate-function-path FILE:answer --dynamic-sampling-filter-path FILE:is_wanted --rm-type exact_match
+
+Comes in: a prompt. Goes out: tokens, log-probs and text that follow from prompt and index alone, so that two runs can
+be compared to the last bit whatever an engine batches together. Every group that is finished is written down, with the
+process that did so, in the file beside this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+from rlpost.rollout.response_builder import ResponseBuilder
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt, Sample, SampleGroup
+
+FINISHED = Path(__file__).with_suffix(".finished")
+SMALLEST_ID, LARGEST_ID = 3, 12
+LONGEST = 6
+SECONDS = (0.1, 0.8)  # an answer takes, for engines write a few tokens faster than anybody could kill them
+RIGHT = 0.5  # of the answers
+DROPPED = 5  # one group in so many
+
+
+async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
+    """What the engines write, with other tokens in its place."""
+    await builder.write(max_new_tokens=LONGEST)
+    written = builder.sample()
+    rng = random.Random(f"{prompt.prompt_id}/{builder.index}")
+    await asyncio.sleep(rng.uniform(*SECONDS))
+    length = rng.randint(1, LONGEST)
+    return Sample(
+        prompt_id=prompt.prompt_id,
+        index=builder.index,
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(rng.randint(SMALLEST_ID, LARGEST_ID) for _ in range(length)),
+        rollout_logprobs=tuple(-rng.random() for _ in range(length)),
+        text=str(prompt.label) if rng.random() < RIGHT else "",
+        finish_reason="stop",
+        policy_version=written.policy_version,
+        label=prompt.label,
+    )
+
+
+def is_wanted(group: SampleGroup) -> bool:
+    """Not every fifth group; each call is a group that is finished."""
+    line = f"{group.prompt_id} {os.getpid()}\n".encode()
+    file = os.open(FINISHED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
+    return group.prompt_id % DROPPED != 0

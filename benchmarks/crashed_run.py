@@ -1,0 +1,158 @@
+"""A run of the tiny model on the tests' Slurm, to be killed: its folder, its jobs, its processes by place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from benchmarks import crash_answers
+from rlpost.metrics.writer import read_metrics
+from tests.cluster.jobs import job_info
+from tests.cluster.lab import REPOSITORY, Lab
+
+RECIPE = "jobs/recipes/tiny.toml"
+BATCH = 6
+SETTINGS = (
+    *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4", "--global-batch-size", str(BATCH * 4)),
+    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false", "--actor-num-gpus-per-node", "2"),
+    *("--rollout-num-gpus", "1", "--save-interval", "5", "--async-save", "--eval-interval", "20"),
+    *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
+    *("--max-failures", "100000", "--max-preemptions", "100000", "--max-stalled-attempts", "100000"),
+)
+DEADLINE_S = 240.0  # for any one thing
+POLL_S = 0.1
+
+
+class CrashedRun:
+    """A run in a lab: its folder, the job that runs it, its processes."""
+
+    def __init__(self, lab: Lab, name: str, num_steps: int) -> None:
+        self.lab, self.folder, self.num_steps = lab, lab.shared / name, num_steps
+        self.plugin = lab.shared / f"{name}_answers.py"
+        shutil.copy(crash_answers.__file__, self.plugin)
+        self.job = self._submit()
+
+    def _submit(self, *more: str) -> str:
+        own = ["--run-folder", str(self.folder), "--num-rollout", str(self.num_steps)]
+        own += ["--custom-generate-function-path", f"{self.plugin}:answer"]
+        own += ["--dynamic-sampling-filter-path", f"{self.plugin}:is_wanted"]
+        command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, *own, *more]
+        return self.lab.run("ctl", command, cwd=REPOSITORY).stdout.split()[1]
+
+    def bring_back(self) -> None:
+        """What a person does: submit it again after a job that ended; release one that Slurm holds because it lost its
+        node too often."""
+        if self.is_over:
+            self.job = self._submit("--resume")
+        else:
+            self.lab.run("ctl", ["scontrol", "release", self.job])
+
+    @property
+    def ledger(self) -> list[dict]:
+        path = self.folder / "ledger.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def count(self, event: str) -> int:
+        return sum(line["event"] == event for line in self.ledger)
+
+    @property
+    def step(self) -> int:
+        """The newest step with a metrics line; 0 before the first."""
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        return int(lines[-1]["step"]) if lines else 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.count("done") > 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the newest attempt trains."""
+        newest = [line["attempt"] for line in self.ledger if line["event"] == "attempt"][-1:]
+        return any(line["event"] == "ready" and int(line["attempt"]) in newest for line in self.ledger)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(job_info(self.lab, self.job).state.is_over)
+
+    @property
+    def is_held(self) -> bool:
+        return job_info(self.lab, self.job).reason == "JobHoldMaxRequeue"
+
+    def attempt(self) -> Path | None:
+        """The folder of the newest attempt."""
+        found = sorted((self.folder / "attempts").glob("[0-9]*"), key=lambda path: int(path.name))
+        return found[-1] if found else None
+
+    def processes(self, place: str) -> list[psutil.Process]:
+        """Those of a place that are alive, in the newest attempt."""
+        attempt = self.attempt()
+        if attempt is None:
+            return []
+        logs = {"actor": "actor-*.log", "engine": "engine-*-server.log", "router": "router.log"}
+        words = {"driver": "rlpost.train", "agent": "bootstrap.agent"}
+        if place in logs:
+            wanted = {str(path) for path in attempt.glob(logs[place])}
+            return [process for process in psutil.process_iter() if _writes_to(process) in wanted]
+        if place == "batch shell":
+            script = f"job{int(self.job):05d}/slurm_script"
+            return [process for process in psutil.process_iter() if any(script in word for word in _words(process))]
+        return [
+            process
+            for process in psutil.process_iter()
+            if words[place] in (found := _words(process)) and any(str(self.folder) in word for word in found)
+        ]
+
+    def weights(self) -> str:
+        return [line["weights"] for line in self.ledger if line["event"] == "done"][-1]
+
+    def lines(self) -> list[dict[str, float]]:
+        """Metrics without what a clock, a machine or an engine's rounding says."""
+        areas = ("step", "train", "reward", "rollout")
+        return [
+            {key: value for key, value in line.items() if key.split("/")[0] in areas}
+            for line in read_metrics(self.folder / "metrics.jsonl")
+        ]
+
+    def finished(self) -> list[int]:
+        """Prompts of the groups that were finished, as often as they were."""
+        path = self.plugin.with_suffix(".finished")
+        return [int(line.split()[0]) for line in path.read_text().splitlines()]
+
+    def tell(self) -> str:
+        """The ends of the logs of the last attempt and of the jobs."""
+        attempt = self.attempt()
+        logs = [] if attempt is None else sorted(attempt.glob("*.log"))
+        logs += sorted(self.folder.glob("*.out"), key=os.path.getmtime)[-2:]
+        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs)
+
+
+def wait_for(run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S) -> None:
+    """Raises TimeoutError with what the run's logs say."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not in {deadline_s:g} s\n{run.tell()}")
+        time.sleep(POLL_S)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _writes_to(process: psutil.Process) -> str:
+    """Where its standard output goes."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return ""

@@ -1,0 +1,129 @@
+"""What the journal costs: seconds a million tokens, beside a plain write of the same bytes.
+
+    python -m benchmarks.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER] [--write]
+
+One step of a rollout: groups of eight answers are appended as they finish, then one fsync before the batch is trained;
+then all of it is read again as after a crash. Rounds are interleaved with a plain write of the same bytes and an fsync.
+The driver spends this time while engines write; its share of a real step is in every metrics line (time/journal_s), and
+in section "Crashes".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.page import show
+from benchmarks.tables import machine, table
+from rlpost.rollout.journal import Journal
+from rlpost.rollout.journal_format import GROUP
+from rlpost.types import Sample, SampleGroup, ScoredSample
+
+HEADING = "## Journal"
+GOAL = 0.02
+SIBLINGS, PROMPT_LENGTH, LARGEST_ID, LETTERS_A_TOKEN = 8, 500, 150_000, 4
+
+
+def make_groups(num_answers: int, length: int) -> list[SampleGroup]:
+    """Random answers of ``length`` tokens."""
+    rng = random.Random(1)
+
+    def sample(prompt_id: int, index: int) -> Sample:
+        return Sample(
+            prompt_id=prompt_id,
+            index=index,
+            prompt_ids=tuple(range(PROMPT_LENGTH)),
+            response_ids=tuple(rng.randrange(LARGEST_ID) for _ in range(length)),
+            rollout_logprobs=tuple(-rng.random() for _ in range(length)),
+            text="x" * LETTERS_A_TOKEN * length,
+            finish_reason="stop",
+            policy_version=1,
+        )
+
+    prompts = range(num_answers // SIBLINGS)
+    return [SampleGroup(p, tuple(ScoredSample(sample(p, i), 1.0) for i in range(SIBLINGS))) for p in prompts]
+
+
+def plain_write(path: Path, num_bytes: int) -> float:
+    """Seconds for so many bytes and an fsync."""
+    data = os.urandom(num_bytes)
+    begun = time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    return time.monotonic() - begun
+
+
+async def measure(folder: Path, groups: list[SampleGroup], rounds: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each kind in each round, and the bytes of a step."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    num_bytes = 0
+    for number in range(rounds):
+        where = folder / str(number)
+        journal = Journal.resume(where, 0, step=0, settings="")
+        begun = time.monotonic()
+        for group in groups:
+            journal.finished(group, wanted=True)
+        seconds["appended"].append(time.monotonic() - begun)
+        begun = time.monotonic()
+        journal.batch(0, groups, {})
+        await journal.durable()
+        seconds["fsync"].append(time.monotonic() - begun)
+        journal.close()
+        num_bytes = sum(path.stat().st_size for path in where.iterdir())
+        seconds["plain write and fsync of the same bytes"].append(plain_write(folder / "plain", num_bytes))
+        begun = time.monotonic()
+        journal = Journal.resume(where, 0, step=0, settings="")
+        again = [record.group() for record in journal.again() if record.kind == GROUP]
+        seconds["read again after a crash"].append(time.monotonic() - begun)
+        assert again == groups
+        journal.close()
+    return seconds, num_bytes
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=256, help="of a step (default: 256)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of an answer (default: 8192)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--folder", type=Path, help="on the file system in question (default: a temporary one)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    where = machine()
+    groups = make_groups(options.answers, options.length)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        seconds, num_bytes = asyncio.run(measure(Path(name), groups, options.rounds))
+    millions = sum(group.num_tokens for group in groups) / 1e6
+    median = {kind: statistics.median(each) for kind, each in seconds.items()}
+    cost = (median["appended"] + median["fsync"]) / millions
+    rows = [
+        [kind, f"{median[kind]:.3f}", f"{min(each):.3f}", f"{median[kind] / millions:.3f}"]
+        for kind, each in seconds.items()
+    ]
+    lines = [
+        f"A step of {options.answers} answers of {options.length} tokens: {millions:.2f} million tokens, "
+        f"{num_bytes / 1e6:.0f} MB; {options.rounds} rounds.",
+        f"The journal takes {cost:.2f} s a million tokens: less than {100 * GOAL:.0f} % of a step (the goal) as",
+        f"long as a step makes fewer than {GOAL / cost * 1e6:.0f} tokens a second. {where}:",
+        "",
+        "```bash",
+        "python -m benchmarks.journal --write",
+        "```",
+        "",
+        *table(["", "median s", "least s", "s a million tokens"], rows),
+    ]
+    show(HEADING, lines, write=options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

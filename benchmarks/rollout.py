@@ -1,0 +1,256 @@
+"""The rollout on a real SGLang server: the client's speed, what is generated for nothing, and when batches are made.
+
+    python -m benchmarks.rollout [--rounds 3] [--write]
+
+1. Tokens/s of rlpost's client (groups, grading, router) beside SGLang's own benchmark client
+   (``sglang.benchmark.serving``), which asks the same server directly for the same answers.
+2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with and without keeping
+   surplus groups, with and without partial answers.
+3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer only waits, as
+   long as generating takes, since a trainer on GPUs of its own takes nothing from the engine, and here both would
+   share two cores.
+
+Rounds are interleaved and the median counts. --write puts the tables into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks.page import put_section
+from benchmarks.rollout_loops import MODES, LoopTimes, measure_modes
+from benchmarks.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
+from benchmarks.tables import machine, table
+from rlpost.reward.grader import InlineGrader
+from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Backlog, SampleGroup, Unfinished
+
+HEADING = "## Rollout"
+SAMPLES = 4  # a prompt
+EVEN, LONG_TAIL = Lengths(64, 0.0), Lengths(48, 1.0)
+SAMPLING = SamplingParams(max_new_tokens=LONG_TAIL.most)
+
+
+def writer_over(connection: Forced) -> GroupWriter:
+    """Groups whose reward costs next to nothing."""
+    return GroupWriter(
+        connection, SAMPLING, n=SAMPLES, grader=InlineGrader(lambda text, label, metadata: float(len(text) % 2))
+    )
+
+
+async def client_round(connection: Forced, first: int, num_groups: int) -> float:
+    """Tokens/s of our client for these groups, all asked for at once."""
+    writer, started = writer_over(connection), time.perf_counter()
+    groups = await asyncio.gather(*(writer.write(Unfinished(make_prompt(first + i))) for i in range(num_groups)))
+    seconds = time.perf_counter() - started
+    assert all(isinstance(group, SampleGroup) for group in groups)
+    return sum(group.num_tokens for group in groups if isinstance(group, SampleGroup)) / seconds
+
+
+class TheirClient:
+    """The request function of SGLang's benchmark, with its bound on concurrency; ``streams``: its default."""
+
+    def __init__(self, served: Served, *, streams: bool) -> None:
+        from rlpost.rollout.server import use_stand_ins
+
+        use_stand_ins()
+        from sglang.benchmark import serving as theirs
+
+        self._theirs, self._url, self._streams = theirs, served.engine.url, streams
+        self._key, self._concurrency = served.router.api_key, served.router.concurrency
+
+    async def round(self, lengths: Lengths, first: int, num_groups: int) -> float:
+        """Tokens/s."""
+        settings = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "disable_ignore_eos": False,
+            "disable_stream": not self._streams,
+            "return_logprob": True,
+            "return_routed_experts": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "header": [f"Authorization=Bearer {self._key}"],
+        }
+        self._theirs.set_global_args(argparse.Namespace(**settings))
+        room = asyncio.Semaphore(self._concurrency)
+
+        async def ask(number: int, index: int) -> int:
+            prompt, length = make_prompt(number), lengths.of(number, index)
+            request = self._theirs.RequestFuncInput(
+                prompt=list(prompt.token_ids),
+                api_url=f"{self._url}/generate",
+                prompt_len=len(prompt.token_ids),
+                output_len=length,
+                model="",
+                lora_name="",
+                image_data=None,
+                extra_request_body={},
+            )
+            async with room:
+                answer = await self._theirs.async_request_sglang_generate(request)
+            assert answer.success, answer.error
+            return length
+
+        started = time.perf_counter()
+        asked = [ask(first + i, index) for i in range(num_groups) for index in range(SAMPLES)]
+        return sum(await asyncio.gather(*asked)) / (time.perf_counter() - started)
+
+
+async def measure_clients(served: Served, *, rounds: int, num_groups: int) -> dict[str, list[float]]:
+    """Tokens/s of every round, by client."""
+    plain, streaming = TheirClient(served, streams=False), TheirClient(served, streams=True)
+    found: dict[str, list[float]] = {"rlpost": [], "SGLang's": [], "SGLang's, streaming": []}
+    async with Forced(served.router, EVEN) as connection:
+        for number in range(rounds + 1):
+            first = number * num_groups
+            speeds = {
+                "rlpost": await client_round(connection, first, num_groups),
+                "SGLang's": await plain.round(EVEN, first + 10_000, num_groups),
+                "SGLang's, streaming": await streaming.round(EVEN, first + 20_000, num_groups),
+            }
+            for name, speed in speeds.items() if number else ():  # the first warms everything
+                found[name].append(speed)
+    return found
+
+
+KEEPING = {"nothing kept": (False, False), "surplus groups": (True, False), "and partial answers": (True, True)}
+
+
+async def collect_steps(served: Served, rules: Rules, *, keeps_surplus: bool) -> Mapping[str, float]:
+    """Generate and "train" all steps; tokens trained, wasted and still held at the end, and seconds."""
+    book, wasted, trained, started = Book(rules, Backlog(), step=0), 0.0, 0, time.perf_counter()
+
+    def wanted(group: SampleGroup) -> bool:
+        return keeps_surplus or book.num_finished < rules.batch_size
+
+    async with Forced(served.router, LONG_TAIL) as connection:
+        choices = Choices(wanted=wanted)
+        collector = Collector(book, Prompts(), writer_over(connection), choices=choices, stop_requested=lambda: False)
+        for step in range(rules.num_steps):
+            trained += sum(group.num_tokens for group in await collector.batch())
+            collector.trained()
+            wasted += collector.counts()["rollout/wasted_tokens"]
+            collector.synced(step + 1)
+    seconds = time.perf_counter() - started
+    backlog = book.backlog()
+    held = sum(group.num_tokens for group in backlog.finished) + sum(each.num_tokens for each in backlog.unfinished)
+    return {"trained": trained, "wasted": wasted, "held": held, "seconds": seconds}
+
+
+async def measure_waste(served: Served, *, rounds: int, steps: int) -> dict[str, list[Mapping[str, float]]]:
+    """What each way of keeping came to, each round."""
+    found: dict[str, list[Mapping[str, float]]] = {name: [] for name in KEEPING}
+    for _ in range(rounds):
+        for name, (keeps_surplus, keeps_partial) in KEEPING.items():
+            rules = Rules(batch_size=8, start_size=16, num_steps=steps, keep_partial=keeps_partial)
+            found[name].append(await collect_steps(served, rules, keeps_surplus=keeps_surplus))
+    return found
+
+
+def client_table(speeds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Ours beside theirs."""
+    middle = {name: statistics.median(values) for name, values in speeds.items()}
+    rows = [
+        [
+            name,
+            f"{middle[name]:.0f}",
+            f"{min(values):.0f} to {max(values):.0f}",
+            f"{statistics.median(a / b for a, b in zip(speeds['rlpost'], values, strict=True)):.3f}",
+        ]
+        for name, values in speeds.items()
+    ]
+    return table(["client", "tokens/s", "rounds", "rlpost / this (goal: 0.95)"], rows)
+
+
+def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) -> list[str]:
+    """Shares of what was generated."""
+    rows = []
+    for name, each in found.items():
+        trained, wasted, held, seconds = (statistics.median(one[key] for one in each) for key in each[0])
+        made = trained + wasted + held
+        rows.append(
+            [name, f"{trained:.0f}", f"{wasted:.0f}", f"{held:.0f}", f"{wasted / made:.1%}", f"{seconds / steps:.2f}"]
+        )
+    return table(["kept of a rollout", "trained", "wasted", "held at the end", "wasted / generated", "s a step"], rows)
+
+
+def mode_table(times: LoopTimes) -> list[str]:
+    """Steps of each mode beside the longer of the two halves."""
+    bound = max(times.generate_s, times.train_s)
+    rows = [
+        [
+            mode,
+            f"{(middle := statistics.median(times.step_s[mode])):.2f}",
+            f"{middle / bound:.2f}",
+            f"{statistics.median(times.sync_s[mode]):.3f}",
+        ]
+        for mode in MODES
+    ]
+    head = f"generate {times.generate_s:.2f} s (sync), train {times.train_s:.2f} s; the longer is {bound:.2f} s:"
+    return [head, "", *table(["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"], rows)]
+
+
+async def run(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Start the server, measure, make the section; each table is printed as soon as it is there."""
+    lines: list[str] = []
+
+    def add(head: str, found: Sequence[str]) -> None:
+        lines.extend([*([""] if lines else []), head, "", *found])
+        print("\n".join([head, "", *found, ""]), flush=True)
+
+    async with AsyncExitStack() as closing:
+        served = await closing.enter_async_context(serving(folder, concurrency=options.concurrency))
+        speeds = await measure_clients(served, rounds=options.rounds, num_groups=options.groups)
+        add(
+            f"The client: {options.groups} prompts, {SAMPLES} answers each of {EVEN.median} tokens, "
+            f"{options.concurrency} requests at a time:",
+            client_table(speeds),
+        )
+        waste = await measure_waste(served, rounds=options.rounds, steps=options.steps)
+        add(
+            f"Waste: {options.steps} steps of 8 groups of {SAMPLES} answers, 16 started; lengths log-normal (median "
+            f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
+            waste_table(waste, options.steps),
+        )
+        times = await measure_modes(served, LONG_TAIL, writer_over, rounds=options.rounds, folder=folder)
+        add("Modes, with the same lengths and the trainer a wait:", mode_table(times))
+    return lines
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
+    parser.add_argument("--groups", type=int, default=48, help="prompts of a round of the clients (default: 48)")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time (default: 64)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of the waste table (default: 6)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    where = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        tables = asyncio.run(run(options, Path(folder)))
+    introduction = [
+        "`python -m benchmarks.rollout --write`: the tiny model on one real SGLang server behind the real router.",
+        "SGLang's own benchmark client (`sglang.benchmark.serving`) asks the server directly: no router, groups or",
+        f"grading. Interleaved, {options.rounds} rounds, medians. {where}.",
+    ]
+    section = "\n".join([HEADING, "", *introduction, "", *tables, ""])
+    if options.write:
+        put_section(HEADING, section)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

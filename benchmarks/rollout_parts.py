@@ -1,0 +1,104 @@
+"""What the rollout's benchmarks share: an engine behind a router, prompts, and answers whose lengths are forced.
+
+Lengths are drawn by a seed from a log-normal distribution, the shape that reasoning models' answers have: most are
+short and a few are very long. An answer's length depends on its prompt and index alone, so every way of generating has
+the same work to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.engine import Engine, Router
+from rlpost.types import EngineAddress, Prompt
+from tests.ports import free_ports
+
+KEY = "bench"
+DEADLINE_S = 600.0
+TINY = Path(__file__).parents[1] / "assets/tiny"
+FIRST_ID, LAST_ID = 4, 60  # ordinary tokens of the tiny tokenizer
+
+
+@dataclass(frozen=True)
+class Served:
+    """One engine, reached directly or through the router."""
+
+    engine: EngineAddress
+    router: RouterAddress
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
+    """The tiny model on one SGLang server that runs ``concurrency`` requests at a time, behind the router."""
+    engine_port, router_port, metrics_port = free_ports(3)
+    settings = {"max_running_requests": concurrency, "max_total_tokens": 512 * concurrency}
+    engine = Engine(model_path=str(TINY), api_key=KEY, server_args=settings, log_path=folder / "engine.log")
+    router = Router(policy="round_robin", api_key=KEY, log_path=folder / "router.log", metrics_port=metrics_port)
+    try:
+        address = await asyncio.to_thread(engine.start, "127.0.0.1", engine_port, deadline_s=DEADLINE_S)
+        url = await asyncio.to_thread(router.start, "127.0.0.1", router_port, deadline_s=DEADLINE_S)
+        await asyncio.to_thread(router.add_engines, (address.url,), deadline_s=DEADLINE_S)
+        yield Served(address, RouterAddress(url, KEY, (address.url,), concurrency=concurrency))
+    finally:
+        router.stop()
+        engine.stop()
+
+
+def make_prompt(number: int) -> Prompt:
+    """8 to 16 random tokens."""
+    draw = random.Random(number)
+    return Prompt(number, "", tuple(draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(8, 16))))
+
+
+class Prompts:
+    """An endless cursor over them."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n``."""
+        self.at += n
+        return [make_prompt(number) for number in range(self.at - n, self.at)]
+
+    def state(self) -> Mapping[str, int]:
+        """Where it stands."""
+        return {"offset": self.at}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal with this median, in tokens, and sigma; cut at ``most``. Sigma 0: all alike."""
+
+    median: int
+    sigma: float
+    most: int = 400
+
+    def of(self, prompt_id: int, index: int) -> int:
+        """Tokens of an answer."""
+        drawn = random.Random(f"{prompt_id} {index}").lognormvariate(0.0, self.sigma)
+        return max(1, min(self.most, round(self.median * drawn)))
+
+
+class Forced(Connection):
+    """A connection whose answers end at their forced lengths and nowhere else, however often they are cut off."""
+
+    def __init__(self, router: RouterAddress, lengths: Lengths) -> None:
+        super().__init__(router)
+        self._lengths = lengths
+
+    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
+        """See ``Connection``; ``what`` says which answer it is."""
+        prompt_id, index = map(int, re.findall(r"\d+", what))
+        written = len(input_ids) - len(make_prompt(prompt_id).token_ids)
+        left = self._lengths.of(prompt_id, index) - written
+        forced = {**sampling_params, "max_new_tokens": left, "ignore_eos": True, "stop_token_ids": None}
+        return await super().generate(what, input_ids, forced)

@@ -1,0 +1,462 @@
+"""Weight sync: seconds of an update of a real engine, beside a plain copy of the same bytes over the same medium.
+
+    python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
+
+One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and brings them over by each
+mover: a broadcast (gloo), memory of this machine, files. The plain copy moves the same bytes once between two processes
+over the same medium and does nothing else: no requests, no names, no loading into a model. Of a small model what an
+update costs whatever its size weighs much, of a large one little. Rounds are interleaved; the median counts. --write
+puts the tables into docs/benchmarks.md.
+
+With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the trainer's memory (CUDA
+IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another engine runs then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.page import put_section
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_side_weights import (
+    BroadcastMover,
+    DiskMover,
+    Mover,
+    Receiver,
+    SharingMover,
+    WeightUpdate,
+    num_engine_ranks,
+    stage_group,
+)
+from rlpost.types import Bucket
+from rlpost.weights.flat import as_bytes
+from rlpost.weights.trainer_side import Broadcast, Sharing
+from tests.ports import free_port
+
+HEADING = "## Weight sync"
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
+DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
+BACKEND = "nccl" if HAS_CUDA else "gloo"
+GROUP = "bench"
+GOAL = 1.5
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, and the largest bucket in which its weights travel."""
+
+    hidden: int
+    layers: int
+    bucket_mib: int
+
+
+SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
+
+
+def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
+    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights, on the device."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tools.make_tiny_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+        dtype=name_of(DTYPE),
+    )
+    model = Qwen3ForCausalLM(config).to(DTYPE)
+    model.save_pretrained(folder)
+    return {name: tensor.to(DEVICE) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a bucket has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Trainer:
+    """A trainer of one rank: weights in buckets, without gathering."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+        self.weights = weights
+        parts: list[list[str]] = []
+        room = 0
+        for name, tensor in weights.items():
+            if not parts or tensor.nbytes > room:
+                parts.append([])
+                room = bucket_bytes
+            parts[-1].append(name)
+            room -= tensor.nbytes
+        self.buckets = [
+            Bucket(tuple(part), tuple(tuple(weights[n].shape) for n in part), (name_of(DTYPE),) * len(part))
+            for part in parts
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
+        return {name: self.weights[name] for name in self.buckets[index].names}
+
+    def largest_bytes(self) -> int:
+        return max(sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets)
+
+    stage = 0
+
+    def stage_of(self, index: int) -> int:
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def flat(self, index: int) -> torch.Tensor:
+        return torch.cat([as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()])
+
+    def parts(self, index: int) -> list[torch.Tensor]:
+        return list(self.gather(index, on_all_stages=True).values())
+
+
+class TimedClient(EngineClient):
+    """Keeps how long each request took, by path."""
+
+    seconds: ClassVar[Counter[str]] = Counter()
+
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None, **how: Any) -> Any:
+        """See ``EngineClient``."""
+        started = time.perf_counter()
+        try:
+            return await super().request(method, path, body, **how)
+        finally:
+            self.seconds[path] += time.perf_counter() - started
+
+
+def timed(whole: WeightUpdate) -> WeightUpdate:
+    """The same with clients that keep time."""
+    whole.receivers = tuple(
+        Receiver(one.address, TimedClient(one.client.url, one.client.api_key, one.client.timeout_s))
+        for one in whole.receivers
+    )
+    return whole
+
+
+def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
+    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory for the bucket, and
+    the copy into the model."""
+    from rlpost.rollout.server import keep_memory, use_stand_ins
+
+    use_stand_ins()
+    keep_memory()
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    torch.set_num_threads(1)
+    own = [[torch.zeros(count) for count in part] for part in sizes]
+    making, loading = [], []
+    for _ in range(5):
+        started = time.perf_counter()
+        made = 0.0
+        for part in own:
+            begun = time.perf_counter()
+            empty = [(str(at), torch.empty(tensor.shape)) for at, tensor in enumerate(part)]
+            bucket = FlattenedTensorBucket(named_tensors=empty)
+            del empty
+            made += time.perf_counter() - begun
+            for (_, tensor), target in zip(bucket.reconstruct_tensors(), part, strict=True):
+                target.copy_(tensor)
+        making.append(made)
+        loading.append(time.perf_counter() - started - made)
+    answer.send((statistics.median(making), statistics.median(loading)))
+
+
+def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
+    """``servers_own`` in a process of its own, with the server's environment."""
+    sizes = [[tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))]
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=servers_own, args=(sizes, theirs), daemon=True)
+    process.start()
+    found = mine.recv()
+    process.join()
+    return found
+
+
+async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
+    """Joined with the engine."""
+    sender = Broadcast(trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120)
+
+    async def send(index: int) -> None:
+        await asyncio.to_thread(sender.send, index)
+
+    mover, port = BroadcastMover(trainer.buckets, send, group_name=GROUP), free_port()
+    joining = asyncio.to_thread(
+        sender.connect, "127.0.0.1", port, num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
+    )
+    await asyncio.gather(joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend=BACKEND))
+    return mover
+
+
+def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover]:
+    """Through memory and through files."""
+    from safetensors.torch import save_file
+
+    sharing = Sharing(trainer)
+
+    async def share(index: int) -> list[str]:
+        return [await asyncio.to_thread(sharing.share, index)]
+
+    async def write(version: int) -> list[str]:
+        shutil.rmtree(folder, ignore_errors=True)  # the version before; no file is written over, which is slower
+        folder.mkdir()
+        for file in model.glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        await asyncio.to_thread(save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"})
+        return [str(folder)]
+
+    return {"memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)), "disk": DiskMover(write)}
+
+
+def reader(orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str) -> None:
+    """The other process of a plain copy: takes the bytes by the medium of each order, and answers when it has them.
+    Without a ``port`` nothing is broadcast."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if port is not None:
+        dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    own = torch.empty(len(memory), dtype=torch.uint8, device=device)
+    from_disk = own if device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+    while (order := orders.recv()) is not None:
+        medium, size = order
+        if medium == "memory":
+            own[:size].copy_(memory[:size])
+        elif medium == "broadcast":
+            dist.broadcast(own[:size], src=0)
+        else:
+            with open(path, "rb") as file:
+                file.readinto(from_disk[:size].numpy())
+            if from_disk is not own:
+                own[:size].copy_(from_disk[:size])
+        synchronise()
+        orders.send(True)
+
+
+def synchronise() -> None:
+    """Wait for the device, where it works by itself."""
+    if HAS_CUDA:
+        torch.cuda.synchronize()
+
+
+class PlainCopy:
+    """Moves the buckets' bytes to another process of ours; ``device`` is that of the other process."""
+
+    def __init__(self, trainer: Trainer, path: Path, *, device: torch.device, broadcasts: bool) -> None:
+        self.flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
+        self.path = path
+        self.broadcasts = broadcasts
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        self.memory = torch.empty(max(map(len, self.flats)), dtype=torch.uint8, device=DEVICE)
+        if not HAS_CUDA:
+            self.memory.share_memory_()
+        self.orders, theirs = multiprocessing.Pipe()
+        port = free_port() if broadcasts else None
+        arguments = (theirs, self.memory, device, port, str(path))
+        self.process = multiprocessing.get_context("spawn").Process(target=reader, args=arguments, daemon=True)
+        self.process.start()
+        if broadcasts:
+            dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+
+    def move(self, medium: str) -> None:
+        for flat in self.flats:
+            if medium == "memory":
+                self.memory[: len(flat)].copy_(flat)
+                synchronise()  # the other process's stream does not know ours
+            elif medium == "disk":
+                self.path.unlink(missing_ok=True)
+                with self.path.open("wb") as file:
+                    file.write(memoryview(flat.cpu().numpy()))
+            self.orders.send((medium, len(flat)))
+            if medium == "broadcast":
+                dist.broadcast(flat, src=0)
+            self.orders.recv()
+
+    def close(self) -> None:
+        self.orders.send(None)
+        self.process.join()
+        if self.broadcasts:
+            dist.destroy_process_group()
+
+
+async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int) -> Any:
+    """Seconds of each round: medium -> (updates, plain copies)."""
+    seconds: dict[str, tuple[list[float], list[float], list[Counter[str]]]] = {m: ([], [], []) for m in movers}
+    version = 0
+
+    async def clock(work: Callable[[], Awaitable[Any]]) -> float:
+        started = time.perf_counter()
+        await work()
+        return time.perf_counter() - started
+
+    for round_number in range(repeat + 1):
+        for medium, mover in movers.items():
+            version += 1
+            TimedClient.seconds.clear()
+            update = await clock(lambda mover=mover, version=version: whole.update(version, mover))
+            requests = Counter(TimedClient.seconds)
+            plain = await clock(lambda medium=medium: asyncio.to_thread(copy.move, medium))
+            if round_number:  # the first makes buffers and warms caches
+                seconds[medium][0].append(update)
+                seconds[medium][1].append(plain)
+                seconds[medium][2].append(requests)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Place:
+    """An engine, by the number of its GPU, and the media by which it is reached there."""
+
+    media: tuple[str, ...]
+    gpu: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.gpu) if HAS_CUDA else torch.device("cpu")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the engine."""
+        settings: dict[str, Any] = {"max_total_tokens": 2048, "max_running_requests": 8}
+        return settings | {"mem_fraction_static": 0.4, "base_gpu_id": self.gpu} if HAS_CUDA else settings
+
+
+def places(num_gpus: int) -> list[Place]:
+    """Where engines run, one after another. NCCL refuses two ranks on one GPU."""
+    if not num_gpus:
+        return [Place(("broadcast", "memory", "disk"))]
+    return [Place(("memory", "disk")), *([Place(("broadcast",), gpu=1)] if num_gpus > 1 else [])]
+
+
+async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
+    """Start an engine at each place, measure, and make the table."""
+    trainer = Trainer(make_model(folder / "model", size), size.bucket_mib * 2**20)
+    seconds: dict[str, Any] = {}
+    for place_ in places(torch.cuda.device_count()):
+        seconds |= await measure_at(place_, trainer, folder, repeat=repeat)
+    mib = trainer.num_bytes / 2**20
+    lines = [
+        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
+        "",
+        "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for medium, (updates, plains, _) in seconds.items():
+        update, plain = statistics.median(updates), statistics.median(plains)
+        lines.append(
+            f"| {medium} | {update:.3f} | {mib / update:.0f} | {plain:.3f} | {mib / plain:.0f} | {update / plain:.2f} |"
+        )
+    own = None if HAS_CUDA else await asyncio.to_thread(measure_servers_own, trainer)
+    return [*lines, "", *where_it_goes(seconds, own)]
+
+
+async def measure_at(place_: Place, trainer: Trainer, folder: Path, *, repeat: int) -> dict[str, Any]:
+    """``measure`` with an engine at one place."""
+    model, files = folder / "model", folder / "files"
+    log = folder / f"engine-{place_.gpu}.log"
+    engine = Engine(model_path=str(model), api_key=GROUP, server_args=place_.settings, log_path=log)
+    try:
+        address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
+        whole = timed(WeightUpdate([address], api_key=GROUP))
+        broadcasts = "broadcast" in place_.media
+        copy = PlainCopy(trainer, folder / "plain", device=place_.device, broadcasts=broadcasts)
+        movers = {"broadcast": await broadcast_mover(trainer, whole)} if broadcasts else {}
+        movers |= other_movers(trainer, model, files)
+        seconds = await measure(trainer, whole, {name: movers[name] for name in place_.media}, copy, repeat)
+        copy.close()
+        return seconds
+    finally:
+        engine.stop()
+
+
+def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float] | None) -> list[str]:
+    """Seconds of the requests that move weights, of those around them, and between requests; ``own`` as
+    ``servers_own`` measures it, None where it was not."""
+    lines = ["Seconds of an update:"]
+    if own is not None:
+        making, loading = own
+        plain = statistics.median(seconds["broadcast"][1])
+        with_both = (plain + making + loading) / plain
+        lines = [
+            "SGLang's own work on the same bytes, called directly in another process:",
+            f"{making:.3f} s to make memory for each bucket that it receives over a group, {loading:.3f} s to copy",
+            "weights into the model. With both on top of the way itself a broadcast is expected at",
+            f"{with_both:.1f} x of a plain copy. Seconds of an update:",
+        ]
+    lines += ["", "| mover | weights | around | ours |", "|---|---|---|---|"]
+    for medium, (updates, _, requests) in seconds.items():
+        moving = [sum(spent for path, spent in one.items() if "update_weights" in path) for one in requests]
+        around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
+        rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
+        middle = (statistics.median(values) for values in (moving, around, rest))
+        lines.append(f"| {medium} | {' | '.join(f'{value:.3f}' for value in middle)} |")
+    return lines
+
+
+def device_name() -> str:
+    """Of the trainer's device."""
+    return torch.cuda.get_device_name(DEVICE) if HAS_CUDA else "CPU"
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself: both sides of a group must agree
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    tables = []
+    for name in options.size:
+        with tempfile.TemporaryDirectory() as folder:
+            tables += ["", *asyncio.run(run(SIZES[name], Path(folder), repeat=options.repeat))]
+    introduction = [
+        "`python -m benchmarks.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
+        "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
+        f"same medium: a {BACKEND} broadcast, memory of this machine, a file. {device_name()}, {name_of(DTYPE)}.",
+        f"Load of the machine ({os.cpu_count()} cores) at the start: {load:.1f}. *weights*: the requests that move",
+        "them; *around*: pause, begin, end, flush, version, resume; *ours*: the rest. Between updates a plain copy of",
+        "large files is slower than one made alone, so the ratio of disk flatters.",
+    ]
+    section = "\n".join([HEADING, "", *introduction, *tables, ""])
+    print(section)
+    if options.write:
+        put_section(HEADING, section)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,203 @@
+"""docs/layouts.md: which layout for which model, with a table that the planner fills in.
+
+Input: the models of jobs/models and the layouts below. Output: the text of the page, the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
+from rlpost.config.load import files_of, load
+from rlpost.config.plan.estimate import Estimate, estimate
+from rlpost.config.plan.layouts import Choice
+
+
+@dataclass(frozen=True)
+class Start:
+    """A layout to start from: ``nodes`` of eight GPUs that train and generate (colocated)."""
+
+    model: str
+    title: str
+    nodes: int
+    perf: dict[str, object]
+    engine_gpus: int
+    is_offloaded: bool = False
+
+
+STARTS = (
+    Start("qwen2_5_7b", "Qwen2.5-7B", 1, {"tensor_model_parallel_size": 2}, 1),
+    Start("glm4_9b", "GLM-4-9B", 1, {"tensor_model_parallel_size": 2}, 1),
+    Start(
+        "qwen3_30b_a3b",
+        "Qwen3-30B-A3B",
+        1,
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
+        4,
+        is_offloaded=True,
+    ),
+    Start(
+        "qwen2_5_32b",
+        "Qwen2.5-32B",
+        4,
+        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+        2,
+    ),
+    Start(
+        "llama3_1_70b",
+        "Llama-3.1-70B",
+        4,
+        {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2},
+        4,
+    ),
+    Start(
+        "qwen3_235b_a22b",
+        "Qwen3-235B-A22B",
+        8,
+        {
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 4,
+            "decoder_last_pipeline_num_layers": 22,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 16,
+            "expert_tensor_parallel_size": 1,
+        },
+        16,
+        is_offloaded=True,
+    ),
+    Start(
+        "glm45_355b",
+        "GLM-4.5 (355B)",
+        8,
+        {
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 4,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 16,
+            "expert_tensor_parallel_size": 1,
+        },
+        32,
+        is_offloaded=True,
+    ),
+)
+# The workload of every row.
+ROLLOUT = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MAX_TOKENS_PER_GPU = 16384
+
+_PAGE = """\
+# Which layout for my model
+
+Written by `make docs`. The planner answers for your numbers, without a GPU and without the weights:
+
+```bash
+rlpost plan RECIPE --suggest
+rlpost plan --model llama3_1_70b --actor-num-nodes 4 --actor-num-gpus-per-node 8 --colocate --suggest
+rlpost plan RECIPE --gpus 16 --gpu-memory 141GB --json
+```
+
+## Colocate or split
+
+| | `--colocate` | split (`--rollout-num-gpus N`) |
+|---|---|---|
+| GPUs | trainer and engines use all of them in turn | each has its own |
+| runs | one phase after the other | training beside generation with `--rollout-mode one_step_off` or `fully_async` |
+| staleness | none | bounded: one step, or `--max-staleness` |
+| memory | the trainer releases its memory while engines generate; keep `--sglang-mem-fraction-static` at 0.7 or less | a whole GPU for each side |
+| weight update | through memory of the same GPU | by broadcast over the network |
+| choose it | up to a few nodes, or when a step must train exactly what the current weights generated | long answers of uneven length, agents and tools: whatever leaves GPUs idle at the end of a rollout |
+
+A colocated recipe becomes a split one with three flags, and needs the GPUs of both sides:
+
+```bash
+rlpost plan jobs/recipes/qwen3_4b.toml --colocate false --actor-num-nodes 1 --rollout-num-gpus 8
+```
+
+How many GPUs for each side: run a few steps and compare `time/generate_s` with `time/train_s` in `metrics.jsonl`; move
+GPUs to the slower side until they are close.
+
+## Where to start
+
+GPUs of {memory}, colocated, {prompts} prompts x {answers} answers of up to {length} tokens, full recomputation,
+distributed optimizer. "GPU, training" is the peak of the fullest GPU while it trains; while it generates, engines fill
+70 % of it. Sizes are the planner's ([how it counts](recipes.md#the-planner)), not measurements.
+
+| model | parameters | GPUs | layout | GPU, training | host memory a node |
+|---|---|---|---|---|---|
+{rows}
+
+## The order in which to change sizes
+
+Start with the smallest sizes that fit, because every split costs communication; what is left over is data parallelism.
+Change one size at a time, in this order:
+
+1. **TP** until weights, gradients and logits fit, at most the GPUs of a node (NVLink), always with `--sequence-parallel`.
+   It must divide the attention heads and the groups of keys and values.
+2. **EP** for a mixture of experts: experts are most of the weights, so this comes before more TP. Keep
+   `--expert-tensor-parallel-size 1`. It must divide the number of experts.
+3. **PP** when one node is not enough: it sends only activations between nodes. Layers have to divide, or set
+   `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`. Its idle share shrinks with the number
+   of micro-batches; `rlpost plan --suggest` prints it.
+4. **CP** when a single answer is too long for `--max-tokens-per-gpu`: a sequence may have that many tokens times CP.
+5. **Engines**: the smallest `--rollout-num-gpus-per-engine` that leaves enough KV cache (`rlpost plan`: answers at once).
+   More small engines generate more tokens a second than few large ones.
+
+Before a larger size, these cost no communication:
+
+| what is full | flag |
+|---|---|
+| activations | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`, then a lower `--max-tokens-per-gpu` |
+| optimizer state | `--use-distributed-optimizer`, then `--optimizer-cpu-offload` (needs host memory: see the table) |
+| an engine beside a trainer | a lower `--sglang-mem-fraction-static` |
+"""  # noqa: E501
+
+
+def layouts_page() -> str:
+    """The text of docs/layouts.md."""
+    return _PAGE.format(
+        memory=GPU_MEMORY,
+        prompts=ROLLOUT["rollout_batch_size"],
+        answers=ROLLOUT["n_samples_per_prompt"],
+        length=f"{ROLLOUT['rollout_max_response_len']:,}",
+        rows="\n".join(_row(start, planned(start)) for start in STARTS),
+    )
+
+
+def planned(start: Start) -> Estimate:
+    """The planner's estimate of a row."""
+    values: dict[str, dict[str, object]] = {
+        "cluster": {
+            "actor_num_nodes": start.nodes,
+            "actor_num_gpus_per_node": 8,
+            "colocate": True,
+            "rollout_num_gpus_per_engine": start.engine_gpus,
+        },
+        "rollout": dict(ROLLOUT),
+        "perf": {
+            **RECOMPUTE,
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": MAX_TOKENS_PER_GPU,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            **start.perf,
+        },
+        "optimizer": {"optimizer_cpu_offload": start.is_offloaded},
+        "sglang": {"sglang_mem_fraction_static": 0.7},
+    }
+    texts = {group: {key: str(value) for key, value in table.items()} for group, table in values.items()}
+    config = load(files_of(None, {"model": start.model}), texts).config
+    shape, engine_width = model_of(config)
+    return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=engine_width)
+
+
+def _row(start: Start, made: Estimate) -> str:
+    training = next(phase.total for phase in made.phases if phase.name == "train")
+    cells = (
+        f"[{start.title}](../jobs/models/{start.model}.toml)",
+        f"{made.shape.parameters.total / 1e9:.1f}B",
+        str(made.layout.world),
+        Choice(made, 0.0).words,
+        f"{training / 1e9:.0f} GB",
+        f"{made.host_bytes_per_node / 1e9:.0f} GB",
+    )
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,76 @@
+"""The fields of ServerArgs that a run may set, of the SGLang that it will use; nothing of SGLang is imported.
+
+``server_args.json`` is a copy of the table of the version that setup.cfg pins, made by ``tools/make_server_args.py``.
+It serves where that version is installed and where none is (a login node). Another installed version is read from its
+source.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost.config.server_arg_source import ServerArg, source_args
+
+COPY = Path(__file__).with_name("server_args.json")
+
+RENAMED = {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_graph_max_bs_decode"}
+"""Names of older releases and recipes, and what 0.5.21 calls the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerArgTable:
+    """``args`` by name; ``names`` has their aliases too. ``source`` says whose table it is, for messages."""
+
+    source: str
+    args: Mapping[str, ServerArg]
+    names: Mapping[str, str]
+
+    def name_of(self, given: str) -> str:
+        """The field that a name, an alias or the name of an older release means; the name itself if none."""
+        if given in self.args:
+            return given
+        if RENAMED.get(given) in self.args:
+            return RENAMED[given]
+        return self.names.get(given, given)
+
+
+@functools.cache
+def server_arg_table() -> ServerArgTable:
+    """The table of the installed SGLang; that of the pinned version where none is installed."""
+    copy = json.loads(COPY.read_text())
+    installed = _installed_version()
+    if installed not in (None, copy["sglang"]):
+        spec = importlib.util.find_spec("sglang")
+        if spec is not None and spec.submodule_search_locations:
+            args = source_args(Path(spec.submodule_search_locations[0]))
+            return _table(f"the installed SGLang {installed}", args)
+    owner = "the installed SGLang" if installed else "the pinned SGLang"
+    return _table(f"{owner} {copy['sglang']}", parsed_args(copy["args"]))
+
+
+def parsed_args(document: Mapping[str, Mapping[str, object]]) -> dict[str, ServerArg]:
+    """The fields of a table in JSON."""
+    return {name: _parsed(entry) for name, entry in document.items()}
+
+
+def _parsed(entry: Mapping[str, object]) -> ServerArg:
+    as_tuples = {key: tuple(value) if key in ("choices", "aliases") else value for key, value in entry.items()}  # type: ignore[arg-type]
+    return ServerArg(**as_tuples)  # type: ignore[arg-type]
+
+
+def _table(source: str, args: Mapping[str, ServerArg]) -> ServerArgTable:
+    names = {alias: name for name, arg in args.items() for alias in arg.aliases}
+    return ServerArgTable(source, args, names)
+
+
+def _installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,245 @@
+"""Values of SGLang's settings: as SGLang's own command line would type them, and within the ranges that it accepts.
+
+Input: a field of ServerArgs and what a recipe or a flag gave for it. Output: the typed value, or a ValueError whose
+text is the constraint and the remedy. ``none`` unsets a value where the field admits None and has no such choice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from rlpost.config.server_arg_source import OPAQUE, ServerArg
+from rlpost.config.server_arg_table import ServerArgTable, server_arg_table
+from rlpost.errors import suggestion
+
+NONE = "none"
+
+_MANY_CHOICES = 12
+_SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)")
+_MULTIPLIERS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "json": "JSON, a table or a list",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A range of numbers in words; ``low`` and ``high`` are in it unless ``is_open``."""
+
+    words: str
+    low: float = -math.inf
+    high: float = math.inf
+    is_open: bool = False
+    example: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is in the range."""
+        return self.low < value < self.high if self.is_open else self.low <= value <= self.high
+
+
+_OPEN_FRACTION = Limit("a fraction above 0 and below 1", 0.0, 1.0, is_open=True, example="0.7")
+_FRACTION = Limit("a fraction above 0, at most 1", math.ulp(0.0), 1.0, example="0.8")
+_POSITIVE = Limit("1 or more", 1)
+_NOT_NEGATIVE = Limit("0 or more", 0)
+_PORT = Limit("a port, 1 to 65535", 1, 65535, example="20000")
+
+LIMITS: Mapping[str, Limit] = {
+    # SGLang takes weights and KV cache from this part of the GPU's memory. 1 leaves nothing for activations, and with
+    # more than 1 the cache is larger than the memory: it ends in an error of CUDA minutes later.
+    "mem_fraction_static": _OPEN_FRACTION,
+    # kv_cache_hook.py raises unless 0 < ratio <= 1; more than all of the host's memory cannot be had.
+    "swa_full_tokens_ratio": _FRACTION,
+    "hicache_host_memory_fraction": _FRACTION,
+    # Sizes of groups of ranks: SGLang divides by them.
+    **dict.fromkeys(
+        (
+            "attn_cp_size",
+            "dcp_size",
+            "dp_size",
+            "ep_size",
+            "max_ep_size",
+            "moe_dense_tp_size",
+            "moe_dp_size",
+            "pp_size",
+        ),
+        _POSITIVE,
+    ),
+    # validation_hook.check_server_args asserts these.
+    **dict.fromkeys(
+        ("detokenizer_worker_num", "gpu_id_step", "pp_max_micro_batch_size", "tokenizer_worker_num"), _POSITIVE
+    ),
+    **dict.fromkeys(
+        ("base_gpu_id", "mm_io_worker_num", "mm_processor_worker_num", "prefill_decode_interval"), _NOT_NEGATIVE
+    ),
+    "schedule_conservativeness": _NOT_NEGATIVE,
+    # Capacities: with 0 or less no request is ever scheduled.
+    **dict.fromkeys(
+        (
+            "context_length",
+            "cuda_graph_bs_decode",
+            "cuda_graph_bs_prefill",
+            "cuda_graph_max_bs_decode",
+            "cuda_graph_max_bs_prefill",
+            "max_running_requests",
+            "max_total_tokens",
+            "page_size",
+            "stream_interval",
+        ),
+        _POSITIVE,
+    ),
+    # 16 bits; serving_hook.py asserts it for grpc_port, the others fail when they are bound.
+    **dict.fromkeys(
+        (
+            "disaggregation_bootstrap_port",
+            "encoder_bootstrap_port",
+            "engine_info_bootstrap_port",
+            "gated_launch_port",
+            "grpc_port",
+            "smg_http_sidecar_port",
+        ),
+        _PORT,
+    ),
+}
+"""Ranges that SGLang enforces only once an engine starts, and plain ones that it does not enforce at all."""
+
+
+def typed_args(given: Mapping[str, Any], table: ServerArgTable | None = None) -> dict[str, Any]:
+    """The settings under SGLang's names with typed values; what is wrong stays as it is, for ``check`` to refuse.
+
+    A value that is unset is left out where None is SGLang's default too.
+    """
+    table = table or server_arg_table()
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = table.name_of(key)
+        arg = table.args.get(name)
+        try:
+            typed = value if arg is None else typed_value(name, arg, value)
+        except ValueError:
+            typed = value
+        if typed is None and (arg is None or arg.default is None):
+            found.pop(name, None)  # an earlier alias of the same field
+        else:
+            found[name] = typed
+    return found
+
+
+def typed_value(name: str, arg: ServerArg, value: Any) -> Any:
+    """The value as ServerArgs holds it. Raises ValueError with the constraint and a remedy."""
+    if arg.kind == OPAQUE:
+        raise ValueError("an object of Python, which no text can give; leave it out")
+    if value is None or (value == NONE and NONE not in arg.choices):
+        return _unset(arg)
+    if value is True and arg.const is not None:  # the flag without a value
+        return arg.const
+    if not arg.is_list or (arg.kind == "json" and isinstance(value, str)):
+        return _checked(name, arg, value)
+    if value is True and arg.may_be_empty:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    if not values and not arg.may_be_empty and arg.default != []:
+        raise ValueError("at least one value; leave the flag out for none")
+    return [_checked(name, arg, one) for one in values]
+
+
+def _unset(arg: ServerArg) -> None:
+    if not arg.may_be_none:
+        raise ValueError(f"cannot be unset; {_remedy(arg, None)}")
+
+
+def _checked(name: str, arg: ServerArg, value: Any) -> Any:
+    """One value, typed, among the choices and within the limits."""
+    limit = LIMITS.get(name)
+    try:
+        typed = _typed(arg, value)
+        if isinstance(typed, float) and math.isnan(typed):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(_constraint(arg, limit, value)) from None
+    if arg.choices and typed not in arg.choices:
+        raise ValueError(_constraint(arg, limit, typed))
+    if limit is not None and not limit.holds(typed):
+        is_percentage = limit.high == 1.0 and typed > 1 and limit.holds(typed / 100)
+        remedy = f"use {typed / 100:g}" if is_percentage else _remedy(arg, limit)
+        raise ValueError(f"{limit.words}; {remedy}")
+    return typed
+
+
+def _constraint(arg: ServerArg, limit: Limit | None, value: Any) -> str:
+    if arg.choices:
+        listed = ", ".join(map(_text, arg.choices[:_MANY_CHOICES]))
+        more = f" and {len(arg.choices) - _MANY_CHOICES} more" if len(arg.choices) > _MANY_CHOICES else ""
+        near = suggestion(_text(value), map(_text, arg.choices))
+        return f"one of {listed}{more}" + near
+    words = _WORDS.get(arg.kind, "a value")
+    if arg.suffixes:
+        words += ", as 16384, 16k or 16Ki"
+    if limit is not None:
+        words = f"{words}, {limit.words}" if arg.kind == "int" and limit is not _PORT else limit.words
+    return f"{words}; {_remedy(arg, limit)}"
+
+
+def _remedy(arg: ServerArg, limit: Limit | None) -> str:
+    if limit is not None and limit.example:
+        return f"for instance {limit.example}"
+    if arg.default in (None, [], ""):
+        return "leave it out for SGLang's own choice" if arg.may_be_none else "leave it out"
+    return f"leave it out for SGLang's default, {_text(arg.default)}"
+
+
+def _typed(arg: ServerArg, value: Any) -> Any:
+    """One value in the type of the field. Raises ValueError or TypeError."""
+    if arg.kind == "any":
+        return value
+    if arg.kind == "json":
+        return _json(value)
+    if arg.kind == "bool":
+        return _switch(value)
+    if isinstance(value, bool | list | tuple | Mapping):
+        raise TypeError(value)
+    if arg.kind == "str":
+        return value if isinstance(value, str) else str(value)
+    if arg.kind == "float":
+        return float(value)
+    return _whole(value, arg.suffixes)
+
+
+def _switch(value: Any) -> bool:
+    switches = {"true": True, "false": False, "1": True, "0": False}
+    if str(value).lower() not in switches:
+        raise ValueError(value)
+    return switches[str(value).lower()]
+
+
+def _json(value: Any) -> Any:
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping | list):
+        raise TypeError(value)
+    return found
+
+
+def _whole(value: Any, suffixes: bool) -> int:
+    """A whole number; 16k and 16Ki as SGLang's ``human_readable_int`` reads them."""
+    if isinstance(value, float):
+        raise TypeError(value)
+    match = _SUFFIXED.fullmatch(value) if suffixes and isinstance(value, str) else None
+    if match is None:
+        return int(value)
+    number, suffix = match.groups()
+    if suffix.endswith("i"):
+        return int(number) * _MULTIPLIERS[suffix]  # decimals are refused here as they are by SGLang
+    return int(Decimal(number) * _MULTIPLIERS[suffix])
+
+
+def _text(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,83 @@
+"""Calls that make all actors pass over micro-batches, and what a stop request does to one that is under way.
+
+In: the group of actors, the stop request. Out: the results of every rank; or ``Preempted`` when the call could be left
+between two micro-batches, on all ranks at the same place, so that its step did not happen. The protocol is that of
+``rlpost.actor.stop_points``: hold every rank, find the place, let all go on to it. Nothing is asked of anybody, and no
+collective added, unless a stop is requested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from rlpost.actor.stop_points import HOLD_DEADLINE_S, StopPoint, common_stop_point
+from rlpost.errors import HalfTrained, Interrupted, Preempted
+from rlpost.orchestration.preemption import EXIT_S, POLL_S, StopRequest
+
+T = TypeVar("T")
+
+
+class Holdable(Protocol):
+    """Ranks that can be stopped within a call."""
+
+    async def hold(self) -> list[StopPoint]:
+        """Stop every rank at the next stop point that it reaches, and say which."""
+
+    async def release(self, stop_at: StopPoint | None) -> None:
+        """Let held ranks continue: to ``stop_at``, or without an end."""
+
+
+class InterruptibleCalls:
+    """One call after the other."""
+
+    def __init__(self, actors: Holdable, stop: StopRequest) -> None:
+        self._actors = actors
+        self._stop = stop
+
+    async def make(self, call: Callable[[], Awaitable[T]], *, what: str, may_leave: bool) -> T:
+        """Await ``call()``, a call of all ranks; ``what`` names it in errors.
+
+        Args: ``may_leave``: whether what was before the call is a state that a resume can start from.
+
+        Raises:
+            Preempted: a stop was requested before or within the call; weights and optimizer are as before it.
+            HalfTrained: the deadline came first, or a rank hangs; what the ranks hold is unknown, or of no step.
+        """
+        if may_leave:
+            self._stop.check()
+        work = asyncio.ensure_future(call())
+        left = not may_leave
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=POLL_S)
+                if not work.done() and self._stop.requested():
+                    if not left:
+                        left = True
+                        await self._leave()
+                    elif self._stop.is_nearly_over():
+                        raise HalfTrained(f"a stop was requested, and {what} does not end before the deadline")
+            result = work.result()
+        except Interrupted:
+            raise Preempted(f"a stop was requested during {what}, which was left between two micro-batches") from None
+        finally:
+            work.cancel()
+        if left and may_leave:  # it ended before the place to stop at, where the next pass would end
+            await self._actors.release(None)
+        return result
+
+    async def _leave(self) -> None:
+        """Let every rank end its pass at the first boundary that all of them come to. Raises HalfTrained."""
+        left_s = self._stop.time_left_s()
+        within_s = min(HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S))
+        try:
+            async with asyncio.timeout(within_s):
+                held = await self._actors.hold()
+                await self._actors.release(common_stop_point(held))
+        except TimeoutError:
+            raise HalfTrained(
+                f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
+                "micro-batches; their logs (attempts/K/actor-*.log) say who hangs"
+            ) from None

@@ -1,0 +1,240 @@
+"""From the trainer's weights to the engines': which way they take, and who may do it when.
+
+In: settings, the actors, the fleet. Out: all engines on a version. One update runs at a time. After an engine was
+restarted the groups are formed anew, because a process group has no way to take a new member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, RlpostError, SyncError
+from rlpost.metrics.spans import span
+from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.placement import Placement, Ports, Slot
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.worker_groups import ActorGroup, BroadcastPlace, WeightCopies
+from rlpost.orchestration.workers import WorkerGroup
+from rlpost.rollout.engine_side_weights import (
+    BroadcastMover,
+    DeltaMover,
+    DiskMover,
+    Mover,
+    PauseMode,
+    SharingMover,
+    WeightUpdate,
+    num_bytes,
+    num_engine_ranks,
+    stage_group,
+)
+from rlpost.weights.delta import WeightCopy
+
+logger = logging.getLogger(__name__)
+
+REMOVAL_S = 8.0  # of a copy of the weights; a run that stops has EXIT_S for all that is left to do
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL reads in the trainer's processes so that they and the engines agree.
+
+    In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the same node is
+    imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0 unless the environment has a value
+    already, and 1 whatever the environment says with ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
+
+    Args: ``given`` is the environment of the job, which the engines have too.
+    """
+    if config.sglang.server_args.get("enable_symm_mem"):
+        return {CUMEM: "1"}
+    return {CUMEM: given.get(CUMEM, "0")}
+
+
+class WeightCoordinator:
+    """The way between ``actors`` and the engines of ``fleet``. ``connect`` first."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        actors: ActorGroup,
+        *,
+        placement: Placement,
+        ports: Ports,
+        folder: Path,
+        stop: StopRequest,
+    ) -> None:
+        """Args: ``folder`` is seen by all nodes; weights pass through it with ``--update-weight-transport disk``.
+        ``stop`` is checked before each bucket, or folder, is sent, while no rank is in a collective."""
+        self._config = config
+        self._fleet = fleet
+        self._actors = actors
+        self._placement = placement
+        self._ports = ports
+        self._attempt = folder.parent
+        disk = config.sync.update_weight_disk_dir
+        self._folder = folder if disk is None else Path(disk) / self._own_name()
+        self._stop = stop
+        self._num_connections = 0
+        self._group_name = ""
+        self._backend = ""
+        self._is_abandoned = False
+        self.num_bytes = 0
+        """Of all weights as they travel."""
+        self.changed_frac: float | None = None
+        """Elements that the last update wrote, of all; None where updates do not tell."""
+        self._copies: WeightCopies | None = None
+
+    async def connect(self) -> None:
+        """Find out what there is to send and open the way; called again after an engine was restarted.
+
+        Raises SyncError, naming the engine that did not come.
+        """
+        self._is_abandoned = False
+        timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
+        self._update = WeightUpdate(self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s)
+        buckets = await self._actors.bucket_plan()
+        self.num_bytes = sum(map(num_bytes, buckets))
+        self._mover: Mover
+        if self._config.sync.update_weight_transport == "disk":
+            if any(dtype.startswith("float8") for bucket in buckets for dtype in bucket.dtypes):
+                raise ConfigError(
+                    "--update-weight-transport disk: the checkpoint is in FP8, and files hold the trainer's "
+                    "precision; use 'memory'"
+                )
+            is_delta = self._config.sync.update_weight_mode == "delta"
+            self._mover = self._delta_mover() if is_delta else DiskMover(self._write)
+        elif self._config.cluster.colocate:
+            self._mover = SharingMover(buckets, self._share, ranks_of=self._placement.ranks_of_engines)
+        else:
+            await self._leave()
+            self._num_connections += 1
+            self._group_name = f"rlpost-{self._num_connections}"
+            mover = BroadcastMover(buckets, self._send, group_name=self._group_name)
+            await self._form_groups(mover)
+            self._mover = mover
+
+    async def update(
+        self, version: int, *, pause: PauseMode = "abort", ready: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Bring all engines to ``version``; see ``WeightUpdate.update``. No file is left behind."""
+        try:
+            with span("update weights"):
+                await self._update.update(version, self._mover, pause=pause, ready=ready)
+        finally:
+            await asyncio.to_thread(self._remove_files)
+
+    async def _leave(self) -> None:
+        if self._group_name:
+            await self._actors.disconnect_broadcast()
+            await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
+
+    async def _form_groups(self, mover: BroadcastMover) -> None:
+        """One group for each pipeline stage: its source and all engine ranks."""
+        stages = await self._actors.sync_stages()
+        sources = {stage: rank for rank, stage in enumerate(stages) if stage is not None}
+        hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]
+        addresses = list(zip(hosts, self._ports.sync_groups, strict=True))
+        ranks = num_engine_ranks(self._update.receivers)
+        own: list[BroadcastPlace] = [
+            ("", 0, ranks, "") if stage is None else (*addresses[stage], ranks, stage_group(self._group_name, stage))
+            for stage in stages
+        ]
+        self._backend = await self._actors.broadcast_backend()
+        await asyncio.gather(
+            self._actors.connect_broadcast(own),
+            mover.connect(self._update.receivers, addresses, backend=self._backend),
+        )
+
+    @property
+    def engines_are_stuck(self) -> bool:
+        """Whether engines wait for good in a broadcast that was given up. On NCCL nobody tells them: the kernel spins,
+        whatever the server answers, until torch's watchdog ends the process. On gloo the broken connection does."""
+        return self._is_abandoned and self._backend == "nccl"
+
+    async def _send(self, index: int) -> None:
+        self._stop.check()
+        try:
+            await self._actors.send_bucket(index)
+        except asyncio.CancelledError:  # an engine failed, and the trainer would wait for it until the deadline
+            self._is_abandoned = True
+            await self._release_trainer()
+            raise
+        except SyncError:
+            self._is_abandoned = True
+            raise
+
+    async def _release_trainer(self) -> None:
+        """Make the broadcast that the trainer is in fail at once."""
+        try:
+            await self._actors.abort_broadcast()
+        except RlpostError as error:
+            logger.warning("the trainer could not be released from a broadcast: %s", error)
+
+    async def _share(self, index: int) -> list[str]:
+        self._stop.check()
+        return await self._actors.share_bucket(index)
+
+    async def _write(self, version: int) -> list[str]:
+        """A folder of this version, for as long as the engines read it."""
+        self._stop.check()
+        folder = self._version_folder(version)
+        await self._actors.export(str(folder))
+        return [str(folder)] * len(self._fleet.addresses)
+
+    def _delta_mover(self) -> DeltaMover:
+        """With one copy on each host of engines, or one for all beside the files; where a worker holds it, it stays."""
+        local, first = self._config.sync.update_weight_local_checkpoint_dir, self._placement.actors[0]
+        copy = self._folder / "copy" if local is None else Path(local) / self._own_name()
+        if self._copies is None:
+            engines = [part for parts in self._placement.engines for part in parts]
+            nodes = {part.node_id: Slot(part.node_id, part.ip, 0) for part in ([first] if local is None else engines)}
+            workers = WorkerGroup(
+                [partial(WeightCopy, copy)] * len(nodes),
+                list(nodes.values()),
+                names=[f"weights-{index}" for index in range(len(nodes))],
+                log_dir=self._attempt,
+                envs=[{}] * len(nodes),
+            )
+            self._copies = WeightCopies(workers)
+        return DeltaMover(self._write_change, self._take_change, copy=str(copy))
+
+    async def _write_change(self, version: int, whole: bool) -> None:
+        self._stop.check()
+        written = await self._actors.write_weights(self._version_folder(version), version, whole)
+        self.num_bytes, self.changed_frac = written.num_bytes, written.changed_frac
+
+    async def _take_change(self, version: int) -> list[str | None]:
+        assert self._copies is not None
+        return await self._copies.take(self._version_folder(version))
+
+    def _own_name(self) -> str:
+        """Of this run's folder in one that others use too, such as runs of the same name: all in it is removed."""
+        run = self._attempt.parents[1]  # RUN/attempts/N
+        return f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+
+    def _version_folder(self, version: int) -> Path:
+        return self._folder / f"version-{version:07d}"
+
+    async def close(self) -> None:
+        """Leave no copy of the weights behind, as far as the hosts still answer."""
+        if self._copies is not None:
+            try:
+                async with asyncio.timeout(REMOVAL_S):
+                    await self._copies.remove()
+            except (RlpostError, TimeoutError) as error:
+                logger.warning("a copy of the weights may be left on a host of engines: %s", error)
+        if self._config.sync.update_weight_disk_dir is not None:
+            with contextlib.suppress(OSError):  # not there, or something is left in it
+                self._folder.rmdir()
+
+    def _remove_files(self) -> None:
+        for folder in (*self._folder.glob("version-*"), *self._folder.glob(".version-*")):
+            shutil.rmtree(folder, ignore_errors=True)

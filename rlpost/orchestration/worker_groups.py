@@ -1,0 +1,229 @@
+"""The groups of Ray workers with their methods: trainer ranks, one engine's processes, copies of weights on hosts.
+
+Input: a ``WorkerGroup``. Output: one typed method for each that the driver calls, with one result a worker unless the
+docstring says otherwise. The only module that names methods of other processes by string; a test holds each name, and
+the number of its arguments, against the class that runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlpost.actor.stop_points import StopPoint
+from rlpost.metrics.trace import ProcessSpans
+from rlpost.orchestration.workers import WorkerGroup
+from rlpost.types import Bucket, StepResult, TrainBatch
+from rlpost.weights.delta import Written
+
+RankLogprobs = list[list[tuple[float, ...]]]
+"""Of one rank's batch: per micro-batch, per sample; empty on all pipeline stages but the last."""
+BroadcastPlace = tuple[str, int, int, str]
+"""Master address and port, number of engine ranks, name of the group."""
+
+
+class ActorGroup:
+    """The trainer's ranks, in order. What runs there is ``rlpost.actor.actor.Actor``.
+
+    ``save_is_done``, ``memory_use``, ``hold``, ``release`` and ``abort_broadcast`` run beside what a rank computes;
+    everything else waits for its turn.
+    """
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    async def reorder(self, order: Sequence[int]) -> None:
+        """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
+        await self._workers.reorder(order)
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    async def gpu_positions(self) -> list[int | None]:
+        """Position of each rank's GPU among those of its node."""
+        return await self._workers.call("gpu_position")
+
+    async def visible_gpus(self) -> list[str]:
+        """The GPU of each rank, for an engine that shares it."""
+        return await self._workers.call("visible_gpu")
+
+    async def setup(self, master_addr: str, master_port: int) -> None:
+        """Let the ranks join each other and build model and optimizer."""
+        world = len(self)
+        await self._workers.call_each("setup", [(rank, world, master_addr, master_port) for rank in range(world)])
+
+    async def data_parallel_ranks(self) -> list[int]:
+        """Which ``TrainBatch`` belongs to each rank."""
+        return await self._workers.call("data_parallel_rank")
+
+    async def import_weights(self) -> None:
+        """Fill the model with the weights that training starts from."""
+        await self._workers.call("import_weights")
+
+    async def load(self, folder: Path) -> None:
+        """Restore a checkpoint."""
+        await self._workers.call("load", str(folder))
+
+    # -- train ------------------------------------------------------------------------------------------------------
+
+    async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[RankLogprobs]:
+        """Log-probs of the response tokens under the current weights; ``batches[rank]``."""
+        return await self._workers.call_each("compute_logprobs", [(batch,) for batch in batches])
+
+    async def compute_ref_logprobs(self, batches: Sequence[TrainBatch]) -> list[RankLogprobs]:
+        """The same under the reference weights."""
+        return await self._workers.call_each("compute_ref_logprobs", [(batch,) for batch in batches])
+
+    async def train_step(
+        self, batches: Sequence[TrainBatch], old_logprobs: Sequence[RankLogprobs | None]
+    ) -> list[StepResult]:
+        """One optimizer step; both arguments have one entry a rank."""
+        return await self._workers.call_each("train_step", list(zip(batches, old_logprobs, strict=True)))
+
+    async def hold(self) -> list[StopPoint]:
+        """Stop every rank at the next stop point that it reaches, and say which."""
+        return await self._workers.call_aside("stop_points.hold")
+
+    async def release(self, stop_at: StopPoint | None) -> None:
+        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or without an end."""
+        await self._workers.call_aside("stop_points.release", stop_at)
+
+    # -- save -------------------------------------------------------------------------------------------------------
+
+    async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
+        """Write one part of a commit each."""
+        arguments = [(str(folder), step)] * len(self)
+        await self._workers.call_each("save", arguments, in_background=in_background)
+
+    async def save_is_done(self) -> list[bool]:
+        """Whether nothing of the last save is left to write."""
+        return await self._workers.call_aside("save_is_done")
+
+    async def export(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder."""
+        await self._workers.call("export", folder)
+
+    async def weights_hash(self) -> str:
+        """A hash of the full weights, the same at every layout."""
+        return (await self._workers.call("weights_hash"))[0]
+
+    # -- memory of shared GPUs --------------------------------------------------------------------------------------
+
+    async def restore_memory(self, *parts: str) -> None:
+        """Bring parts (``rlpost.actor.memory``) back to the device."""
+        await self._workers.call("memory.restore", *parts)
+
+    async def offload_memory(self, *parts: str) -> None:
+        """Move parts to host memory."""
+        await self._workers.call("memory.offload", *parts)
+
+    async def release_shared_buckets(self) -> None:
+        """Free the memory of buckets that engines have read."""
+        await self._workers.call("sharing.release")
+
+    # -- weights to the engines -------------------------------------------------------------------------------------
+
+    async def bucket_plan(self) -> Sequence[Bucket]:
+        """Names, shapes and dtypes of the buckets, equal on every rank."""
+        return (await self._workers.call("buckets.plan"))[0]
+
+    async def sync_stages(self) -> list[int | None]:
+        """The pipeline stage whose weights each rank sends; None for ranks that send none."""
+        return await self._workers.call("sync_stage")
+
+    async def broadcast_backend(self) -> str:
+        """``nccl`` or ``gloo``."""
+        return (await self._workers.call("broadcast.backend"))[0]
+
+    async def connect_broadcast(self, places: Sequence[BroadcastPlace]) -> None:
+        """Form the groups with the engines; ``places[rank]``."""
+        await self._workers.call_each("broadcast.connect", places)
+
+    async def disconnect_broadcast(self) -> None:
+        """Leave those groups."""
+        await self._workers.call("broadcast.disconnect")
+
+    async def send_bucket(self, index: int) -> None:
+        """Broadcast a bucket."""
+        await self._workers.call("send_bucket", index)
+
+    async def abort_broadcast(self) -> None:
+        """Make the broadcast that the ranks are in fail at once."""
+        await self._workers.call_aside("broadcast.abort")
+
+    async def share_bucket(self, index: int) -> list[str]:
+        """Open a bucket to engines on the same GPUs; a handle for each rank."""
+        return await self._workers.call("share_bucket", index)
+
+    async def write_weights(self, folder: Path, version: int, whole: bool) -> Written:
+        """Write a version for engines that read files; what the writing rank wrote."""
+        written: list[Written | None] = await self._workers.call("write_weights", str(folder), version, whole)
+        return next(one for one in written if one is not None)
+
+    # -- observation ------------------------------------------------------------------------------------------------
+
+    async def peak_flops(self) -> float | None:
+        """Operations a second of the first rank's device."""
+        return (await self._workers.call("peak_flops"))[0]
+
+    async def memory_use(self) -> list[dict[str, float]]:
+        """What each rank holds, by the names of metrics."""
+        return await self._workers.call_aside("memory_use")
+
+    async def begin_profile(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
+        """Record operators, or allocations, on these ranks."""
+        arguments = [(list(ranks),)] * len(self)
+        await self._workers.call_each("profiling.begin", arguments, operators=operators, memory=memory)
+
+    async def end_profile(self, folder: Path, steps: str) -> list[str]:
+        """Write what was recorded; the paths of all ranks."""
+        written: list[list[str]] = await self._workers.call("profiling.end", str(folder), steps)
+        return [path for of_rank in written for path in of_rank]
+
+    async def spans(self, since: float) -> list[ProcessSpans]:
+        """What each rank did after a moment of this process's clock."""
+        return await self._workers.spans(since)
+
+
+class EngineWorkers:
+    """The processes of one engine, one a node. What runs there is ``rlpost.rollout.engine.Engine``."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    async def start(self, places: Sequence[tuple[str, int]], *, deadline_s: float, gpus_per_node: int | None) -> None:
+        """Start the server; ``places`` has host and port for each node."""
+        await self._workers.call_each("start", places, deadline_s=deadline_s, gpus_per_node=gpus_per_node)
+
+    async def stop(self) -> None:
+        """End the server and everything that it started."""
+        await self._workers.call("stop")
+
+    async def check_alive(self) -> None:
+        """Raise EngineDied, with the end of the log, when a process has ended."""
+        await self._workers.call_aside("check_alive")
+
+    async def memory_use(self) -> list[dict[str, float]]:
+        """What each node's part holds, by the names of metrics."""
+        return await self._workers.call_aside("memory_use")
+
+    async def spans(self, since: float) -> list[ProcessSpans]:
+        """What each worker did after a moment of this process's clock."""
+        return await self._workers.spans(since)
+
+
+class WeightCopies:
+    """A copy of the weights on each host of engines. What runs there is ``rlpost.weights.delta.WeightCopy``."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    async def take(self, folder: Path) -> list[str | None]:
+        """Bring every copy to the version in ``folder``; the reason where that cannot be."""
+        return await self._workers.call("take", str(folder))
+
+    async def remove(self) -> None:
+        """Remove all copies."""
+        await self._workers.call("remove")

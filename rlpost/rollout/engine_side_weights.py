@@ -1,0 +1,291 @@
+"""The engines' side of a weight update: pause, move, check, resume. The other is ``rlpost.weights.trainer_side``.
+
+Comes in: addresses of engines, a mover, a version. Goes out: all engines on the new version, generating again.
+
+    pause -> begin -> the mover moves the weights -> end -> (ready) -> flush cache -> version? -> resume
+
+A mover is one way from the trainer to the engines: a broadcast to other GPUs, handles to memory on the same GPU, or
+files. Invariant: no engine generates with weights of two versions. If anything fails, the engines stay paused and the
+error names the one that failed; the caller ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+from rlpost.errors import RolloutError, SyncError
+from rlpost.rollout.client import EngineClient
+from rlpost.types import Bucket, EngineAddress
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract"]
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An engine that takes weights."""
+
+    address: EngineAddress
+    client: EngineClient
+
+
+class Mover(Protocol):
+    """One way for weights. ``in_session``: whether SGLang wants its session of updates around it."""
+
+    in_session: bool
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """Bring all weights to all engines, which are paused; the last message carries the version.
+
+        Raises SyncError, which names the engine that failed.
+        """
+
+
+class WeightUpdate:
+    """A set of engines that change their weights together."""
+
+    def __init__(self, engines: Sequence[EngineAddress], *, api_key: str, timeout_s: float = 600.0) -> None:
+        self.receivers = tuple(
+            Receiver(engine, EngineClient(engine.url, api_key, timeout_s=timeout_s)) for engine in engines
+        )
+
+    async def update(
+        self,
+        version: int,
+        mover: Mover,
+        *,
+        pause: PauseMode = "abort",
+        ready: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Move all engines to ``version``. Requests under way end where they are (``abort``) or go on afterwards, their
+        cache computed anew with the new weights (``retract``). ``ready`` is awaited once all weights have arrived.
+
+        Raises SyncError: an engine failed or reports another version; all engines stay paused.
+        """
+        started = time.monotonic()
+        await self._each("pause", lambda engine: engine.pause(pause))
+        if mover.in_session:
+            opened = await self._each("open a weight update", lambda engine: engine.begin_weight_update())
+            await mover.move(self.receivers, version)
+            in_session = [one for one, is_open in zip(self.receivers, opened, strict=True) if is_open]
+            await together("close the weight update", [one.client.end_weight_update() for one in in_session])
+        else:
+            await mover.move(self.receivers, version)
+        if ready is not None:
+            await ready()
+        await self._each("flush the cache", lambda engine: engine.flush_cache())
+        await self._check_version(version)
+        await self._each("resume", lambda engine: engine.resume())
+        logger.info(
+            "policy version %d on %d engines in %.2f s", version, len(self.receivers), time.monotonic() - started
+        )
+
+    async def _check_version(self, version: int) -> None:
+        seen = await self._each("tell their version", lambda engine: engine.weight_version())
+        wrong = [
+            f"engine {one.address.url} has {got!r}"
+            for one, got in zip(self.receivers, seen, strict=True)
+            if got != str(version)
+        ]
+        if wrong:
+            raise SyncError(f"weights of version {version} were sent, but {', '.join(wrong)}; all engines stay paused")
+
+    async def leave_groups(self, group_name: str, num_stages: int) -> None:
+        """Let engines leave the groups of a broadcast; one that was never in it, or is new, is no error."""
+        for stage in range(num_stages):
+            group = stage_group(group_name, stage)
+            leaving = [one.client.destroy_update_group(group) for one in self.receivers]
+            for answer in await asyncio.gather(*leaving, return_exceptions=True):
+                if isinstance(answer, RolloutError):
+                    logger.info("%s", answer)
+                elif isinstance(answer, BaseException):
+                    raise answer
+
+    async def _each(self, what: str, ask: Callable[[EngineClient], Awaitable[object]]) -> list[object]:
+        return await together(what, [ask(one.client) for one in self.receivers])
+
+
+class BroadcastMover:
+    """To engines on other GPUs, over one process group a pipeline stage that all engines share with its source."""
+
+    in_session = True
+
+    def __init__(self, buckets: Sequence[Bucket], send: Callable[[int], Awaitable[None]], *, group_name: str) -> None:
+        """Args: ``send(i)`` makes the trainer broadcast ``buckets[i]`` as one uint8 tensor."""
+        assert buckets, "an update without weights"
+        self._buckets = buckets
+        self._send = send
+        self._group_name = group_name
+
+    async def connect(self, receivers: Sequence[Receiver], sources: Sequence[tuple[str, int]], *, backend: str) -> None:
+        """All engines join the groups whose rank 0 are at ``sources``, (host, port) of each pipeline stage.
+
+        Returns when the sources have joined too, so their own joining must run at the same time.
+
+        Raises:
+            SyncError: naming the engine that could not.
+        """
+        world_size = 1 + num_engine_ranks(receivers)
+        for stage, address in enumerate(sources):
+            joining, next_rank = [], 1
+            for one in receivers:
+                joining.append(
+                    one.client.init_update_group(
+                        address=address,
+                        first_rank=next_rank,
+                        world_size=world_size,
+                        group_name=stage_group(self._group_name, stage),
+                        backend=backend,
+                    )
+                )
+                next_rank += one.address.num_gpus
+            await together("join the weight-update group", joining)
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """Every engine receives a bucket while it is sent.
+
+        An engine that refuses never joins the broadcast, and the sender would wait for it: hence the first failure
+        ends the wait for all.
+        """
+        for index, bucket in enumerate(self._buckets):
+            last = version if index == len(self._buckets) - 1 else None
+            group_name = stage_group(self._group_name, bucket.stage)
+            receiving = [one.client.update_weights(bucket, group_name=group_name, version=last) for one in receivers]
+            await together(f"take {_described(bucket)}", [*receiving, self._send(index)])
+
+
+class SharingMover:
+    """To engines on the trainer's own GPUs: a rank of the trainer hands its neighbour a handle to the memory."""
+
+    in_session = True
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        share: Callable[[int], Awaitable[Sequence[str]]],
+        *,
+        ranks_of: Sequence[Sequence[int]],
+    ) -> None:
+        """Args: ``share(i)`` gathers ``buckets[i]`` and returns each trainer rank's handle; ``ranks_of[engine]``: the
+        trainer ranks on the GPUs of an engine, in the order of its own ranks."""
+        assert buckets, "an update without weights"
+        self._buckets = buckets
+        self._share = share
+        self._ranks_of = ranks_of
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """One bucket after another, the next one gathered while the engines load this one."""
+        handles = await self._share(0)
+        for index, bucket in enumerate(self._buckets):
+            is_last = index == len(self._buckets) - 1
+            taking = [
+                one.client.update_weights_from_handles(
+                    [handles[rank] for rank in ranks], version=version if is_last else None
+                )
+                for one, ranks in zip(receivers, self._ranks_of, strict=True)
+            ]
+            following = [] if is_last else [self._share(index + 1)]
+            answers = await together(f"take {_described(bucket)}", [*taking, *following])
+            handles = cast("Sequence[str]", answers[-1])
+
+
+class DiskMover:
+    """Through a Hugging Face folder that trainer and engines see."""
+
+    in_session = False
+
+    def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
+        """Args: ``prepare(version)`` writes the weights and returns the folder that each engine is to read."""
+        self._prepare = prepare
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """All engines read at the same time."""
+        folders = await self._prepare(version)
+        reading = [
+            one.client.update_weights_from_disk(folder, version=version)
+            for one, folder in zip(receivers, folders, strict=True)
+        ]
+        await together("read the weights from disk", reading)
+
+
+class DeltaMover:
+    """Through files that hold what changed: copies of the model's folder take it, and the engines read those.
+
+    The first update of a mover is whole, so that nothing is taken for granted of a copy or an engine that is new; so is
+    the one after a failure.
+    """
+
+    in_session = False
+
+    def __init__(
+        self,
+        write: Callable[[int, bool], Awaitable[None]],
+        take: Callable[[int], Awaitable[Sequence[str | None]]],
+        *,
+        copy: str,
+    ) -> None:
+        """Args: ``write(version, whole)`` writes all weights or what changed since it wrote last; ``take(version)``
+        lets every copy take that and returns why each could not, None for one that could; ``copy`` is the copy's
+        folder, the same on every host."""
+        self._write = write
+        self._take = take
+        self._copy = copy
+        self._whole = True
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """All copies take the version, then all engines read at the same time."""
+        whole, self._whole = self._whole, True
+        problems = await self._taken(version, whole)
+        if problems and not whole:
+            logger.warning("all weights of version %d are sent: %s", version, "; ".join(problems))
+            problems = await self._taken(version, True)
+        if problems:
+            raise SyncError(f"weights of version {version} did not arrive: {'; '.join(problems)}")
+        reading = [one.client.update_weights_from_disk(self._copy, version=version) for one in receivers]
+        await together("read the weights from disk", reading)
+        self._whole = False
+
+    async def _taken(self, version: int, whole: bool) -> list[str]:
+        await self._write(version, whole)
+        return [problem for problem in await self._take(version) if problem]
+
+
+def num_engine_ranks(receivers: Sequence[Receiver]) -> int:
+    """Ranks of all engines together."""
+    return sum(one.address.num_gpus for one in receivers)
+
+
+def num_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's weights; the first number in the name of a type is its bits."""
+    sizes = [int(re.findall(r"\d+", dtype)[0]) // 8 for dtype in bucket.dtypes]
+    return sum(math.prod(shape) * size for shape, size in zip(bucket.shapes, sizes, strict=True))
+
+
+def stage_group(name: str, stage: int) -> str:
+    """The name of the group in which a pipeline stage's source sends."""
+    return f"{name}-{stage}"
+
+
+def _described(bucket: Bucket) -> str:
+    return f"{len(bucket.names)} weights from {bucket.names[0]} on"
+
+
+async def together(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
+    """Results in order. The first failure ends the others and becomes a SyncError, which names the engine."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except RolloutError as error:
+        raise SyncError(f"the engines could not all {what}; {error}") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

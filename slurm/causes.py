@@ -1,0 +1,289 @@
+"""Why an attempt ended before its agents could say so, and whether starting again can help. Pure.
+
+Input: what each host left (its task's end as srun reports it, the end of its agent's log) and what was said while the
+step was launched (``launch.log``: srun itself, or the import of the image). Output: a ``Finding``, or None.
+
+A failure is lasting only if every host of the job shows a known sign of one among its last lines and its task ended
+by itself: a preemption during the setup commands is none. A sign that a registry, a network or a disk was to blame
+outweighs all others, and a text without a known sign may be transient. Only the standard library of Python 3.8 and
+later, see ``supervise``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Mapping, NamedTuple, Sequence  # noqa: UP035
+
+from slurm.errors import NodelistError
+from slurm.nodelist import expand
+
+MAX_HOSTS_NAMED = 8
+MAX_LINES = 8
+MAX_CHARS = 1200
+SIGN_LINES = 30  # the last ones of a log, where a lasting sign counts
+
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): of tasks that ended, of a node that
+# did not take its tasks, and of a task that its node could not start. Hosts are a compact list, or a task's number.
+_TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M)
+_NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
+_NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
+_AGENT_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\[", re.M)
+
+
+class Sign(NamedTuple):
+    """A known text: ``pattern`` with at most one group, what it means (``{}`` for the group), what to do."""
+
+    pattern: str
+    what: str
+    remedy: str
+
+
+# Of networks, registries, disks and memory, in the words of the kernel, curl, enroot, pip and Slurm.
+_TRANSIENT = re.compile(
+    r"no space left on device|disk quota exceeded|temporary failure in name resolution|could not resolve host"
+    r"|connection (?:refused|reset)|network is unreachable|no route to host|timed out"
+    r"|(?:read|connect|gateway )time-?out"
+    r"|returned error code: (?:000|408|429|5\d\d)|too many requests|stale file handle|input/output error"
+    r"|transport endpoint is not connected|cannot allocate memory|out of memory|oom[-_]kill"
+    r"|resource temporarily unavailable|device or resource busy|curl: \((?:5|6|7|18|28|35|52|55|56)\)",
+    re.I,
+)
+
+_IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
+_PYTHON_REMEDY = (
+    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists all that lacks"
+)
+_INTERPRETER_REMEDY = (
+    "set --python to an interpreter that exists and runs on every node; in a container: a path of the image or a mount"
+)
+_LASTING = (
+    Sign(
+        r"unrecognized option '?(--(?:no-)?container-[a-z-]+)",
+        "srun does not know {}: this cluster has no pyxis",
+        "use --container enroot or none, or ask the site for pyxis",
+    ),
+    Sign(
+        r"setup command failed: (.+)",
+        "the setup command `{}` failed",
+        "run it on a node (`rlpost exec` in a running job, or srun) and correct --setup-commands",
+    ),
+    Sign(
+        r"No module named '?bootstrap\b",
+        "rlpost's code is not visible",
+        "mount the folder of the code on every node",
+    ),
+    Sign(r"No module named '?([\w.]+)", "the Python package {} is missing", _PYTHON_REMEDY),
+    Sign(r"^ImportError: (.+)", "the agent cannot be imported ({})", _PYTHON_REMEDY),
+    Sign(
+        r"^(SyntaxError: .+)",
+        "its Python cannot read rlpost's code ({})",
+        "set --python to Python 3.11 or later",
+    ),
+    Sign(
+        r"execve\(\): (.+?: (?:No such file or directory|Permission denied|Exec format error))",
+        "the interpreter cannot be run ({})",
+        _INTERPRETER_REMEDY,
+    ),
+    Sign(
+        r"exec: (.+?: (?:not found|cannot execute.*|Permission denied|No such file or directory))",
+        "the interpreter cannot be run ({})",
+        _INTERPRETER_REMEDY,
+    ),
+    Sign(
+        r"env: [\u2018'\"]?(.+?)[\u2019'\"]?: (?:No such file or directory|Permission denied|Exec format error)",
+        "the interpreter {} cannot be run",
+        _INTERPRETER_REMEDY,
+    ),
+    Sign(r"failed to execute: (.+)", "the interpreter cannot be run ({})", _INTERPRETER_REMEDY),
+    Sign(
+        r"error while loading shared libraries: (.+)",
+        "the interpreter cannot be run ({})",
+        _INTERPRETER_REMEDY,
+    ),
+    Sign(
+        r"--container-mounts: source path does not exist: (.+)",
+        "the mount source {} does not exist",
+        "correct --container-mounts",
+    ),
+    Sign(r"Invalid image format: (.+)", "the image {} is damaged or unreadable", _IMAGE_REMEDY),
+    Sign(
+        r"(SQUASHFS superblock|FATAL ERROR.*|[Ff]ailed to read (?:fragment|inode|directory|id|xattr) table.*"
+        r"|\w*uncompress failed.*|[Ff]ile system corruption.*)",
+        "the image is damaged ({})",
+        _IMAGE_REMEDY,
+    ),
+    Sign(r"\[ERROR\] No such file or directory: (.+)", "the image or mount {} does not exist", _IMAGE_REMEDY),
+    Sign(
+        r"bash: (?:line \d+: )?(\S+): No such file or directory",
+        "the file {} is not visible",
+        "mount the folder of the code on every node",
+    ),
+    Sign(
+        r"(URL \S+ returned error code: 40[0134][^\n]*)",
+        "the image cannot be imported ({})",
+        "correct --container-image or enroot's credentials (~/.config/enroot/.credentials)",
+    ),
+    Sign(
+        r"(Invalid image reference: .+|Could not parse digest information from .+)",
+        "the image cannot be imported ({})",
+        "correct --container-image",
+    ),
+    Sign(
+        r"(no enroot on this host) to import",
+        "the image cannot be imported ({})",
+        "import it elsewhere (enroot import --output FILE.sqsh) and give the file as --container-image",
+    ),
+)
+_LASTING_PATTERNS = tuple((re.compile(sign.pattern, re.M), sign) for sign in _LASTING)
+
+_SECRETS = (
+    (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
+    (re.compile(r"(?i)(\bauthorization\b\s*[=:]\s*(?:\w+\s+)?)\S+"), r"\1***"),
+    (re.compile(r"(?i)(\b[\w-]*(?:token|passw(?:or)?d|secret|api[_-]?key|credential)[\w-]*\s*[=:]\s*)\S+"), r"\1***"),
+    (re.compile(r"\b(?:hf|ghp|gho|glpat|sk|nvapi)[_-][A-Za-z0-9_-]{16,}"), "***"),
+)
+
+
+@dataclass(frozen=True)
+class HostEnd:
+    """What one host left. ``how``: its task's end in srun's words, empty where srun named none; ``words``: the end of
+    its agent's log."""
+
+    how: str = ""
+    words: str = ""
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether the task failed and no signal ended it, neither directly nor below a shell (128 and more)."""
+        code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
+        return code is not None and int(code[1]) < 128
+
+    @property
+    def agent_began(self) -> bool:
+        """Whether the agent itself wrote something: what came before it had worked."""
+        return _AGENT_LINE.search(self.words) is not None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``verdict`` is ``config`` where starting again cannot help, else ``failed``; ``exclude``: hosts to avoid."""
+
+    verdict: str
+    cause: str
+    exclude: Sequence[str] = ()
+
+
+def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
+    """Hosts whose task has failed, each with srun's words, from what srun wrote; of ``hosts`` task by task."""
+    found = {hosts[int(task)]: how for task, how in _NOT_STARTED.findall(launch) if int(task) < len(hosts)}
+    for pattern in (_NOT_LAUNCHED, _TASK_ENDED):
+        for nodelist, how in pattern.findall(launch):
+            try:
+                found.update(dict.fromkeys(expand(nodelist), how))
+            except NodelistError:
+                continue
+    return found
+
+
+def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
+    """Why agents of an attempt without a verdict did not begin; None where that is not what happened.
+
+    Args:
+        ends: every host of the job.
+        launch: what srun, or the import of the image before it, wrote.
+    """
+    is_alone = len(ends) == 1
+    early = {}
+    for host, end in ends.items():
+        if not end.agent_began:
+            early[host] = HostEnd(end.how, _of_slurmstepd(host, launch, is_alone) + end.words)
+    signs = {host: _sign(end.words) for host, end in early.items()}
+    failed = [host for host, end in early.items() if end.how or signs[host]]
+    is_everywhere = len(early) == len(ends)
+    if not failed:
+        return _never_launched(launch) if is_everywhere else None
+    is_lasting = is_everywhere and all(
+        isinstance(signs[host], _Lasting) and end.ended_by_itself for host, end in early.items()
+    )
+    parts = [_paragraph(hosts, early[hosts[0]], signs[hosts[0]]) for hosts in _alike(failed, early, signs)]
+    return Finding("config" if is_lasting else "failed", "\n".join(parts), () if is_everywhere else tuple(failed))
+
+
+def without_secrets(text: str, values: Sequence[str] = ()) -> str:
+    """The text with ``***`` for each of these values and for what looks like a password, token or key."""
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= 6:
+            text = text.replace(value, "***")
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def last_words(text: str) -> str:
+    """The last lines of a text that say something, bounded."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-MAX_LINES:])[-MAX_CHARS:]
+
+
+class _Lasting(NamedTuple):
+    what: str
+    remedy: str
+
+
+class _Passing(NamedTuple):
+    what: str
+
+
+def _sign(text: str) -> _Lasting | _Passing | None:
+    passing = _TRANSIENT.search(text)
+    if passing:
+        return _Passing(passing[0])
+    newest = "\n".join(text.splitlines()[-SIGN_LINES:])
+    for pattern, sign in _LASTING_PATTERNS:
+        match = pattern.search(newest)
+        if match:
+            named = match[1].strip()[:200] if pattern.groups else ""
+            return _Lasting(sign.what.format(named), sign.remedy)
+    return None
+
+
+def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
+    """What the host's slurmstepd said through srun; in a step of one node it leaves out the host's name."""
+    begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
+    lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _never_launched(launch: str) -> Finding | None:
+    """Nothing began anywhere, and no host is to blame: the image could not be imported, or srun refused."""
+    words, sign = last_words(launch), _sign(launch)
+    if not words:
+        return None
+    if isinstance(sign, _Lasting):
+        return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast words:\n{words}")
+    what = "the image could not be imported" if "enroot import" in launch else "the nodes could not be started"
+    named = f" ({sign.what})" if sign else ""
+    return Finding("failed", f"{what}{named}\nlast words:\n{words}")
+
+
+def _alike(
+    hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, _Lasting | _Passing | None]
+) -> Sequence[Sequence[str]]:
+    """Hosts that failed in the same way, together."""
+    groups: dict[object, list[str]] = {}
+    for host in hosts:
+        groups.setdefault((signs[host], ends[host].how), []).append(host)
+    return list(groups.values())
+
+
+def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Lasting | _Passing | None) -> str:
+    more = len(hosts) - MAX_HOSTS_NAMED
+    named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+    what = sign.what if sign else "the task ended before its agent began"
+    lines = [f"{named}: {what}" + (f" ({end.how})" if end.how else "")]
+    if isinstance(sign, _Lasting):
+        lines.append(f"remedy: {sign.remedy}")
+    words = last_words(end.words)
+    lines.append(f"last words of {hosts[0]}:\n{words}" if words else f"agent-{hosts[0]}.log says nothing")
+    return "\n".join(lines)

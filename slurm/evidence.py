@@ -1,0 +1,105 @@
+"""Read what an attempt without a verdict left on disk, and leave the verdict that follows from it.
+
+Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the run.
+Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never fails: a file that
+is missing or unreadable is evidence of nothing. Only the standard library of Python 3.8 and later, see ``supervise``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Mapping, Sequence  # noqa: UP035
+
+from slurm.causes import Finding, HostEnd, explain, last_words, task_ends, without_secrets
+from slurm.errors import NodelistError
+from slurm.nodelist import expand
+
+LAUNCH_LOG = "launch.log"  # as bootstrap/handoff.py calls it
+TAIL_BYTES = 1 << 16
+
+
+def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
+    """What became of an attempt whose agents left no verdict; ``nodelist`` is Slurm's compact list of its hosts.
+
+    Its verdict is ``none`` where agents had begun, or nothing at all is known. Secrets of the run are masked.
+    """
+    launch = tail(attempt_dir / LAUNCH_LOG)
+    try:
+        hosts: Sequence[str] = expand(nodelist)
+    except NodelistError:
+        hosts = ()
+    ends = task_ends(launch, hosts)
+    if not hosts:  # the ledger lost the start of this attempt: at least those that left something
+        logs = {path.stem[len("agent-") :] for path in attempt_dir.glob("agent-*.log")}
+        hosts = sorted(logs | set(ends))
+    left = {host: HostEnd(ends.get(host, ""), tail(attempt_dir / f"agent-{host}.log")) for host in hosts}
+    finding = explain(left, launch) if left else None
+    if finding is None:
+        said = last_words(launch)
+        finding = Finding("none", f"the agents left no verdict; srun said:\n{said}" if said else "")
+    return replace(finding, cause=mask(run_folder, attempt_dir, finding.cause))
+
+
+def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
+    """Write the files that the agents would have written; the word comes last."""
+    if finding.verdict == "none":
+        return
+    content = {"verdict": finding.verdict, "cause": finding.cause, "exclude": list(finding.exclude)}
+    try:
+        if finding.exclude:
+            _write(attempt_dir / "exclude", "".join(f"{host}\n" for host in finding.exclude))
+        _write(attempt_dir / "verdict.json", json.dumps(content, indent=1) + "\n")
+        _write(attempt_dir / "verdict", finding.verdict + "\n")
+    except OSError as error:  # a full disk: the ledger and the log still say it
+        print(f"{attempt_dir}: the verdict cannot be written: {error}", file=sys.stderr)
+
+
+def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:
+    """The text without the secrets of this run and what looks like one."""
+    lines = tail(run_folder / "secrets.env").splitlines()
+    values = [line.partition("=")[2].strip().strip("'\"") for line in lines]
+    return without_secrets(text, [*values, tail(attempt_dir / "secret").strip()])
+
+
+def resume_point(run_folder: Path, entries: Sequence[Mapping[str, Any]]) -> str:
+    """Where the next attempt begins, as a sentence for the log."""
+    newest = next((entry for entry in reversed(entries) if entry.get("event") == "committed"), None)
+    journal = any(path.is_file() and path.stat().st_size for path in _save_folder(run_folder).glob("journal/*"))
+    if newest is not None:
+        beyond = " and the journal" if journal else ""
+        return f"it resumes from checkpoint {newest.get('checkpoint') or newest.get('step')}{beyond}"
+    if journal:  # perhaps without a record
+        return "no checkpoint yet: it starts from the beginning, with what the journal holds"
+    return "nothing is saved yet: it starts from the beginning"
+
+
+def tail(path: Path) -> str:
+    """The end of a file, at most TAIL_BYTES; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _save_folder(run_folder: Path) -> Path:
+    try:
+        save = json.loads((run_folder / "run.json").read_text())["checkpoint"]["save"]
+    except (OSError, ValueError, KeyError, TypeError):
+        save = None
+    return Path(save) if isinstance(save, str) and save else run_folder / "checkpoints"
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(str(beside), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(str(beside), str(path))

@@ -1,0 +1,82 @@
+"""Whether a job can still run without the hosts that it excludes.
+
+A job that asks for more nodes than its partition has left waits in BadConstraints for good. Input: what scontrol says
+of the job, what sinfo says of its partition. Output: a sentence, or None, also where Slurm does not answer within
+ANSWER_S. Nodes that are down count: they may come back. Only the standard library of Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Mapping, Sequence  # noqa: UP035
+
+from slurm.errors import NodelistError
+from slurm.nodelist import expand
+
+ANSWER_S = 10.0
+
+
+def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and what to do; None where it can.
+
+    ``excluded`` holds compact host lists.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    shown = _ask(["scontrol", "--oneliner", "show", "job", job], environ)
+    partition = _value(shown, "Partition")
+    if not partition:
+        return None
+    listed = _ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f"], environ)
+    return describe_shortage(shown, listed, excluded)
+
+
+def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | None:
+    """The sentence. Pure.
+
+    Args:
+        job: a line of ``scontrol --oneliner show job``.
+        nodes: lines NAME|FEATURES of sinfo.
+        excluded: compact host lists.
+    """
+    needed = re.match(r"\d+", _value(job, "NumNodes"))
+    features = _value(job, "Features")
+    # Alternatives, counts and brackets are left to Slurm: then every node counts.
+    wanted = set(features.split("&")) if re.fullmatch(r"[\w.&-]+", features) else set()
+    hosts = set()
+    for line in nodes.splitlines():
+        name, _, has = line.strip().partition("|")
+        if name and wanted <= set(has.split(",")):
+            hosts.add(name)
+    try:
+        without = sorted({host for item in excluded for host in expand(item)})
+    except NodelistError:
+        return None
+    left = hosts - set(without)
+    if needed is None or not hosts or len(left) >= int(needed[0]):
+        return None
+    place = f"partition {_value(job, 'Partition')}" + (f" with {features}" if wanted else "")
+    return (
+        f"without {', '.join(without)}, which failed or are excluded, {place} has {len(left)} of the {needed[0]} nodes "
+        "that the job needs, and it would wait for good; repair them and remove RUN/attempts/*/exclude, or take "
+        "another --partition or fewer --nodes; then submit again with --resume"
+    )
+
+
+def _value(shown: str, key: str) -> str:
+    match = re.search(rf"(?:^|\s){key}=(\S*)", shown)
+    return match[1] if match and match[1] != "(null)" else ""
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What a command of Slurm says; empty where it does not, or not in time."""
+    plain = {key: value for key, value in environ.items() if not key.startswith("SINFO_")}
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=ANSWER_S, env=plain
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

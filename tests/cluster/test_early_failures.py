@@ -1,0 +1,132 @@
+"""Containers that cannot start, on real Slurm against the stand-ins of pyxis and enroot: what the run's files say.
+
+All scenarios run at the same time, one GPU each, on nodes that they share. The stand-ins fail in the words of enroot
+4.1.2 and pyxis 0.24; that srun reports the ends of tasks as it does here is Slurm's own doing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.container import Container
+from slurm.ledger import Ledger
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+from slurm.states import JobInfo, JobState
+from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.lab import Lab
+from tests.cluster.lab_host import search_path
+
+FAKES = Path(__file__).parents[1] / "fakes"
+REGISTRY = "registry.site.org/rl/train"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over, and its folder."""
+
+    info: JobInfo
+    folder: Path
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        entries = Ledger(self.folder / "ledger.jsonl").read()
+        return [entry for entry in entries if entry["event"] == "verdict"]
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
+
+
+def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
+    image, damaged, cache = (str(lab.shared / name) for name in ("image.sqsh", "damaged.sqsh", "cache"))
+    return {
+        "missing": {"container": Container("pyxis", "/nowhere/image.sqsh")},
+        "damaged": {"container": Container("enroot", damaged)},
+        "interpreter": {"container": Container("pyxis", image), "python": "/nowhere/python"},
+        "rc-interpreter": {"container": Container("enroot", image), "python": "/nowhere/python"},
+        "tag": {"container": Container("enroot", f"{REGISTRY}:9.9", (), cache)},
+        "no-pyxis": {"container": Container("pyxis", image)},
+        "outage": {"container": Container("pyxis", f"{REGISTRY}:1.2", (), cache), "max_failures": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
+    """All scenarios, submitted at once and over."""
+    home, registry = lab.shared / "code", lab.shared / "registry"
+    home.mkdir()
+    registry.mkdir()
+    for name in ("bootstrap", "slurm"):
+        lab.run("ctl", ["cp", "-rL", str(FAKES / "cluster_home" / name), str(home)])
+    content = {"environment": {"PATH": "/usr/bin:/bin"}, "hides": str(lab.shared)}
+    (lab.shared / "image.sqsh").write_text("hsqs" + json.dumps(content))
+    (lab.shared / "damaged.sqsh").write_text("not a squashfs")
+    (registry / "images.json").write_text("{}")
+    (registry / "broken").write_text("docker://registry.site.org#rl/train:1.2\n")
+    environment = {"PATH": f"{FAKES / 'bin'}:{search_path()}", "STANDIN_REGISTRY": str(registry)}
+    jobs = {}
+    for name, values in scenarios(lab).items():
+        folder = lab.shared / name
+        folder.mkdir()
+        common = {"nodes": 2, "num_gpus_per_node": 1, "exclusive": False, "time": "10", "driver_args": ("done",)}
+        places = {"home": str(home), "run_folder": str(folder), "output": f"{folder}/slurm-%j.out"}
+        script = render_sbatch(JobSpec(**{**common, **places, **values}))
+        variables = {} if name == "no-pyxis" else environment  # then srun is Slurm's own
+        jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=variables)
+    for name, job in jobs.items():
+        until(lambda job=job: job_info(lab, job).state.is_over, lab, f"{name} is over", deadline_s=240)
+    yield {name: Ended(job_info(lab, job), lab.shared / name) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "headline", "remedy"),
+    [
+        ("missing", "the image or mount /nowhere/image.sqsh does not exist", "--container-image"),
+        ("damaged", "the image {shared}/damaged.sqsh is damaged or unreadable", "--container-image"),
+        ("interpreter", "the interpreter cannot be run (/nowhere/python: No such file or directory)", "--python"),
+        ("rc-interpreter", "the interpreter cannot be run (", "--python"),
+    ],
+)
+def test_a_container_that_fails_on_every_node_ends_the_job_at_the_first_attempt(
+    lab: Lab, ended: Mapping[str, Ended], name: str, headline: str, remedy: str
+) -> None:
+    run = ended[name]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    (verdict,) = run.verdicts
+    assert verdict["verdict"] == "config"
+    first, second = verdict["cause"].splitlines()[:2]
+    hosts, _, what = first.partition(": ")
+    assert len(hosts.split(", ")) == 2 and what.startswith(headline.format(shared=lab.shared))
+    assert second.startswith("remedy: ") and remedy in second
+    assert first in run.log and second in run.log
+
+
+def test_a_cluster_without_pyxis_is_told_by_its_srun(ended: Mapping[str, Ended]) -> None:
+    run = ended["no-pyxis"]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    (verdict,) = run.verdicts
+    assert verdict["cause"].startswith("srun does not know --container-image: this cluster has no pyxis\nremedy: ")
+
+
+def test_an_import_that_can_never_succeed_stands_in_the_ledger(ended: Mapping[str, Ended]) -> None:
+    run = ended["tag"]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    (verdict,) = run.verdicts
+    assert verdict["verdict"] == "config" and "error code: 404 Not Found" in verdict["cause"]
+    assert "404 Not Found" in run.log
+    assert not list((run.folder / "attempts/0").glob("agent-*.log"))
+
+
+def test_a_registry_that_is_away_is_asked_again_within_the_budget(ended: Mapping[str, Ended]) -> None:
+    run = ended["outage"]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 1, 1), run.log
+    assert [(entry["verdict"], entry["answer"]) for entry in run.verdicts] == [("failed", "again"), ("failed", 1)]
+    assert all("error code: 503" in entry["cause"] for entry in run.verdicts)
+    assert "max_failures is 1" in run.verdicts[1]["reason"]

@@ -1,0 +1,17 @@
+"""The copy of SGLang's table of settings, against the parser of the installed SGLang."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang_router")
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_copy_is_what_the_installed_sglang_says():
+    """It differs after setup.cfg pins another version: run ``python tools/make_server_args.py``."""
+    command = [sys.executable, ROOT / "tools/make_server_args.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "server_args.json differs: run tools/make_server_args.py"

@@ -1,0 +1,70 @@
+"""``--json``: one object on standard output, equal to what the tables say, with the exit code of the table."""
+
+import json
+import re
+
+import pytest
+
+from rlpost.cli.main import main
+from rlpost.config.load import JOBS
+from tests.unit.report.runs import make_run
+
+RECIPE = str(JOBS / "recipes/qwen3_4b.toml")
+GLM = str(JOBS / "recipes/glm45_355b.toml")
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
+    monkeypatch.setenv("RLPOST_IMAGE", "/image.sqsh")
+
+
+def output(capsys, *words):
+    """The exit code, and the object that alone is on standard output."""
+    code = main(list(words))
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_holds_the_figures_of_the_table(capsys):
+    code, plan = output(capsys, "plan", RECIPE, "--json", "--suggest")
+    assert code == 0 and plan["fits"] and plan["problems"] == []
+    assert main(["plan", RECIPE, "--suggest"]) == 0
+    shown = capsys.readouterr().out
+    for phase in plan["phases"]:
+        assert phase["total"] == sum(phase["parts"].values())
+        assert re.search(rf"{phase['name']} .* {phase['total'] / 1e9:.1f} GB of", shown)
+    assert f"{plan['checkpoint_bytes'] / 1e9:.1f} GB" in shown
+    assert all(choice["layout"] in shown for choice in plan["suggestions"])
+
+
+def test_a_plan_that_does_not_fit_says_why_and_what_would(capsys):
+    words = ("plan", GLM, "--optimizer-cpu-offload", "false")
+    code, plan = output(capsys, *words, "--json")
+    assert code == 2 and not plan["fits"] and plan["problems"]
+    [nearest] = plan["suggestions"]
+    assert main([*words, *nearest["flags"].split(), "--json"]) == 0
+
+
+def test_a_scaled_plan_keeps_its_table_of_changes_off_standard_output(capsys):
+    assert main(["plan", GLM, "--scale-down", "4", "--json"]) in (0, 2)
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["layout"]["world"] == 4
+    assert "num_layers" in streams.err
+
+
+def test_a_check_lists_its_problems(capsys):
+    code, found = output(capsys, "check", RECIPE, "--json")
+    assert code == 2 and not found["ok"]
+    assert any("--hf-checkpoint" in problem for problem in found["problems"])
+
+
+def test_a_comparison_holds_figures_and_differing_settings(tmp_path, capsys):
+    make_run(tmp_path / "a", num_steps=5, preempted_at=(3,))
+    make_run(tmp_path / "b", num_steps=7, preempted_at=(), seed=1)
+    code, found = output(capsys, "compare", "a", "b", "--runs-dir", str(tmp_path), "--json")
+    assert code == 0
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert [run["step"] for run in found["runs"]] == [5, 7]
+    assert [run["num_preemptions"] for run in found["runs"]] == [1, 0]
+    assert found["settings"]["rollout.num_rollout"] == [5, 7]
+    assert not (tmp_path / "a/report/compare.html").exists()

@@ -1,0 +1,24 @@
+"""docs/layouts.md: every layout that it recommends fits, for models of the size that they are published with."""
+
+import pytest
+
+from rlpost.cli.layouts_page import STARTS, layouts_page, planned
+
+# Billions of parameters, as the models' cards say.
+PUBLISHED = {
+    "qwen2_5_7b": 7.61, "glm4_9b": 9.4, "qwen3_30b_a3b": 30.5, "qwen2_5_32b": 32.5, "llama3_1_70b": 70.6,
+    "qwen3_235b_a22b": 235.0, "glm45_355b": 355.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.model)
+def test_a_recommended_layout_fits(start):
+    made = planned(start)
+    assert made.problems == ()
+    assert made.layout.world == 8 * start.nodes
+    assert made.shape.parameters.total / 1e9 == pytest.approx(PUBLISHED[start.model], rel=0.01)
+
+
+def test_every_recommended_model_has_a_row():
+    text = layouts_page()
+    assert all(f"[{start.title}]" in text for start in STARTS)

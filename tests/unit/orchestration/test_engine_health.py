@@ -1,0 +1,353 @@
+"""Engines that fail are restarted, given the current weights and only then admitted; who shares GPUs takes turns."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.errors import EngineDied, Preempted, SyncError
+from rlpost.orchestration.engine_health import EngineHealth
+from rlpost.orchestration.offload import Offload
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.worker_groups import ActorGroup
+
+INTERVAL_S = 0.01
+
+
+class FakeFleet:
+    """Two engines; a log of what was asked of them."""
+
+    pause_mode = "retract"
+
+    def __init__(self, sick=()):
+        self.addresses, self.sick, self.log = ("a", "b"), set(sick), []
+        self.released, self.dismissed = set(), set()
+
+    async def unhealthy(self, *, generating):
+        return sorted(self.sick - self.dismissed)
+
+    async def mend_router(self, sick):
+        pass
+
+    async def dismiss(self, index):
+        self.log.append(f"dismiss {index}")
+        self.dismissed.add(index)
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        self.sick.discard(index)
+
+    async def admit(self, index):
+        self.log.append(f"admit {index}")
+        self.dismissed.discard(index)
+
+    async def release_memory(self, *tags):
+        self.released |= set(tags)
+        self.log.append(f"release {' '.join(tags)}")
+
+    async def restore_memory(self, *tags):
+        self.released -= set(tags)
+        self.log.append(f"restore {' '.join(tags)}")
+
+    def is_released(self, tag):
+        return tag in self.released
+
+    async def resume(self):
+        self.log.append("resume")
+
+
+class FakeWeights:
+    """Fails as often as it is told."""
+
+    engines_are_stuck = False
+
+    def __init__(self, fleet, failures=0):
+        self.fleet, self.failures = fleet, failures
+
+    async def connect(self):
+        self.fleet.log.append("connect")
+
+    async def update(self, version, *, pause, ready):
+        self.fleet.log.append(f"update {version} {pause}")
+        if self.failures:
+            self.failures -= 1
+            raise SyncError("an engine did not take part")
+        await ready()
+
+
+def watch_over(fleet, *, failures=0, stop=None, **cluster):
+    config = load([], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}).config
+    return EngineHealth(config, fleet, FakeWeights(fleet, failures), stop=stop or StopRequest(Path("/nowhere")))
+
+
+async def nothing():
+    pass
+
+
+REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
+
+
+def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weights():
+    fleet = FakeFleet()
+    watch = watch_over(fleet)
+
+    async def run():
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        async with watch.over():
+            fleet.sick = {1}
+            while "admit 1" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
+
+
+def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_what_the_trainer_has_by_its_own_name():
+    """One step off policy the last groups are awaited then: they would say that the older weights wrote them."""
+    fleet = FakeFleet()
+    watch = watch_over(fleet)
+
+    async def run():
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        watch.trained()
+        async with watch.over():
+            fleet.sick, fleet.pause_mode = {1}, "abort"
+            while "admit 1" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
+
+
+def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
+    fleet = FakeFleet(sick={1})
+    asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
+    assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
+
+
+def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
+    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still answers."""
+    fleet = FakeFleet(sick={1})
+    watch = watch_over(fleet, failures=1)
+    watch._weights.engines_are_stuck = True
+    asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
+    everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
+    assert fleet.log == ["update 7 abort", *everyone, "connect", "update 7 abort", "admit 0", "admit 1"]
+
+
+def test_an_update_that_fails_though_all_engines_answer_is_an_error():
+    fleet = FakeFleet()
+    with pytest.raises(SyncError):
+        asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
+    assert fleet.log == ["update 7 abort"]
+
+
+def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_next_update():
+    fleet = FakeFleet()
+    watch = watch_over(fleet, colocate=True)
+
+    async def run():
+        async with watch.over():
+            fleet.sick = {0}
+            while "dismiss 0" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(5 * INTERVAL_S)
+        assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
+        await watch.update(2, pause="abort", before=nothing, ready=nothing)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert fleet.log[-4:] == ["restart 0", "connect", "update 2 abort", "admit 0"]
+
+
+def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
+    fleet = FakeFleet()
+    fleet.dismissed = {1}
+    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=nothing, ready=nothing))
+    assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
+
+
+def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():
+    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take its memory again."""
+    fleet = FakeFleet()
+
+    async def before():
+        fleet.log.append("send's turn")
+
+    async def ready():
+        fleet.log.append("generate's turn")
+        if fleet.log.count("generate's turn") == 1:
+            await fleet.dismiss(1)
+            raise SyncError("engine 1 does not flush its cache")
+
+    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready))
+    first = ["send's turn", "update 3 abort", "generate's turn", "dismiss 1"]
+    again = ["send's turn", "restart 1", "connect", "update 3 abort", "generate's turn", "admit 1"]
+    assert fleet.log == first + again
+
+
+def test_generation_ends_with_the_error_when_no_engine_can_come_back():
+    fleet = FakeFleet(sick={0, 1})
+
+    async def run():
+        async with watch_over(fleet, colocate=True).over():
+            await asyncio.Event().wait()
+
+    with pytest.raises(EngineDied, match="no engine is left"):
+        asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop(tmp_path):
+    """A preemption may end them first; the block is cutting off what they wrote, and saves it then."""
+    fleet = FakeFleet(sick={0, 1})
+    watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
+
+    async def run():
+        async with watch.over():
+            (tmp_path / "STOP").write_text("now")
+            await asyncio.sleep(10 * INTERVAL_S)
+            raise Preempted("a stop was requested while generating")
+
+    with pytest.raises(Preempted):
+        asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_a_cancelled_block_stays_cancelled():
+    async def run():
+        block = asyncio.create_task(hang())
+        await asyncio.sleep(INTERVAL_S)
+        block.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await block
+
+    async def hang():
+        async with watch_over(FakeFleet()).over():
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class FailingRestart(FakeFleet):
+    """A restart that hangs until it is given up, and says then what was wrong."""
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise EngineDied(f"engine {index} does not come back") from None
+
+
+async def generate_until_restart(fleet, watch):
+    async with watch.over():
+        while "restart 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
+
+
+class SlowRestart(FakeFleet):
+    """A restart that takes a while."""
+
+    fails = False
+
+    async def restart(self, index):
+        self.log.append(f"restart {index}")
+        await asyncio.sleep(3 * INTERVAL_S)
+        if self.fails:
+            raise EngineDied(f"engine {index} does not come back")
+
+
+def test_a_repair_under_way_when_the_block_ends_is_finished():
+    """Torn, it would leave an engine that starts, and a second start on the same port with the next update."""
+    fleet = SlowRestart(sick={1})
+    asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
+    assert fleet.log[-1] == "admit 1"
+
+
+def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_cancellation():
+    fleet = SlowRestart(sick={1})
+    fleet.fails = True
+
+    async def run():
+        block = asyncio.current_task()
+        with pytest.raises(EngineDied, match="engine 1 does not come back"):
+            await generate_until_restart(fleet, watch_over(fleet))
+        assert block.cancelling() == 0, "what follows the block is not cancelled"
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
+    fleet = FailingRestart(sick={1})
+
+    async def run():
+        block = asyncio.create_task(generate_and_hang())
+        while "restart 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
+        block.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await block
+
+    async def generate_and_hang():
+        async with watch_over(fleet).over():
+            await asyncio.Event().wait()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+class FakeActors:
+    """Keeps what is on the device."""
+
+    def __init__(self, log):
+        self.here, self.log = {"weights", "grads", "optimizer"}, log
+
+    async def call(self, method, *parts):
+        change = {"memory.offload": self.here.difference_update, "memory.restore": self.here.update}
+        change.get(method, lambda parts: None)(parts)
+        self.log.append(method)
+
+
+@pytest.mark.parametrize("turn", ["train", "send", "generate"])
+def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
+    trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
+    engines_away = {"train": {"kv_cache", "cuda_graph", "weights"}, "send": {"kv_cache", "cuda_graph"}}
+
+    async def run():
+        fleet = FakeFleet()
+        actors = FakeActors(fleet.log)
+        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+        for each in ("generate", "train", "send", "generate", "train", "send")[: 4 if turn == "generate" else 6]:
+            await getattr(turns, each)()
+            if each == turn:
+                assert actors.here == trainer[each]
+                assert turn == "generate" or fleet.released == engines_away[each]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_as_it_was():
+    async def run():
+        fleet = FakeFleet()
+        actors = FakeActors(fleet.log)
+        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+        await turns.generate()
+        async with turns.save():
+            assert actors.here == {"weights", "optimizer"} and fleet.released == {"kv_cache", "cuda_graph"}
+        assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
+        async with turns.save(is_last=True):
+            pass
+        assert actors.here == {"weights", "optimizer"}, "a run that leaves has no time to bring the engines back"
+
+    asyncio.run(run())
+
+
+def test_on_gpus_of_their_own_nobody_ever_leaves():
+    async def run():
+        fleet = FakeFleet()
+        turns = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
+        for turn in (turns.train, turns.send, turns.generate):
+            await turn()
+        async with turns.save():
+            pass
+        assert fleet.log == []
+
+    asyncio.run(run())

@@ -1,0 +1,266 @@
+"""What an answer holds after turns of the model, tools between them, cuts and new weights: one entry a token each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rlpost.errors import ConfigError, RolloutError
+from rlpost.reward.grader import InlineGrader
+from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.examples.calculator import generate, result
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.response_builder import ResponseBuilder, version_spans, without_older
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
+
+PROMPT = Prompt(3, "Q:12+30", tuple(b"Q:12+30"), label="42")
+SAMPLING = SamplingParams(max_new_tokens=20, stop=("!",), stop_token_ids=(1,))
+
+
+class Bytes:
+    """One id a byte of UTF-8."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def drafting(
+    engine: FakeEngine, work: Callable[[ResponseBuilder], Awaitable[Any]], so_far: Sample | None = None, **more: Any
+) -> Any:
+    sampling = SamplingParams(**{"max_new_tokens": 20, "stop": ("!",), **more})
+
+    async def whole() -> Any:
+        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
+            return await work(ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far))
+
+    return asyncio.run(whole())
+
+
+def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Answers in turn: (text, reason, what it stopped at); a string that it stopped at is in the ids, not the text."""
+    left = list(answers)
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        text, reason, matched = left.pop(0)
+        ids = list((text + matched if isinstance(matched, str) else text).encode()) + [matched] * isinstance(
+            matched, int
+        )
+        made = generated(ids, version="2", text=text, reason=reason)
+        made["meta_info"]["finish_reason"]["matched"] = matched
+        return made
+
+    return answer
+
+
+def test_the_calculator_answers_and_its_digits_are_left_out_of_the_loss() -> None:
+    async def work(builder: ResponseBuilder) -> Sample:
+        return await generate(builder, PROMPT, SAMPLING)
+
+    engine = FakeEngine(answer=says(("", "stop", "="), (".", "stop", 1)))
+    sample = drafting(engine, work)
+    assert bytes(sample.response_ids[:-1]) == b"=42."
+    assert sample.mask == (1, 0, 0, 1, 1)
+    assert sample.rollout_logprobs == (-0.5, 0.0, 0.0, -0.5, -1.0)
+    assert (sample.text, sample.finish_reason) == ("42.", "stop")
+    assert engine.bodies[0]["sampling_params"]["stop"] == ["!", "="]
+    assert engine.bodies[1]["input_ids"] == list(b"Q:12+30=42")
+    assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 17
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Q:07+31", "38"),
+        ("so 2*(3+4)", "14"),
+        ("1/3", "0.333333"),
+        ("10-4.5", "5.5"),
+        ("what", "?"),
+        ("1/0", "?"),
+        ("9**9", "?"),
+        ("(2", "?"),
+    ],
+)
+def test_the_calculator_reads_the_expression_at_the_end(text: str, value: str) -> None:
+    assert result(text) == value
+
+
+def test_a_tool_that_says_more_than_there_is_room_for_ends_the_answer() -> None:
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        builder.insert("x" * 100)
+        assert await builder.write() == ""
+        return builder.sample()
+
+    sample = drafting(FakeEngine(answer=says(("ab", "stop", "!"))), work, max_new_tokens=8)
+    assert (len(sample.response_ids), sum(sample.mask), sample.finish_reason) == (8, 3, "length")
+
+
+def test_prompt_and_answer_together_have_a_limit_too() -> None:
+    async def work(builder: ResponseBuilder) -> int:
+        await builder.write()
+        return builder.room
+
+    engine = FakeEngine(answer=says(("ab", "stop", 1)))
+    assert drafting(engine, work, max_context_len=len(PROMPT.token_ids) + 5) == 2
+    assert engine.bodies[0]["sampling_params"]["max_new_tokens"] == 5
+
+
+def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
+    """Two answers of an engine, between them a cut through the two bytes of a letter."""
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            return generated([195], version="2", text="", reason="abort")
+        made = generated([182, 33], version="3", text="\ufffd", reason="stop")
+        made["meta_info"]["finish_reason"]["matched"] = "!"
+        return made
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        assert await builder.write() == "ö"
+        return builder.sample()
+
+    engine = FakeEngine(answer=answer)
+    sample = drafting(engine, work)
+    assert (sample.text, sample.version_spans, sample.policy_version) == ("ö", ((2, 1), (3, 2)), 3)
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"), [("op>cd", "length"), ("op>cd</st", "abort"), ("op>cd</stop>", "stop"), ("op>", "length")]
+)
+def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ended(rest: str, reason: str) -> None:
+    """No engine sees such a one: each looks at what it wrote itself."""
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            return generated(list(b"ab</st"), version="2", text="ab</st", reason="abort")
+        made = generated(list(rest.encode()), version="3", text=rest.removesuffix("</stop>"), reason=reason)
+        made["meta_info"]["finish_reason"]["matched"] = "</stop>" if reason == "stop" else None
+        return made
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        assert await builder.write(stop=("</stop>",)) == "ab"
+        assert builder.stopped_at == "</stop>"
+        return builder.sample()
+
+    engine = FakeEngine(answer=answer)
+    sample = drafting(engine, work)
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"ab</stop>", "ab", "stop")
+    assert (len(sample.rollout_logprobs), len(sample.mask)) == (9, 9)
+    assert sample.version_spans == ((2, 6), (3, 3)) and len(engine.bodies) == 2
+
+
+def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            return generated(list(b"ab"), version="2", text="ab", reason="abort")
+        made = generated(list(b"c</stop>"), version="2", text="c", reason="stop")
+        made["meta_info"]["finish_reason"]["matched"] = "</stop>"
+        return made
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write(stop=("</stop>",))
+        return builder.sample()
+
+    engine = FakeEngine(answer=answer)
+    sample = drafting(engine, work)
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"abc</stop>", "abc", "stop")
+
+
+def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() -> None:
+    so_far = Sample(3, 0, PROMPT.token_ids, (1,) * 20, (-0.5,) * 20, "x", "abort", 2)
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        return builder.sample()
+
+    engine = FakeEngine()
+    sample = drafting(engine, work, so_far=so_far)
+    assert (sample.finish_reason, sample.response_ids, engine.log) == ("length", so_far.response_ids, [])
+
+
+def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 7}]
+    assert version_spans({"weight_versions": spans, "weight_version": "5"}, 7) == [(4, 2), (5, 5)]
+    assert version_spans({"weight_version": "5"}, 7) == [(5, 7)]
+    with pytest.raises(RolloutError, match="version 'default'"):
+        version_spans({"weight_version": "default"}, 7)
+
+
+def test_a_tool_that_speaks_first_has_the_version_of_the_model_s_first_word() -> None:
+    """Else the answer would count as older than anything, and be thrown away where age is bounded."""
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        builder.insert("xy")
+        await builder.write()
+        return builder.sample()
+
+    sample = drafting(FakeEngine(answer=says(("ab", "stop", "!"))), work)
+    assert (sample.mask, sample.oldest_version, sample.policy_version) == ((0, 0, 1, 1, 1), 2, 2)
+
+
+def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if len(engine.bodies) == 1:
+            reason = {"type": "abort", "message": "Abort in waiting queue"}
+            return {"text": "", "meta_info": {"id": "r", "finish_reason": reason}}
+        return generated([97], version="2", text="a")
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        return builder.sample()
+
+    engine = FakeEngine(answer=answer)
+    assert drafting(engine, work).response_ids == (97,)
+
+
+def test_the_tokens_of_a_tool_stay_out_when_those_of_older_weights_leave() -> None:
+    sample = Sample(0, 0, (1,), (5, 6, 7, 8), (-0.1,) * 4, "", "stop", 3, None, (1, 0, 1, 0), ((2, 2), (3, 2)))
+    assert without_older(sample).mask == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("returned", [None, [], ["text"], "text"])
+def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> None:
+    async def forgets(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Any:
+        return returned
+
+    grader = InlineGrader(lambda text, label, metadata: 1.0)
+    connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
+    writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=forgets)
+    with pytest.raises(ConfigError, match=r"rollout\.custom_generate_function_path: .* for prompt 3; it has to return"):
+        asyncio.run(writer.write(Unfinished(PROMPT)))
+
+
+def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_over_it() -> None:
+    async def says_nothing(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        return builder.sample()
+
+    grader = InlineGrader(lambda text, label, metadata: 1.0)
+    connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
+    writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=says_nothing)
+    with pytest.raises(ConfigError, match="an answer without a token for prompt 3"):
+        asyncio.run(writer.write(Unfinished(PROMPT)))
+
+
+def test_a_function_may_make_several_samples_of_one_call() -> None:
+    async def two(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
+        await builder.write()
+        return [builder.sample(), builder.sample()]
+
+    async def whole() -> SampleGroup | Unfinished:
+        engine = FakeEngine()
+        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=two)
+            return await writer.write(Unfinished(PROMPT))
+
+    group = asyncio.run(whole())
+    assert isinstance(group, SampleGroup)
+    assert [scored.sample.index for scored in group.samples] == [0, 0, 1, 1]
