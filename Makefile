@@ -45,8 +45,8 @@ format: install  ## mend the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-jobs: install  ## write jobs/*.sbatch anew from their recipes
-	$(BIN)/python tools/make_jobs.py
+jobs:  ## write jobs/*.sbatch anew from their recipes; needs no training stack
+	@python=$$(tools/settings_python.sh $(VENV)) && $$python tools/make_jobs.py
 
 docs: install  ## write the generated pages of docs/ anew
 	$(BIN)/python tools/make_docs.py

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,18 @@ REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have o
 
 
 def check(
-    config: Config, *, run: Path | None = None, recipe: str | None = None, origins: Mapping[str, str] | None = None
+    config: Config,
+    *,
+    run: Path | None = None,
+    mounted: Sequence[str] = (),
+    recipe: str | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> None:
     """Raise ConfigError with one line for each problem, root causes first, or return.
 
     Args:
         run: the folder of the run, None for one that is still to be made.
+        mounted: folders that its container has beyond that one and ``container_mounts``.
         recipe: what the command line calls the recipe, for remedies that are commands.
         origins: where each ``group.key`` that was given comes from; messages then say so.
     """
@@ -64,7 +70,8 @@ def check(
     problems = [*unset, *no_image, *_settings_problems(config)]
     if not unset:  # else no path is known
         problems += _file_problems(config, run, recipe)
-        problems += [] if no_image else container_problems(config)
+        always = (*mounted, *(() if run is None else (str(run.absolute()),)))
+        problems += [] if no_image else container_problems(config, always)
     problems += _option_problems(config)
     if option_names() is not None and config.cluster.container == "none":
         problems += _package_problems(config)

@@ -68,7 +68,8 @@ def _settled(run: RunFolder, given: Config) -> Config:
     """The settings of the run: those in run.json, or, at its first start without rlpost.submit, those given."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
-    check(given, run=run.root)
+    home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it
+    check(given, run=run.root, mounted=(home,) if home else ())
     create_run_folder(run.root, dump(given), resume=True)
     return given
 

@@ -12,6 +12,8 @@ everything else that the run reads must be listed. What pyxis 0.24 and enroot 4.
 - an entrypoint may print, fork or change folders: none runs;
 - a raw .sqsh is served by a process of the step that a signal to the step kills: enroot extracts it first
   (``enroot_start.sh``).
+
+``auto`` leaves the choice to the job's first second, or to RLPOST_CONTAINER: ``container.sh``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Literal
 from slurm.errors import SpecError
 from slurm.image import is_file_name
 
-Backend = Literal["pyxis", "enroot"]
-BACKENDS = ("pyxis", "enroot")
+Backend = Literal["auto", "pyxis", "enroot"]
+BACKENDS = ("auto", "pyxis", "enroot")
 # Of the host's variables, those which win over the image's.
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
@@ -42,11 +44,12 @@ class Container:
     """What the agents run in.
 
     Attributes:
-        backend: ``pyxis`` (options of srun) or ``enroot`` (a script on each node).
+        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto``: one of these, or none.
         image: absolute path of a squashfs file, or a name in a registry, which is imported into ``cache`` once; or
-            ``$NAME``, a variable that holds such a path when the job is submitted.
+            ``$NAME``, a variable that holds either when the job is submitted.
         mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a variable ``$NAME``.
-        cache: folder on the shared file system for imported images; needed for names.
+        cache: folder on the shared file system for imported images; needed for names. None for a variable:
+            $RLPOST_IMAGE_CACHE, or runs/images in the job's $RLPOST_HOME.
 
     Raises:
         SpecError: names the field, what it holds and what it may hold.
@@ -59,7 +62,7 @@ class Container:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise SpecError(f"container: {self.backend!r}; choose one of none, {', '.join(BACKENDS)}")
+            raise SpecError(f"container: {self.backend!r}; use one of none, {', '.join(BACKENDS)}")
         if not _IMAGE.fullmatch(self.image) and not re.fullmatch(_VARIABLE, self.image):
             raise SpecError(
                 f"container_image: {self.image!r}; give an absolute path of a .sqsh file, or a name such as "
@@ -71,7 +74,8 @@ class Container:
                     f"container_mounts: {mount!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths "
                     "of letters, digits and ._@%+=- (pyxis and enroot cannot quote others)"
                 )
-        if self.is_imported and (self.cache is None or not self.cache.startswith("/")):
+        has_cache = self.cache is not None and self.cache.startswith("/")
+        if not has_cache and (self.is_imported or self.cache is not None):
             raise SpecError(f"image_cache: {self.cache!r}; image {self.image} needs an absolute path to be imported to")
 
     @property
@@ -86,8 +90,9 @@ class Container:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the job must find set."""
-        found = (re.match(_VARIABLE, text) for text in (self.image, *self.mounts))
+        """Names of the variables that the job must find set; with ``auto`` it may do without an image."""
+        image = () if self.backend == "auto" else (self.image,)
+        found = (re.match(_VARIABLE, text) for text in (*image, *self.mounts))
         return tuple(dict.fromkeys(match[0][1:] for match in found if match))
 
 
@@ -121,7 +126,7 @@ def pyxis_options(container: Container) -> str:
     return f"""\
   --container-image="$image" --container-name={_NAME} --container-writable \\
   --container-mounts="{mounts}" --container-workdir="$RLPOST_HOME" \\
-  --no-container-mount-home --no-container-entrypoint --container-env={",".join(HOST_VARIABLES)} \\
+  --no-container-mount-home --no-container-entrypoint --container-env="{",".join(HOST_VARIABLES)}" \\
 """
 
 

@@ -63,10 +63,9 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
     if spec.requeue == "chain":
         name += "-" + hashlib.sha256(str(run.root).encode()).hexdigest()[:8]
     return replace(
-        spec,
+        spec.with_python(sys.executable),
         job_name=name,
         home=spec.home or str(home),
-        python=spec.python or ("python3" if spec.container else sys.executable),
         run_folder=spec.run_folder or str(run.root),
         output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
     )

@@ -6,8 +6,17 @@ knows no preemption: one that is started again begins anew.
 
 from __future__ import annotations
 
-from slurm.container import container_removal, enroot_command, pyxis_options
-from slurm.render import directives, image, places, preparation, shell_word
+from slurm.render import (
+    chosen_words,
+    directives,
+    image,
+    inside,
+    places,
+    preparation,
+    removal,
+    shell_word,
+    submits_itself,
+)
 from slurm.spec import JobSpec
 
 
@@ -32,7 +41,7 @@ address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JO
   "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
   --save "$writing" "$@"
 code=$?
-{_removal(spec)}\
+{removal(spec)}\
 [ "$code" -eq 0 ] && mv -T -- "$writing" "$save" && log "$save is written" && exit 0
 rm -rf -- "$writing"
 log "not converted (exit $code); the end of $run_folder/*.log:"
@@ -48,32 +57,36 @@ def render_look(spec: JobSpec) -> str:
 {_begin(spec)}
 {_srun(spec)}"$python" -m bootstrap.image_doctor {words} --output "$run_folder/findings"
 code=$?
-{_removal(spec)}\
+{removal(spec)}\
 exit "$code"
 """
 
 
 def _begin(spec: JobSpec) -> str:
-    return "".join((directives(spec, is_warned=False), _HEAD, places(spec), _FOLDER, image(spec)))
+    before = (directives(spec, is_warned=False), _RENDERED, submits_itself(spec), _HEAD)
+    return "".join(
+        (
+            *before,
+            places(spec, is_supervised=False),
+            _FOLDER,
+            image(spec, "$run_folder/launch.log"),
+            chosen_words(spec, "$run_folder"),
+        )
+    )
 
 
 def _srun(spec: JobSpec) -> str:
     """The beginning of the srun command, up to what it runs."""
-    inside = ""
-    if spec.container:
-        inside = pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
     return f"""\
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
   --output="${{run_folder//%/%%}}/%N.log" \\
-{inside}  {preparation(spec, '"$RLPOST_HOME"')}"""
+{inside(spec)}  {preparation(spec, '"$RLPOST_HOME"')}"""
 
 
-def _removal(spec: JobSpec) -> str:
-    return container_removal(spec.container.backend) if spec.container else ""
-
-
-_HEAD = """\
+_RENDERED = """\
 # Rendered by slurm/render_once.py, which says why each step is as it is.
+"""
+_HEAD = """\
 set -u; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV "${!SQUEUE_@}"
 log() { echo "$(date '+%F %T') batch: $*"; }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from slurm.container import Container, check_mountable
@@ -57,6 +57,9 @@ class JobSpec:
         agent_args: more arguments of ``python -m bootstrap.agent``.
         home: folder with the code; where the script is to find it out at run time, None (see ``render``).
         python: interpreter; None as above, and in a container its python3.
+        host_python: interpreter of the node itself, for a container ``auto`` that turns out to be none.
+        reads: files and folders that must be there when a script without ``home`` submits itself; they may begin with
+            a variable. None where ``driver_args`` begin with a recipe, which names them.
         run_folder: None as above.
         output: log of the batch script, an sbatch pattern; None is ``slurm-%j.out`` where sbatch was called.
 
@@ -90,7 +93,9 @@ class JobSpec:
     agent_args: tuple[str, ...] = ()
     home: str | None = None
     python: str | None = None
+    host_python: str | None = None
     run_folder: str | None = None
+    reads: tuple[str, ...] = ()
     output: str | None = None
 
     def __post_init__(self) -> None:
@@ -153,9 +158,9 @@ class JobSpec:
             )
 
     def _check_paths(self) -> None:
-        for name in ("home", "python", "run_folder"):
+        for name in ("home", "python", "host_python", "run_folder"):
             value = getattr(self, name)
-            if self.container is not None and name != "python":
+            if self.container is not None and "python" not in name:
                 check_mountable(name, value)
             if name == "python" and self.container is not None and _NAME.fullmatch(value or "python3"):
                 continue  # found on the image's PATH
@@ -170,6 +175,16 @@ class JobSpec:
             )
         if self.output is not None and not self.output.strip():
             raise SpecError("output: empty; leave it out for slurm-%j.out")
+
+    def with_python(self, interpreter: str) -> JobSpec:
+        """The same job with ``interpreter`` wherever no other is given and none of an image is meant."""
+        if self.python is not None:
+            return self
+        if self.container is None:
+            return replace(self, python=interpreter)
+        if self.container.backend == "auto":
+            return replace(self, host_python=interpreter)
+        return replace(self, python="python3")
 
     @property
     def time_limit_s(self) -> int:

@@ -1,6 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py [--check]``.
 
 And jobs/convert_NAME.sbatch for the weights that a recipe names as NAME_torch_dist; recipes with the same share one.
+And slurm/cluster_flags.sh, with which they refuse flags that come too late. Of packages this needs pydantic alone.
 
 The scripts are for ``sbatch`` on a login node without Python. They carry the layout of ``JOBS`` and what the site's
 profile says (``jobs/clusters/site.toml``; tiny's go without); everything else stays in the recipe. Variables such as
@@ -12,19 +13,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from rlpost.cli.submit import job_spec
-from rlpost.config.load import files_of, load, read_toml
+from rlpost.cli.job import job_spec
+from rlpost.config.late_flags import refusing_script
+from rlpost.config.load import SITE, files_of, load, read_toml
+from rlpost.config.tree import Config
 from slurm.render import render_sbatch
 from slurm.render_once import render_conversion
+from slurm.spec import JobSpec
 
 PROJECT = Path(__file__).parents[1]
-SITE = "site"
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] in which the script differs from its recipe
+LATE_FLAGS = PROJECT / "slurm/cluster_flags.sh"
 CONVERTED = "_torch_dist"
 CONVERSION_NODES = {"glm45_355b": 2}  # 16 GPUs of 80 GB: 45 GB of weights on each; the other models fit one node
-VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE")
+VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE")
 
 
 def rendered(name: str) -> str:
@@ -35,7 +40,7 @@ def rendered(name: str) -> str:
     config = load(files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}).config
     flags = ["--cluster", profile] if profile else []
     flags += [word for key, value in overrides.items() for word in ("--" + key.replace("_", "-"), str(value))]
-    return render_sbatch(job_spec(config, driver_args=(recipe, *flags)))
+    return render_sbatch(for_any_home(job_spec(config, driver_args=(recipe, *flags)), config))
 
 
 def conversions() -> dict[str, str]:
@@ -56,7 +61,14 @@ def rendered_conversion(name: str) -> str:
     save = config.checkpoint.ref_load
     words = ("--model", read_toml(recipe)["model"], "--hf-checkpoint", save.removesuffix(CONVERTED))
     spec = job_spec(config, driver_args=(*words, "--distributed-timeout-minutes", "60"))
-    return render_conversion(spec, save)
+    return render_conversion(for_any_home(replace(spec, reads=(save.removesuffix(CONVERTED),)), config), save)
+
+
+def for_any_home(spec: JobSpec, config: Config) -> JobSpec:
+    """The same job with the image cache in the project's folder of the job, where the profile names none."""
+    if spec.container is None or config.cluster.image_cache is not None or spec.container.is_imported:
+        return spec
+    return replace(spec, container=replace(spec.container, cache=None))
 
 
 def scripts() -> dict[str, str]:
@@ -74,8 +86,8 @@ def main() -> int:
     for name in VARIABLES:
         os.environ.pop(name, None)
     stale = 0
-    for name, text in scripts().items():
-        path = PROJECT / "jobs" / f"{name}.sbatch"
+    texts = {PROJECT / "jobs" / f"{name}.sbatch": text for name, text in scripts().items()}
+    for path, text in {**texts, LATE_FLAGS: refusing_script()}.items():
         if check:
             stale += not path.exists() or path.read_text() != text
         else:

@@ -7,14 +7,15 @@ once and exit code 2. Imports neither torch nor anything of the training stack.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlpost.check import check, notes
+from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
-from rlpost.cli.submit import job_spec
 from rlpost.config.checks.missing import image_problems
 from rlpost.config.load import Loaded
 from rlpost.config.plan.estimate import engine_weights, fullest_held
@@ -50,10 +51,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
-    """One line for each problem of the settings, and of the job that they ask of Slurm."""
+    """One line for each problem of the settings, and of the job that they ask of Slurm.
+
+    The container is that of a job from here; $RLPOST_HOME is what a batch file of jobs/ mounts.
+    """
     problems: list[str] = []
+    home = os.environ.get("RLPOST_HOME")
+    mounted = (home,) if home else ()
+    seen = loaded.config
+    if not image_problems(seen):
+        try:
+            seen = as_the_job_would(seen)[0]
+        except ConfigError as error:
+            problems += str(error).splitlines()
+            seen = with_container(seen, "none")  # what a container lacks would follow from that
     try:
-        check(loaded.config, recipe=recipe, origins=loaded.origins)
+        check(seen, mounted=mounted, recipe=recipe, origins=loaded.origins)
     except ConfigError as error:
         problems += str(error).splitlines()
     if image_problems(loaded.config):  # told already, and a job without its image says the same

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlpost.cli.submit import PROJECT, job_spec
+from rlpost.cli.job import job_spec
+from rlpost.cli.submit import PROJECT
 from rlpost.config.keys import without_keys
 from rlpost.config.load import files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
@@ -68,9 +69,8 @@ def _needs_of(config: Config) -> list[str]:
 
 def look_spec(spec: JobSpec) -> JobSpec:
     """The same job with one node and half an hour, which never comes back."""
-    python = spec.python or ("python3" if spec.container else sys.executable)
-    once = replace(spec, job_name="rlpost-image", nodes=1, spare_nodes=0, requeue="never")
-    return replace(once, time="30", signal_lead_s=60, home=str(PROJECT), python=python)
+    once = replace(spec.with_python(sys.executable), job_name="rlpost-image", nodes=1, spare_nodes=0, requeue="never")
+    return replace(once, time="30", signal_lead_s=60, home=str(PROJECT))
 
 
 def _shared(runs_dir: str) -> Path:

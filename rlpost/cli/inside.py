@@ -141,12 +141,12 @@ def head_of(run: RunFolder, nodes: Sequence[str]) -> str:
 
 
 def _inside(run: RunFolder, job_id: str) -> Inside:
-    from rlpost.cli.submit import container_of
+    from rlpost.cli.job import container_of_attempt
     from rlpost.config.load import parse_dump
 
     try:
         cluster = parse_dump(run.run_json.read_text()).cluster
-        container = container_of(cluster)
+        container = container_of_attempt(cluster, (run.attempts / "latest").resolve())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
     # Ray's own commands ask for the attempt's secret; this is its place.

@@ -1,4 +1,4 @@
-"""``rlpost journal``: what a run would go on with after a crash, and whether its files are good."""
+"""``rlpost journal``: what a run would resume with after a crash, how its files are chained, and where that ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.arguments import Parser
+from rlpost.checkpoint.commit import newest_committed
+from rlpost.checkpoint.state import RunState
 from rlpost.cli.runs import add_run_options, find_run, settings_of
-from rlpost.errors import ConfigError
-from rlpost.rollout.journal_format import BATCH, EVALUATION, GROUP, Record, Segment, segments
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.orchestration.checkpoints import STATE_FILE
+from rlpost.rollout.journal_chain import contents, follow, read_folder
+from rlpost.rollout.journal_format import BATCH, EVALUATION, GROUP, Record, Segment, Unreadable
 from slurm.run_folder import RunFolder
 
-COLUMNS = ("segment", "from step", "goes on from", "groups", "dropped", "tokens", "batches", "evaluations", "bytes")
+COLUMNS = (
+    "segment",
+    "from step",
+    "goes on from",
+    "follows on",
+    "groups",
+    "dropped",
+    "tokens",
+    "batches",
+    "evaluations",
+    "bytes",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,16 +39,42 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--records", action="store_true", help="every record, in order")
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
-    found = segments(folder)
-    if not found:
+    try:
+        found, unreadable = read_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"rlpost journal: {folder} cannot be listed: {error}") from error
+    if not found and not unreadable:
         raise ConfigError(f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run")
     print("\n".join([str(folder), *table([_row(segment) for segment in found])]))
     for segment in found:
         if options.records:
             print("\n".join([f"\n{segment.path.name}", *map(_line, segment.records)]))
-        if segment.problem is not None:
-            print(f"{segment.path}: {segment.problem}; what is before it serves")
+    print("\n".join(_chain(folder, found, unreadable)))
     return 0
+
+
+def _chain(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> list[str]:
+    """Lines: which segments a resume uses, and why no more. The settings and the data of the run are not compared."""
+    base, step = _resumed_from(folder.parent, found)
+    used = follow(found, base, step, unreadable=unreadable)
+    names = " -> ".join(segment.path.stem for segment in used.chain) or "no segment"
+    lines = [f"a resume from step {step} (segment {base}) uses {names}; {contents(used.records)}"]
+    lines += used.problems
+    if any(segment.header.format == 1 for segment in used.chain):
+        lines.append("an older program wrote segments without a chain: that none is missing between them is not proven")
+    return lines
+
+
+def _resumed_from(save: Path, found: Sequence[Segment]) -> tuple[int, int]:
+    """Segment and step of the newest complete checkpoint in ``save``, else of the beginning of the run."""
+    newest = newest_committed(save, checksums=False).path
+    if newest is not None:
+        try:
+            state = RunState.from_json((newest / STATE_FILE).read_text())
+            return state.journal, state.step
+        except (CheckpointError, OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"rlpost journal: {newest / STATE_FILE}: {error}") from error
+    return 0, next((segment.header.step for segment in reversed(found) if segment.header.base == 0), 0)
 
 
 def journal_folder(run: RunFolder) -> Path:
@@ -52,10 +93,12 @@ def _row(segment: Segment) -> list[str]:
     header, kinds = segment.header, Counter(record.kind for record in segment.records)
     groups = [record.meta for record in segment.records if record.kind == GROUP]
     base = "its own state" if header.base == header.number else f"segment {header.base}"
+    before = "-" if header.previous is None else f"segment {header.previous.number}"
     return [
         str(header.number),
         str(header.step),
         base,
+        before,
         str(len(groups)),
         str(sum(not meta["wanted"] for meta in groups)),
         str(sum(meta["num_tokens"] for meta in groups)),

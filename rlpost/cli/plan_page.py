@@ -24,13 +24,15 @@ Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of it
 Once per site, in **one** place: fill `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 
 ```bash
-export RLPOST_IMAGE=/shared/images/rlpost.sqsh   # container image
+export RLPOST_IMAGE=/shared/images/rlpost.sqsh   # container image; not needed without containers
 export RLPOST_ASSETS=/shared/assets              # folder with models and data
 export SBATCH_ACCOUNT=rl                         # read by sbatch itself; not where there are no accounts
 sbatch jobs/qwen3_4b.sbatch
 ```
 
-A job that misses one of the first two says which and ends with exit code 78.
+The same file runs with pyxis, raw enroot or no container ([containers](containers.md#choosing-one)). A job that misses
+a variable says which and ends with exit code 78; `./jobs/qwen3_4b.sbatch` checks that and more on the login node, then
+submits itself.
 
 ## Models and data
 

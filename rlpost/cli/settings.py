@@ -11,7 +11,7 @@ from pathlib import Path
 from rlpost.cli.key_words import KEY_FLAGS, take_keys
 from rlpost.cli.scaled import scaled, table
 from rlpost.config import flags
-from rlpost.config.load import Loaded, files_of, load
+from rlpost.config.load import Loaded, files_of, load, site_profile
 from rlpost.config.show import resolved
 
 
@@ -35,11 +35,14 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
 def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Loaded]:
     """Parse and merge: defaults < model < recipe < cluster profile < flags. Raises ConfigError.
 
+    A recipe of a cluster has the profile of its batch file unless another one is named (``site_profile``).
+
     With --print-config this prints the result and ends the command (SystemExit 0).
     """
     namespace, values = flags.parse(made, take_keys(arguments, os.environ))
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
-    loaded = load(files_of(recipe, {"model": namespace.model, "cluster": namespace.cluster}), values)
+    cluster = namespace.cluster or site_profile(recipe)
+    loaded = load(files_of(recipe, {"model": namespace.model, "cluster": cluster}), values)
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:

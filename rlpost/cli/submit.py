@@ -17,22 +17,21 @@ from pathlib import Path
 from rlpost.check import check, notes
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
+from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
-from rlpost.config.groups.cluster import ClusterConfig
-from rlpost.config.keys import KEYS, without_keys
+from rlpost.config.keys import without_keys
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
-from rlpost.config.wording import as_flag, spelled, with_values
+from rlpost.config.wording import spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.container import Container
 from slurm.environment import for_script
-from slurm.errors import SlurmError, SpecError
+from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
 from slurm.queue import queue
 from slurm.render import render_sbatch
@@ -49,75 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(submit_main, arguments)
 
 
-def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder.
-
-    Raises:
-        ConfigError: a key is among the variables, which stand in the batch script.
-        SpecError: a value cannot go into a batch script; named by its flag.
-    """
-    try:
-        return _job_spec(config, driver_args)
-    except SpecError as error:
-        raise SpecError(as_flag(str(error))) from error
-
-
-def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
-    cluster = config.cluster
-    if keys := [name for name in KEYS if name in cluster.environment]:
-        raise ConfigError(
-            f"--environment {keys[0]}=...: a key would stand in the batch script; export {', '.join(keys)} where "
-            "rlpost submit is called instead: then it goes into RUN/secrets.env alone"
-        )
-    agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
-    agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
-    if cluster.socket_ifname is not None:
-        agent_args += ["--socket-ifname", cluster.socket_ifname]
-    if cluster.ray_object_store_memory is not None:
-        agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
-    if cluster.preflight_bandwidth_gbps is not None:
-        agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
-    container = container_of(cluster)
-    for target in container.targets if container is not None else ():
-        agent_args += ["--needed-path", target]
-    if cluster.ray_dashboard:
-        agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
-    return JobSpec(
-        job_name=cluster.job_name,
-        nodes=config.num_nodes,
-        spare_nodes=cluster.spare_nodes,
-        num_gpus_per_node=cluster.num_gpus_per_node,
-        gpu_request=cluster.gpu_request,
-        time=cluster.time,
-        partition=cluster.partition,
-        account=cluster.account,
-        qos=cluster.qos,
-        reservation=cluster.reservation,
-        constraint=cluster.constraint,
-        exclusive=cluster.exclusive,
-        exclude=cluster.exclude,
-        requeue=cluster.requeue,
-        max_preemptions=cluster.max_preemptions,
-        max_failures=cluster.max_failures,
-        max_stalled_attempts=cluster.max_stalled_attempts,
-        python=cluster.python,
-        container=container,
-        environment=tuple(cluster.environment.items()),
-        setup_commands=cluster.setup_commands,
-        signal_lead_s=cluster.signal_lead_s,
-        agent_args=tuple(agent_args),
-        driver_args=driver_args,
-    )
-
-
-def container_of(cluster: ClusterConfig) -> Container | None:
-    """The container that a run's agents live in."""
-    if cluster.container == "none":
-        return None
-    cache = cluster.image_cache or str(Path(cluster.runs_dir) / "images")
-    return Container(cluster.container, cluster.container_image or "", cluster.container_mounts, cache)
-
-
 def submit_main(arguments: Sequence[str]) -> int:
     """``rlpost submit RECIPE``. Raises ConfigError."""
     made = parser("python -m rlpost.submit", "Check a recipe, make its run folder and submit it.")
@@ -132,7 +62,12 @@ def submit_main(arguments: Sequence[str]) -> int:
         _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} asks for no Slurm")
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
-    check(config, run=root, recipe=options.recipe, origins=loaded.origins)
+    if local and not options.dry_run:
+        config = _without_slurm(config)
+    seen, why = (config, "") if options.dry_run else as_the_job_would(config)
+    check(seen, run=root, recipe=options.recipe, origins=loaded.origins)
+    if why:
+        print(f"note: container {why}", file=sys.stderr)
     for note in notes(config):
         print(f"note: {note}", file=sys.stderr)
     try:
@@ -172,13 +107,18 @@ def _check_local(config: Config, why: str) -> None:
             f"--nodes {config.num_nodes}: {why}, so the run has this machine alone; use {one + ', or ' if fits else ''}"
             "--scale-down without a number of nodes for the recipe in small, or submit where there is Slurm"
         )
-    if config.cluster.container != "none":
+    if config.cluster.container not in ("none", "auto"):
         problems.append(
             f"{spelled(config, 'container')}: {why}, so the run is in no container; use --container none, or submit "
             "where there is Slurm"
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _without_slurm(config: Config) -> Config:
+    """The settings of a run on this machine, where ``auto`` is no container."""
+    return with_container(config, "none") if config.cluster.container == "auto" else config
 
 
 def _check_it_has_ended(run: RunFolder) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from rlpost.config.faults import describe
 from rlpost.config.flags import Values, fields, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
-from rlpost.config.path_variables import expanded, variables_of
+from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path
 from rlpost.errors import ConfigError, suggestion
 
 NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
+SITE = "site"
 PROFILES = {"model": "models", "cluster": "clusters"}
 """Tables that may stand in a file of their own, and the folders of ``jobs/`` that hold such files."""
 
@@ -98,7 +99,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     A NAME is a file of ``jobs/models`` or ``jobs/clusters``; a path is seen from the recipe, or from the working
     directory when it is of the command line. Raises ConfigError when the recipe cannot be read.
     """
-    recipe = None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
+    recipe = _recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}
     found: dict[str, list[Path]] = {}
     for table, folder in PROFILES.items():
@@ -130,6 +131,32 @@ def _near(name: str, folder: Path) -> str:
         near = near.replace(f"'{plain}'", own)
     there = f"{near_path(str(folder))} has {listed(names.values(), 'and')}; or " if names else ""
     return f"{near} {there}give the path of a TOML file" if near else f"; {there}give the path of a TOML file"
+
+
+def site_profile(recipe: Path | None) -> str | None:
+    """The profile of a recipe where none is named: "site", with which its batch file is rendered too.
+
+    That is so for recipes of a cluster, which are those with a path below $RLPOST_ASSETS. Raises ConfigError when the
+    recipe cannot be read.
+    """
+    path = _recipe_file(recipe)
+    named = {} if path is None else read_toml(path)
+    if isinstance(named.get("cluster"), str) or not (JOBS / "clusters" / f"{SITE}.toml").exists():
+        return None
+    return SITE if any(text.startswith(f"${ASSETS}") for text in _texts(named)) else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _recipe_file(recipe: Path | None) -> Path | None:
+    """The file of a recipe that may be named by its NAME. Raises ConfigError for a name that there is not."""
+    return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
 
 
 def read_toml(path: Path) -> Values:
@@ -195,6 +222,8 @@ def absolute_paths(config: Config, base: Path) -> Config:
     """
     update: dict[str, Any] = {}
     variables = variables_of(config.cluster, os.environ)
+    if (assets := variables.get(ASSETS)) and not assets.startswith("$"):
+        variables[ASSETS] = str(base / Path(assets).expanduser())  # a mount must be absolute too
 
     def absolute(path: str) -> str:
         known = expanded(path, variables)
@@ -218,6 +247,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
             image, mounts = node.container_image, node.container_mounts
             changed["container_image"] = image and expanded(image, variables)
             changed["container_mounts"] = tuple(expanded(mount, variables) for mount in mounts)
+            changed["container"] = container_word(node, os.environ)
         update[name] = node.model_copy(update=changed)
     return config.model_copy(update=update)
 

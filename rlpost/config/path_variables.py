@@ -12,14 +12,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from rlpost.config.groups.base import Group, path_keys
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
 
 ASSETS = "RLPOST_ASSETS"
+CONTAINER = "RLPOST_CONTAINER"
 VARIABLE = re.compile(r"\$([A-Z][A-Z0-9_]*)(?=[/:]|$)")
 
 
 def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that paths may begin with; ``assets_dir`` may begin with one itself."""
     return {**environ, **({ASSETS: expanded(cluster.assets_dir, environ)} if cluster.assets_dir else {})}
+
+
+def container_word(cluster: ClusterConfig, environ: Mapping[str, str]) -> str:
+    """The container of the settings: RLPOST_CONTAINER in the place of ``auto``, as ``slurm/container.sh`` reads it.
+
+    Raises:
+        ConfigError: the variable holds no choice.
+    """
+    if cluster.container != "auto" or not environ.get(CONTAINER):
+        return cluster.container
+    if environ[CONTAINER] not in ("pyxis", "enroot", "none"):
+        raise ConfigError(
+            f"{CONTAINER}={environ[CONTAINER]} is not a choice; use pyxis, enroot or none, or unset it to have it "
+            "detected"
+        )
+    return environ[CONTAINER]
 
 
 def expanded(path: str, variables: Mapping[str, str]) -> str:
@@ -61,8 +79,9 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((key, one) for one in _texts(value))
     yield from (("eval_prompt_data", one) for one in config.eval.eval_prompt_data)
     cluster = config.cluster
-    if cluster.container != "none":
+    if cluster.container not in ("none", "auto"):  # a job that chooses its container says what it lacks
         yield from (("container_image", one) for one in _texts(cluster.container_image))
+    if cluster.container != "none":
         yield from (("container_mounts", one) for one in cluster.container_mounts)
 
 

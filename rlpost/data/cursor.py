@@ -8,6 +8,7 @@ shares as whole prompts can. A prompt that is to be skipped leaves a gap in the 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 
@@ -75,6 +76,12 @@ class PromptCursor:
                     f"are ({len(self._prompts)}): no prompt is left to train on"
                 )
         return found
+
+    def copy(self) -> PromptCursor:
+        """Another cursor that stands where this one does, over the same prompts."""
+        made = copy.copy(self)
+        made._files = [copy.copy(file) for file in self._files]
+        return made
 
     def state(self) -> dict[str, int]:
         """What ``from_state`` needs: epoch, offset in it, and the size of the set they belong to."""

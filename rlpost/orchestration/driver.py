@@ -15,6 +15,7 @@ from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
+from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
@@ -127,4 +128,5 @@ def _journal(config: Config, save_folder: Path, checkpoint: Path | None, state: 
         return Journal.off()
     is_own = checkpoint is None or checkpoint.parent == save_folder
     base = state.journal if is_own else 0
-    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings_hash(config))
+    settings, data = settings_hash(config), data_fingerprint(config.rollout.prompt_data)
+    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings, data=data)

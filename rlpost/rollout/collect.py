@@ -21,12 +21,13 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from rlpost.errors import CheckpointError, ConfigError, DataError, Preempted
+from rlpost.errors import ConfigError, DataError, Preempted
 from rlpost.rollout.book import Book
 from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insufficient, pop_first
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.rollout.recorded import read_groups
+from rlpost.rollout.replay import Fit, fit, newest_fetched
 from rlpost.rollout.response_builder import without_older
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 
@@ -44,6 +45,9 @@ class Cursor(Protocol):
 
     def state(self) -> Mapping[str, int]:
         """Where it stands."""
+
+    def copy(self) -> Cursor:
+        """Another one that stands there."""
 
 
 class Writer(Protocol):
@@ -92,6 +96,7 @@ class Collector:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._num_dropped = 0  # since the last batch
+        self._check_journal()
 
     async def batch(self) -> list[SampleGroup]:
         """The groups to train next.
@@ -99,7 +104,7 @@ class Collector:
         Raises:
             Preempted: a stop was requested; everything is cut off and in the backlog.
             RolloutError: a request failed for good; everything else is cut off.
-            CheckpointError: the journal is not that of this run.
+            CheckpointError: the journal cannot be read any more.
         """
         if self._stop_requested():
             await self._stopped()
@@ -113,7 +118,7 @@ class Collector:
             self._num_dropped = 0
             if self._choices.record is not None:
                 self._choices.record(self._book.step, groups)
-            self._journal.batch(self._book.step, groups, self._book.counts())
+            self._journal.batch(self._book.step, groups, self._book.counts(), newest_id=self._book.newest_id)
         await self._journal.durable()
         if self._begins_early and not self._journal.num_batches and self._book.step + 1 < self._book.rules.num_steps:
             self._again()
@@ -148,24 +153,25 @@ class Collector:
         """What happened before the last batch and since the one before it, by metric name."""
         return self._book.counts()
 
+    def _check_journal(self) -> None:
+        """Before anything is trained: what of the journal belongs to this run and these prompts."""
+        records, found = self._journal.waiting, Fit(0, self._book.step)
+        if records:
+            found = fit(records, self._book, self._cursor.copy())
+            self._choices.counters()  # rows that the copy skipped
+        self._journal.end_at(found.position, step=found.step, why=found.why)
+
     def _again(self) -> list[SampleGroup] | None:
         """The batch that was taken here before a crash; all groups that had finished are in the book once more."""
         taken = None
         for record in self._journal.again():
-            ids = [record.meta["prompt_id"]] if record.kind == GROUP else record.meta["prompt_ids"]
-            while self._book.newest_id < max(ids):
+            while self._book.newest_id < newest_fetched(record):
                 self._book.fetched(self._cursor.take(1))
-            try:
-                if record.kind == GROUP:
-                    self._book.replayed(record.group(), wanted=record.meta["wanted"])
-                else:
-                    self._choices.counters()  # they are in the record
-                    taken = self._book.take_again(ids, record.meta["counts"])
-            except KeyError as prompt_id:
-                raise CheckpointError(
-                    f"{record.path}: the journal has a group of prompt {prompt_id}, for which this run does not wait; "
-                    "was --save shared with another run? Move the folder away to go on from the checkpoint alone"
-                ) from None
+            if record.kind == GROUP:
+                self._book.replayed(record.group(), wanted=record.meta["wanted"])
+            else:
+                self._choices.counters()  # they are in the record
+                taken = self._book.take_again(record.meta["prompt_ids"], record.meta["counts"])
         return taken
 
     async def stop(self) -> None:
@@ -240,7 +246,7 @@ class Collector:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
         wanted = bool(written.samples) and self._is_wanted(written)  # without samples it was given up
-        self._journal.finished(written, wanted=wanted)
+        self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
         self._book.finished(written, wanted=wanted)
         if not wanted:
             self._say_dropped()

@@ -4,16 +4,17 @@ Comes in: what happens. Goes out: after a crash, the same once more, so that a r
 again what was finished. Together with the checkpoint it goes on from, this is the recovery of a database: state, and a
 log of what came after it (Mohan et al., ARIES, TODS 1992, for the principle).
 
-    resume    what follows on the checkpoint is read, written once more as a segment of its own, and waits (``waiting``)
+    resume    what provably follows on the checkpoint is read, written once more as a separate segment, and waits
+    end_at    what waits is used only up to a record (``rlpost.rollout.replay`` found that it does not belong there)
     append    a record goes to the file at once: it outlives the process
     durable   it outlives the machine: one fsync for all that was appended before (group commit)
-    begin     a new state is going to be saved: its events go to a segment of their own, beginning with what still waits
+    begin     a new state is going to be saved: its events go to a separate segment, beginning with what still waits
     compact   the state is committed: segments before the oldest one that is kept go
 
 A segment appears under the next number as a whole, and never in place of another; what a resume found is written under
-a new number as well. So an earlier attempt that is still alive writes where nobody reads any more, or its next segment
-exists already and it ends. Bad storage alone never ends a run: it goes on without its journal until its next state, and
-says that after a crash it would generate again.
+a new number as well. So an earlier attempt that is still alive writes to segments that are no longer read, or its next
+segment exists already and it ends. Each header seals the segment before (``journal_chain``). Bad storage alone never
+ends a run: it continues without its journal until its next state, and logs that it would generate again after a crash.
 """
 
 from __future__ import annotations
@@ -25,32 +26,36 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
-from rlpost.files import in_daemon, sync
+from rlpost.files import in_daemon
+from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,
     EVALUATION,
+    FORMAT,
     GROUP,
+    Framing,
     Header,
     Record,
-    batch_bytes,
-    evaluation_bytes,
-    follow,
-    group_bytes,
-    header_bytes,
+    Seal,
+    batch_content,
+    evaluation_content,
+    group_content,
+    header_content,
     read_header,
-    read_segment,
     segment_path,
-    segments,
+    segment_paths,
 )
-from rlpost.types import SampleGroup
+from rlpost.rollout.segment_file import create, make_folder, write_all
+from rlpost.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -60,39 +65,40 @@ FSYNC_DEADLINE_S = 60.0
 class Journal:
     """Of one attempt; made by ``resume``."""
 
-    def __init__(self, folder: Path | None, settings: str, *, next_number: int) -> None:
-        self._folder, self._settings, self._next_number = folder, settings, next_number
+    def __init__(self, folder: Path | None, settings: str, *, data: str | None = None, next_number: int) -> None:
+        self._folder, self._settings, self._data, self._next_number = folder, settings, data, next_number
         self._waiting: deque[Record] = deque()
         self._lent: tuple[int, bytes] = (-1, b"")  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._file: int | None = None
+        self._header: Header | None = None  # of the segment that is written
+        self._framing = Framing()
         self._lock = asyncio.Lock()
         self._appended = self._synced = 0  # records
         self._unbroken = True
         self._spent_s = 0.0
 
     @classmethod
-    def resume(cls, folder: Path, base: int, *, step: int, settings: str) -> Journal:
-        """Go on from the checkpoint state of ``step`` steps that names segment ``base``; 0 is the beginning of a run.
+    def resume(cls, folder: Path, base: int, *, step: int, settings: str, data: str | None = None) -> Journal:
+        """Continue from the checkpoint state of ``step`` steps that names segment ``base``; 0 is the start of a run.
 
-        Raises CheckpointError when another attempt is writing there.
+        ``data`` is a fingerprint of the prompt files. Raises CheckpointError when another attempt is writing there, or
+        the folder cannot be listed.
         """
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        for left in folder.glob(".*.log.*"):
-            left.unlink(missing_ok=True)
-        there = segments(folder)
-        found = follow(there, base, step, settings)
+        make_folder(folder)
+        try:
+            there, unreadable = read_folder(folder)
+            numbers = [int(path.stem) for path in segment_paths(folder)]
+        except OSError as error:
+            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}; mend the storage") from error
+        found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
-        numbers = [int(path.stem) for path in folder.glob("*.log") if path.stem.isdigit()]
-        journal = cls(folder, settings, next_number=max([base - 1, *numbers]) + 1)
+        journal = cls(folder, settings, data=data, next_number=max([base - 1, *numbers]) + 1)
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
         journal._evaluations = {each["step"]: each["metrics"] for each in evaluations}
-        try:
-            journal._start(base, step)
-        except FileExistsError as error:
-            raise CheckpointError(f"{error.filename2} was made by another attempt of this run just now") from None
+        journal._start_again(base, step, found.previous)
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -117,15 +123,40 @@ class Journal:
         """False when storage failed, until the next ``begin``."""
         return self._file is not None
 
+    @property
+    def waiting(self) -> Sequence[Record]:
+        """What ``again`` is going to give, up to the last."""
+        return tuple(self._waiting)
+
+    def end_at(self, position: int, *, step: int, why: str | None) -> None:
+        """Use only the first ``position`` of the records that are ``waiting``, with which the run reaches ``step``.
+
+        ``why`` says what is wrong with the next one. The records that are left go to a new segment, so that what
+        happens from now on follows on the last of them. Raises CheckpointError when another attempt is writing there.
+        """
+        lost, later = self.waiting[position:], [at for at in self._evaluations if at > step]
+        for at in later:
+            logger.warning("journal: the evaluation of step %d is made again: its batches are lost", at)
+            del self._evaluations[at]
+        if lost:
+            logger.warning(
+                "journal: %s, record at byte %d: %s; it is not used. Generated again: %s",
+                *(lost[0].path, lost[0].offset, why, contents(lost)),
+            )
+        if lost or later:
+            self._waiting = deque(self.waiting[:position])
+            assert self._header is not None, "what waits was read from a journal"
+            self._start_again(self._header.base, self._header.step, self._header.previous)
+
     def again(self) -> Iterator[Record]:
         """Groups that finished, in order, and last the batch that was taken then; all of them when no batch follows.
 
-        Each is given once.
+        Each is given once. Raises CheckpointError for a batch that cannot be read any more.
         """
         while self._waiting:
             record = self._waiting.popleft()
             if record.kind == BATCH:
-                self._lent = record.meta["step"], record.framed()
+                self._lent = record.meta["step"], record.content()
             yield record
             if record.kind == BATCH:
                 return
@@ -134,21 +165,23 @@ class Journal:
         """What the evaluation of ``step`` found; None when there was none since the last checkpoint."""
         return self._evaluations.get(step)
 
-    def finished(self, group: SampleGroup, *, wanted: bool) -> None:
-        """A group is complete."""
+    def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
+        """A group, the answers to ``prompt``, is complete."""
         if self._file is not None:
             with self._timed():
-                self._append(group_bytes(group, wanted=wanted))
+                self._append(group_content(group, wanted=wanted, prompt=prompt))
 
-    def batch(self, step: int, groups: Sequence[SampleGroup], counts: Mapping[str, float]) -> None:
-        """The next batch was taken after ``step`` steps."""
-        self._lent = step, batch_bytes(step, [group.prompt_id for group in groups], counts)
+    def batch(
+        self, step: int, groups: Sequence[SampleGroup], counts: Mapping[str, float], *, newest_id: int | None = None
+    ) -> None:
+        """The next batch was taken after ``step`` steps, when ``newest_id`` was the newest prompt fetched."""
+        self._lent = step, batch_content(step, [group.prompt_id for group in groups], counts, newest_id)
         self._append(self._lent[1])
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is complete."""
         self._evaluations[step] = metrics
-        self._append(evaluation_bytes(step, metrics))
+        self._append(evaluation_content(step, metrics))
 
     def begin(self, step: int) -> int:
         """A state of ``step`` steps is going to be saved; returns the number it has to name.
@@ -159,9 +192,11 @@ class Journal:
             return 0
         if self._file is not None and self._synced < self._appended:
             self._guarded(os.fsync, self._file)  # what the new segment does not repeat must not be lost with it
-        number = self._next_number
+        number, previous = self._next_number, None
+        if self._file is not None and self._header is not None:
+            previous = self._framing.seal(self._header.number)
         try:
-            self._start(number, step)
+            self._start(number, step, previous)
         except FileExistsError as error:
             raise Fenced(
                 f"{error.filename2} exists: another attempt of this run is writing its journal; this one ends"
@@ -172,11 +207,12 @@ class Journal:
         """No checkpoint before ``oldest_step`` is needed any more."""
         if self._folder is None:
             return
-        headers = [header for path in self._folder.glob("*.log") if (header := read_header(path)) is not None]
-        own = [header.number for header in headers if header.number == header.base and header.step >= oldest_step]
-        for header in headers:
-            if header.number < min(own, default=0):
-                segment_path(self._folder, header.number).unlink(missing_ok=True)
+        paths = segment_paths(self._folder)
+        headers = [header for path in paths if (header := read_header(path)) is not None]
+        oldest = min((header.base for header in headers if header.step >= oldest_step), default=0)
+        for path in paths:
+            if int(path.stem) < oldest:
+                path.unlink(missing_ok=True)
 
     async def durable(self) -> None:
         """Return when all that was appended so far outlives a crash of the machine."""
@@ -215,36 +251,63 @@ class Journal:
             os.close(self._file)
             self._file = None
 
-    def _start(self, base: int, step: int) -> None:
+    def _start_again(self, base: int, step: int, previous: Seal | None) -> None:
+        """A new segment of a resume. Raises CheckpointError when another attempt has made it."""
+        try:
+            self._start(base, step, previous)
+        except FileExistsError as error:
+            raise CheckpointError(f"{error.filename2} was made by another attempt of this run just now") from None
+
+    def _start(self, base: int, step: int, previous: Seal | None) -> None:
         """A new segment, with what still waits in it. Raises FileExistsError when another attempt has made it."""
         assert self._folder is not None
         self.close()
         path = segment_path(self._folder, self._next_number)
         self._next_number += 1
-        header = header_bytes(Header(int(path.stem), base, step, self._settings, self._unbroken))
-        lent = [record for of_step, record in [self._lent] if of_step >= step]
         self._evaluations = {at: found for at, found in self._evaluations.items() if at >= step}
-        evaluations = [evaluation_bytes(at, found) for at, found in self._evaluations.items()]
+        self._header = Header(
+            number=int(path.stem),
+            base=base,
+            step=step,
+            settings=self._settings,
+            unbroken=self._unbroken,
+            format=FORMAT,
+            data=self._data,
+            previous=previous,
+        )
+        self._framing = Framing()
+        copies: list[Record] = []
         try:
-            _create(path, [header, *lent, *evaluations, *(record.framed() for record in self._waiting)])
+            create(path, self._first_frames(path, self._header, copies))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            if self._waiting:
-                copied = read_segment(path)
-                assert copied is not None, path
-                keys = {record.key for record in self._waiting}
-                self._waiting = deque(record for record in copied.records if record.key in keys)
         except FileExistsError:
             raise
         except OSError as error:
             self._give_up(str(error))
             return
+        self._waiting = deque(copies)
         self._unbroken = True
 
-    def _append(self, record: bytes) -> None:
+    def _first_frames(self, path: Path, header: Header, copies: list[Record]) -> Iterator[bytes]:
+        """What a new segment at ``path`` begins with; what waits is among ``copies`` as it lies there."""
+        framing = self._framing
+        yield framing.frame(header_content(header))
+        of_step, batch = self._lent
+        if of_step >= header.step:
+            yield framing.frame(batch)
+        for at, metrics in self._evaluations.items():
+            yield framing.frame(evaluation_content(at, metrics))
+        for record in self._waiting:
+            offset, seed = framing.num_bytes, framing.checksum
+            frame = framing.frame(record.content())
+            copies.append(replace(record, path=path, offset=offset, size=len(frame), seed=seed))
+            yield frame
+
+    def _append(self, content: bytes) -> None:
         if self._file is None:
             return
         self._appended += 1
-        self._guarded(_write_all, self._file, record)
+        self._guarded(write_all, self._file, self._framing.frame(content))
 
     def _guarded(self, act: Callable[..., object], *arguments: Any) -> None:
         try:
@@ -276,24 +339,3 @@ def settings_hash(config: Config) -> str:
     origin = {name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")}
     text = json.dumps([tables, {name: value and str(value) for name, value in origin.items()}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _create(path: Path, records: Iterable[bytes]) -> None:
-    """A file with these records, all of them or none. Raises FileExistsError when it is there already."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        for record in records:
-            _write_all(file, record)
-        os.fsync(file)
-        os.link(partial, path)  # unlike a rename it does not replace
-    finally:
-        os.close(file)
-        partial.unlink()
-    sync(path.parent)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

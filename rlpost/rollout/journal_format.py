@@ -3,28 +3,38 @@
 Comes in: what happened to a rollout (a group finished, a batch was taken, an evaluation was made). Goes out: framed
 records, and from a folder of segments the records that follow on a checkpoint.
 
-    record    length (4 bytes, little endian), CRC-32 (4 bytes) of what follows, kind (1 byte), body (length - 1 bytes)
+    record    length (4 bytes, little endian), checksum (4 bytes) of the rest, kind (1 byte), body (length - 1 bytes)
     segment   NUMBER.log: one HEADER record, then records in the order in which things happened
 
-A crash cuts a segment anywhere: reading ends before the first record that is incomplete or does not fit its checksum.
-Token ids and log-probs are arrays of 4 and 8 bytes an entry behind a short JSON text, so that writing costs little and
-a log-prob reads back to the last bit.
+The checksum is a CRC-32 that continues from the checksum of the record before, so a record is only valid in its place.
+A header may hold a ``Seal`` of the segment that it continues; ``journal_chain`` follows these from file to file.
+Segments of format 1 (up to November 2026) have neither: each of their checksums stands alone, and nothing proves that
+a whole segment is not missing between two of them.
+
+A crash truncates a segment anywhere: reading ends before the first record that is incomplete or does not match its
+checksum. Token ids and log-probs are arrays of 4 and 8 bytes an entry behind a short JSON text, so that writing costs
+little and a log-prob reads back to the last bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from rlpost.errors import CheckpointError
 from rlpost.records import group_from, group_record
-from rlpost.types import SampleGroup
+from rlpost.types import Prompt, SampleGroup
 
+FORMAT = 2  # of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
@@ -33,12 +43,22 @@ assert [array(code).itemsize for code in "idb"] == [4, 8, 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """Segment ``number`` goes on from the checkpoint state that names segment ``base``, of ``step`` trained steps.
+class Seal:
+    """What a segment held when the next one began: its first ``num_bytes`` bytes, by their BLAKE2b ``digest``."""
 
-    A state makes a new segment, whose base is itself; a resume writes what it found once more, under the same base.
-    ``settings`` is a hash of all settings that say what is generated; ``unbroken`` is False when the segment before it
-    could not be written to its end.
+    number: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Segment ``number`` continues from the checkpoint state that names segment ``base``, of ``step`` trained steps.
+
+    A state begins a new segment, whose base is itself; a resume writes what it found into another one with the same
+    base. ``settings`` is a hash of all settings that decide what is generated, ``data`` a fingerprint of the prompt
+    files; None where it is not known. ``previous`` is the segment whose records led to the base's state; None when no
+    records are known to. ``unbroken`` is False when those records could not be written completely.
     """
 
     number: int
@@ -46,56 +66,124 @@ class Header:
     step: int
     settings: str
     unbroken: bool = True
+    format: int = 1
+    data: str | None = None
+    previous: Seal | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record where it lies. ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted`` and ``num_tokens``; of a
-    batch ``step``, ``prompt_ids`` and ``counts``; of an evaluation ``step`` and ``metrics``."""
+    """A record where it lies. ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted``, ``num_tokens``,
+    ``prompt`` (a digest, where it is known), ``oldest_version`` and ``newest_version``; of a batch ``step``,
+    ``prompt_ids``, ``counts`` and, where it is known, ``newest_id``; of an evaluation ``step`` and ``metrics``."""
 
     kind: int
     meta: Mapping[str, Any]
     path: Path
     offset: int  # of the frame
     size: int  # with the frame
+    seed: int = 0  # the checksum that this record's continues
 
     @property
     def key(self) -> tuple[int, int]:
         """Equal for two records of the same event."""
         return self.kind, self.meta["prompt_id" if self.kind == GROUP else "step"]
 
-    def framed(self) -> bytes:
-        """The record as it lies there."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
+    def content(self) -> bytes:
+        """Kind and body, as they were appended.
+
+        Raises CheckpointError when they cannot be read twice, or are not what they were when the run began.
+        """
+        place = f"{self.path}: the record at byte {self.offset}"
+        with suppress(OSError):
+            return self._read(place)
+        try:
+            return self._read(place)
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be read: {error}; {_NEXT_ATTEMPT}") from error
 
     def group(self) -> SampleGroup:
-        """The group of a GROUP record."""
-        return _group(memoryview(self.framed())[_FRAME.size + 1 :])
+        """The group of a GROUP record. Raises as ``content`` does."""
+        return _group(memoryview(self.content())[1:])
+
+    def _read(self, place: str) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            frame = file.read(self.size)
+        content = frame[_FRAME.size :]
+        head = _FRAME.pack(len(content), zlib.crc32(content, self.seed))
+        if len(frame) != self.size or frame[: _FRAME.size] != head:
+            raise CheckpointError(f"{place} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}")
+        return content
+
+
+_NEXT_ATTEMPT = "the next attempt uses what is before it and generates the rest again"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file: its records in order, how many bytes of it are good, and what is wrong with the rest."""
+    """One file: its valid records in order, how many bytes are valid, and what is wrong with the rest.
+
+    ``digests`` has the digest of all bytes up to the end of each record, by that offset.
+    """
 
     path: Path
     header: Header
     records: tuple[Record, ...]
     good_bytes: int
     problem: str | None
+    digests: Mapping[int, str]
+
+    def sealed(self, seal: Seal) -> bool:
+        """Whether it still begins with the bytes that ``seal`` stands for."""
+        return seal.number == self.header.number and self.digests.get(seal.num_bytes) == seal.digest
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What follows on a checkpoint: records in order, each event once, and what had to be left out, in words."""
+class Unreadable:
+    """A file without a valid header, and what is wrong with it."""
 
-    records: tuple[Record, ...] = ()
-    problems: tuple[str, ...] = ()
+    path: Path
+    problem: str
+    num_bytes: int  # of the file
+
+    @property
+    def number(self) -> int:
+        """By its name."""
+        return int(self.path.stem)
 
 
-def group_bytes(group: SampleGroup, *, wanted: bool) -> bytes:
-    """A finished group; not ``wanted`` when a filter dropped it."""
+class Framing:
+    """The frames of one segment, in order: each checksum continues the one before; one digest covers all bytes."""
+
+    def __init__(self) -> None:
+        self.checksum, self.num_bytes = 0, 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def frame(self, content: bytes) -> bytes:
+        """The next record as it goes to the file."""
+        checksum = zlib.crc32(content, self.checksum)
+        framed = _FRAME.pack(len(content), checksum) + content
+        self.passed(framed, checksum)
+        return framed
+
+    def passed(self, framed: bytes, checksum: int) -> None:
+        """This record with this checksum is part of the segment."""
+        self.checksum = checksum
+        self.num_bytes += len(framed)
+        self._digest.update(framed)
+
+    def digest(self) -> str:
+        """Of all bytes so far."""
+        return self._digest.hexdigest()
+
+    def seal(self, number: int) -> Seal:
+        """The segment, which is ``number``, as it is now."""
+        return Seal(number, self.num_bytes, self.digest())
+
+
+def group_content(group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> bytes:
+    """A finished group, the answers to ``prompt``; not ``wanted`` when a filter dropped it."""
     record, arrays = group_record(group), []
     for scored in record["samples"]:
         sample = scored["sample"]
@@ -104,23 +192,38 @@ def group_bytes(group: SampleGroup, *, wanted: bool) -> bytes:
                 arrays.append(array(code, sample[name]).tobytes())
                 sample[name] = len(sample[name])
     meta = {"prompt_id": group.prompt_id, "wanted": wanted, "num_tokens": group.num_tokens, "group": record}
+    if prompt is not None:
+        meta["prompt"] = prompt_digest(prompt)
     text = _json(meta)
-    return _framed(GROUP, _LENGTH.pack(len(text)) + text + b"".join(arrays))
+    return bytes([GROUP]) + _LENGTH.pack(len(text)) + text + b"".join(arrays)
 
 
-def batch_bytes(step: int, prompt_ids: Iterable[int], counts: Mapping[str, float]) -> bytes:
-    """After ``step`` trained steps the groups of ``prompt_ids`` were taken as the next batch."""
-    return _framed(BATCH, _json({"step": step, "prompt_ids": list(prompt_ids), "counts": dict(counts)}))
+def batch_content(
+    step: int, prompt_ids: Iterable[int], counts: Mapping[str, float], newest_id: int | None = None
+) -> bytes:
+    """After ``step`` trained steps the groups of ``prompt_ids`` were taken as the next batch, when ``newest_id`` was
+    the prompt that had been fetched last: the rows skipped before it are in ``counts``."""
+    meta = {"step": step, "prompt_ids": list(prompt_ids), "counts": dict(counts)}
+    if newest_id is not None:
+        meta["newest_id"] = newest_id
+    return bytes([BATCH]) + _json(meta)
 
 
-def evaluation_bytes(step: int, metrics: Mapping[str, float]) -> bytes:
+def evaluation_content(step: int, metrics: Mapping[str, float]) -> bytes:
     """What the evaluation after ``step`` trained steps found."""
-    return _framed(EVALUATION, _json({"step": step, "metrics": dict(metrics)}))
+    return bytes([EVALUATION]) + _json({"step": step, "metrics": dict(metrics)})
 
 
-def header_bytes(header: Header) -> bytes:
+def header_content(header: Header) -> bytes:
     """The first record of a segment."""
-    return _framed(HEADER, _json({name: getattr(header, name) for name in Header.__dataclass_fields__}))
+    return bytes([HEADER]) + _json(asdict(header))
+
+
+def prompt_digest(prompt: Prompt) -> str:
+    """One word for what a prompt asks: its text, tokens and label."""
+    digest = hashlib.blake2b(array("i", prompt.token_ids).tobytes(), digest_size=8)
+    digest.update(_json([prompt.text, prompt.label]))
+    return digest.hexdigest()
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -128,91 +231,129 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:07d}.log"
 
 
-def read_segment(path: Path) -> Segment | None:
-    """A segment as far as it is good; None when not even its header is."""
-    records, end, problem = [], 0, None
-    header: Header | None = None
-    with open(path, "rb") as file:
-        for kind, body, offset, size, why in _frames(file):
-            if why is not None:
-                problem = why
-                break
-            end = offset + size
-            meta = _meta(kind, body)
-            if header is None:
-                if kind != HEADER:
-                    return None
-                header = Header(**meta)
-            else:
-                records.append(Record(kind, meta, path, offset, size))
-    return None if header is None else Segment(path, header, tuple(records), end, problem)
+def segment_paths(folder: Path) -> list[Path]:
+    """All segments of a journal, valid or not, by number. Raises OSError when they cannot be listed twice."""
+    for is_last in (False, True):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return []
+        except OSError:
+            if is_last:
+                raise
+            continue
+        break
+    found = [folder / name for name in names if name.endswith(".log") and name.removesuffix(".log").isdecimal()]
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def read_segment(path: Path) -> Segment | Unreadable:
+    """A segment as far as it is valid. What cannot be read twice counts as damaged."""
+    found, failed = _read_segment(path)
+    return _read_segment(path)[0] if failed else found
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a segment; None when it is not good."""
-    with open(path, "rb") as file:
-        kind, body, *_, problem = next(_frames(file), (0, memoryview(b""), 0, 0, "it is empty"))
-    return Header(**json.loads(bytes(body))) if problem is None and kind == HEADER else None
+    """The header of a segment; None when it is not valid or cannot be read."""
+    framing = Framing()
+    try:
+        with open(path, "rb") as file:
+            frame = _next_frame(file, framing, seed=0)
+        return None if frame is None else _header(frame, path)
+    except (OSError, _Damage):
+        return None
 
 
 def segments(folder: Path) -> list[Segment]:
-    """All readable segments of a journal, by number."""
-    paths = sorted(folder.glob("*.log")) if folder.is_dir() else []
-    return [segment for segment in map(read_segment, paths) if segment is not None]
+    """All segments of a journal with a valid header, by number."""
+    return [found for path in segment_paths(folder) if isinstance(found := read_segment(path), Segment)]
 
 
-def follow(found: Iterable[Segment], base: int, step: int, settings: str | None = None) -> Found:
-    """What happened after the checkpoint state of ``step`` steps that names segment ``base``.
-
-    It is in the newest segment of that base and in those that later states began. Of an event that stands there twice
-    (what a resume had not come to when its next state was saved) the first counts. What follows on a damaged record
-    is left out; so is everything when ``settings`` are not those under which it was written.
-    """
-    ordered = sorted(found, key=lambda segment: segment.header.number)
-    first = next((each for each in reversed(ordered) if (each.header.base, each.header.step) == (base, step)), None)
-    if first is None:
-        return Found()
-    if settings is not None and first.header.settings != settings:
-        return Found(problems=(f"{first.path}: settings of what is generated have changed since; it is not used",))
-    number = first.header.number
-    chain = [first, *(each for each in ordered if each.header.number == each.header.base > number)]
-    events: dict[tuple[int, int], Record] = {}
-    problems = []
-    for place, segment in enumerate(chain):
-        if place and (chain[place - 1].problem is not None or not segment.header.unbroken):
-            problems += [f"{lost.path}: follows on records that are lost" for lost in chain[place:] if lost.records]
-            break
-        for record in segment.records:
-            events.setdefault(record.key, record)
-        if segment.problem is not None:
-            problems.append(f"{segment.path}: {segment.problem}")
-    return Found(tuple(events.values()), tuple(problems))
+class _Damage(Exception):
+    """From here on a segment is not valid."""
 
 
-def _frames(file: Any) -> Iterator[tuple[int, memoryview, int, int, str | None]]:
-    """Kind, body, offset and size of each frame; at the first one that is not good the reason, and no more."""
-    while True:
-        offset = file.tell()
-        frame = file.read(_FRAME.size)
-        if not frame:
-            return
-        length, checksum = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (0, 0)
-        rest = file.read(length)
-        if len(frame) < _FRAME.size or len(rest) < length:
-            torn = len(frame) + len(rest)
-            yield 0, memoryview(b""), offset, 0, f"the last {torn} bytes, from {offset} on, are half a record"
-            return
-        if length == 0 or zlib.crc32(rest) != checksum:
-            yield 0, memoryview(b""), offset, 0, f"the record at byte {offset} is damaged"
-            return
-        yield rest[0], memoryview(rest)[1:], offset, _FRAME.size + length, None
+def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
+    """The segment, and whether reading failed."""
+    records: list[Record] = []
+    digests: dict[int, str] = {}
+    framing, header, problem, failed, size = Framing(), None, None, False, 0
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while True:
+                offset, seed = framing.num_bytes, framing.checksum if header and header.format > 1 else 0
+                frame = _next_frame(file, framing, seed=seed)
+                if frame is None:
+                    break
+                if header is None:
+                    header = _header(frame, path)
+                else:
+                    meta = _meta(frame, offset)
+                    records.append(Record(frame[0], meta, path, offset, framing.num_bytes - offset, seed))
+                digests[framing.num_bytes] = framing.digest()
+    except _Damage as damage:
+        problem = str(damage)
+    except OSError as error:
+        problem, failed = f"it cannot be read from byte {framing.num_bytes} on: {error}", True
+    if header is None:
+        return Unreadable(path, problem or "it is empty", size), failed
+    good_bytes = max(digests)
+    return Segment(path, header, tuple(records), good_bytes, problem, digests), failed
 
 
-def _meta(kind: int, body: memoryview) -> dict[str, Any]:
-    if kind != GROUP:
-        return json.loads(bytes(body))
-    meta = json.loads(_text(body))
-    return {name: meta[name] for name in ("prompt_id", "wanted", "num_tokens")}
+def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | None:
+    """Kind and body of the next record, whose checksum continues ``seed``; None at the end. Raises _Damage."""
+    offset = framing.num_bytes
+    head = file.read(_FRAME.size)
+    if not head:
+        return None
+    length, checksum = _FRAME.unpack(head) if len(head) == _FRAME.size else (0, 0)
+    content = file.read(length)
+    if len(head) < _FRAME.size or len(content) < length:
+        torn = len(head) + len(content)
+        raise _Damage(f"the last {torn} bytes, from {offset} on, are half a record")
+    if length == 0 or zlib.crc32(content, seed) != checksum:
+        raise _Damage(f"the record at byte {offset} is damaged")
+    framing.passed(head + content, checksum)
+    return memoryview(content)
+
+
+def _header(content: memoryview, path: Path) -> Header:
+    """The header in the first record of the file at ``path``. Raises _Damage."""
+    if content[0] != HEADER:
+        raise _Damage("its first record is no header")
+    raw = _parsed(content[1:], 0)
+    known = {field.name for field in fields(Header)}
+    if raw.get("format", 1) > FORMAT or not raw.keys() <= known:
+        raise _Damage("a newer program wrote it")
+    seal = raw.get("previous")
+    try:
+        header = Header(**{**raw, "previous": None if seal is None else Seal(**seal)})
+    except TypeError as error:
+        raise _Damage(f"its header is malformed: {error}") from None
+    if segment_path(path.parent, header.number).name != path.name:
+        raise _Damage(f"it is a copy of segment {header.number}")
+    return header
+
+
+def _meta(content: memoryview, offset: int) -> dict[str, Any]:
+    """The JSON part of a record at ``offset``, of a group without its answers. Raises _Damage."""
+    if content[0] != GROUP:
+        return _parsed(content[1:], offset)
+    meta = _parsed(memoryview(_text(content[1:])), offset)
+    samples = [scored["sample"] for scored in meta.pop("group")["samples"]]
+    spans = [sample.get("version_spans") or [[sample["policy_version"], 0]] for sample in samples]
+    versions = [version for each in spans for version, _ in each]
+    return meta | {"oldest_version": min(versions, default=0), "newest_version": max(versions, default=0)}
+
+
+def _parsed(text: memoryview, offset: int) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(bytes(text))
+    except ValueError as error:
+        raise _Damage(f"the record at byte {offset} is malformed: {error}") from None
+    return found
 
 
 def _group(body: memoryview) -> SampleGroup:
@@ -232,11 +373,6 @@ def _group(body: memoryview) -> SampleGroup:
 def _text(body: memoryview) -> bytes:
     (length,) = _LENGTH.unpack_from(body)
     return bytes(body[_LENGTH.size : _LENGTH.size + length])
-
-
-def _framed(kind: int, body: bytes) -> bytes:
-    content = bytes([kind]) + body
-    return _FRAME.pack(len(content), zlib.crc32(content)) + content
 
 
 def _json(value: Any) -> bytes:

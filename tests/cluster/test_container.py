@@ -141,6 +141,71 @@ def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(s
     assert list(data.iterdir()) == []
 
 
+def batch_file(site: Site, folder: Path, *probes: str) -> Path:
+    """A script as ``jobs/`` has them: it finds out by itself where it is and which container there is."""
+    spec = JobSpec(
+        job_name="auto",
+        nodes=2,
+        time="10",
+        driver_args=("done",),
+        container=Container("auto", "$RLPOST_IMAGE", (f"{site.data}:{site.lab.shared}/inside:ro",)),
+        environment=(("MARK", "of the run"),),
+        setup_commands=probes,
+    )
+    folder.mkdir()
+    path = folder / "auto.sbatch"
+    path.write_text(render_sbatch(spec))
+    return path
+
+
+@pytest.mark.parametrize("chosen", ["pyxis", "enroot", "none"])
+def test_one_batch_file_runs_with_pyxis_with_enroot_and_without_a_container(site: Site, chosen: str) -> None:
+    """The same text; what the cluster has, or a word, decides. An image of a registry is imported once for both."""
+    lab, folder = site.lab, site.lab.shared / f"auto-{chosen}"
+    has = folder.with_name(f"has-{chosen}")
+    has.mkdir()
+    for command in {"pyxis": ("srun", "enroot"), "enroot": ("enroot",), "none": ()}[chosen]:
+        (has / command).symlink_to(FAKES / "bin" / command)
+    # Without a container the data is at its own place, and nothing is hidden.
+    probes = (f"test -e {site.data}",) if chosen == "none" else (f"cat {lab.shared}/inside/weights",)
+    script = batch_file(site, folder, *probes)
+    environ = {**site.environ(NODES_OWN), "PATH": f"{has}:{search_path()}", "RLPOST_HOME": str(site.home)}
+    environ |= {"RLPOST_RUN_FOLDER": f"{folder}/run", "RLPOST_IMAGE_CACHE": f"{lab.shared}/auto-images"}
+    environ |= {"RLPOST_PYTHON": "python3", **({} if chosen == "none" else {"RLPOST_IMAGE": IMAGE})}
+    log_of_pulls = site.registry / "pulled"
+    pulled = len(log_of_pulls.read_text().splitlines()) if log_of_pulls.exists() else 0
+    job = lab.run("ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder).stdout.strip()
+    until(lambda: job_info(lab, job).state.is_over, lab, f"{chosen} is over", deadline_s=180)
+    log = (folder / f"slurm-{job}.out").read_text()
+    logs = "".join(path.read_text() for path in folder.glob("run/attempts/*/agent-*.log"))
+    assert job_info(lab, job).state is JobState.COMPLETED, log + logs
+    assert log.count(f"container: {chosen}: ") == 1, log
+    assert (folder / "run/attempts/0/container").read_text() == f"{chosen}\n"
+    if chosen == "none":
+        assert [agent["environment"]["IMAGE"] for agent in facts(folder / "run", 0)] == [None, None]
+        return
+    assert_inside(site, folder / "run")
+    (cached,) = (lab.shared / "auto-images").glob("sha256-*.sqsh")
+    assert sum(1 for _ in (lab.shared / "auto-images").glob("*.json")) == 1
+    assert len(log_of_pulls.read_text().splitlines()) - pulled == (chosen == "pyxis")
+    image = Ledger(folder / "run/ledger.jsonl").read()[0]["image"]
+    assert image["path"] == str(cached)
+
+
+def test_a_job_without_pyxis_ends_at_once_and_for_good(site: Site) -> None:
+    """Instead of three attempts of an srun that does not know the option."""
+    folder = site.lab.shared / "no-pyxis"
+    script = batch_file(site, folder)
+    environ = {"PATH": search_path(), "RLPOST_HOME": str(site.home), "RLPOST_CONTAINER": "pyxis"}
+    environ |= {"RLPOST_IMAGE": str(site.image), "RLPOST_RUN_FOLDER": f"{folder}/run"}
+    job = site.lab.run("ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder).stdout.strip()
+    until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=60)
+    info = job_info(site.lab, job)
+    assert (info.exit_code, info.num_restarts) == (78, 0)
+    assert "this cluster has no pyxis" in (folder / f"slurm-{job}.out").read_text()
+    assert not (folder / "run").exists()
+
+
 def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path, str]:
     """A run of plain sbatch that waits, once its agents are there; its folder, without a snapshot, and its job."""
     job = sbatch(site.lab, "plain.sbatch", render_sbatch(site.spec(container, "wait")), env=site.environ(enroot_data))

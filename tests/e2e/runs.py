@@ -13,10 +13,10 @@ from tests.cluster.lab import Lab
 ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
 NUM_STEPS = 12
-SETTINGS = [
+TRAINING = [
     *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16", "--save-interval", "5", "--eval-interval", "6"),
-    *("--partition", "low", "--max-failures", "0"),
 ]
+SETTINGS = [*TRAINING, "--partition", "low", "--max-failures", "0"]
 RUN_DEADLINE_S = 900.0
 OF_A_USER = {
     **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),

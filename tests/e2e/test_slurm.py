@@ -26,6 +26,7 @@ from tests.e2e.runs import (
     ROOT,
     RUN_DEADLINE_S,
     SETTINGS,
+    TRAINING,
     WANDB_KEY,
     Run,
     evaluations,
@@ -172,7 +173,7 @@ def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     options = ["--parsable", "--partition=low", f"--output={silent_lab.shared}/plain-%j.out"]
     env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
-    command = ["sbatch", *options, "jobs/tiny.sbatch", *SETTINGS, *replay]
+    command = ["sbatch", *options, "jobs/tiny.sbatch", *TRAINING, *replay]
     run.job = silent_lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
     preempt(run)
     assert_as_if_nothing_happened(run, undisturbed)

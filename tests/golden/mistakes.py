@@ -23,7 +23,7 @@ class Mistake:
         fixed: commands that follow the remedies of the message; each must run.
         then: what a fixed command is refused for next, where a remedy takes two steps.
         files: texts of files by path, made before; None removes the file or folder.
-        environ: variables; paths are seen from the folder.
+        environ: variables; paths are seen from the folder, and what begins with '=' is no path.
         lacking: packages that count as not installed.
         on_gpus: whether torch counts as built for GPUs.
     """
@@ -476,23 +476,26 @@ PROMPTS = [
 ]
 
 JOB = [
-    _of_check("A container without an image", "--container pyxis", "--container none"),
+    _of_check("A container without an image", "--container enroot", "--container none"),
     _of_check(
         "The image's variable not set",
-        "--cluster site",
-        "--cluster site --container none",
-        "--cluster site --container-image /images/train.sqsh",
-        recipe="qwen3_4b",
+        "--container enroot --container-image '$RLPOST_IMAGE' --container-mounts {here}",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
+    ),
+    Mistake(
+        "No image where the job chooses its container",
+        "rlpost check qwen3_4b",
+        environ={**ASSETS, "RLPOST_CONTAINER": "=enroot"},
     ),
     _of_check(
         "Paths that the container does not see",
-        "--container pyxis --container-image /images/train.sqsh",
-        "--container pyxis --container-image /images/train.sqsh --container-mounts {here}",
+        "--container enroot --container-image /images/train.sqsh",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
     ),
     _of_check(
         "An image that is a relative path",
-        "--container pyxis --container-image ./train.sqsh --container-mounts {here}",
-        "--container pyxis --container-image /images/train.sqsh --container-mounts {here}",
+        "--container enroot --container-image ./train.sqsh --container-mounts {here}",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
     ),
     _of_check("A time limit that Slurm cannot read", "--time soon", "--time 10"),
     _of_check("A time limit shorter than its warning", "--time 1", "--time 1 --signal-lead-s 30"),
@@ -516,18 +519,13 @@ JOB = [
         then="--scale-down: the model in small is not here yet; make it with: python tools/make_tiny_model.py --recipe",
     ),
     Mistake(
-        "A site's profile where there is no Slurm",
-        "rlpost submit qwen3_4b --cluster site",
-        ("rlpost submit qwen3_4b --cluster site --container none --dry-run",),
-    ),
-    Mistake(
         "Two nodes without Slurm",
         "rlpost submit recipe.toml --local --nodes 2",
         ("rlpost submit recipe.toml --nodes 1 --dry-run",),
     ),
     Mistake(
         "A container without Slurm",
-        "rlpost submit recipe.toml --local --container pyxis --container-image /i.sqsh",
+        "rlpost submit recipe.toml --local --container enroot --container-image /i.sqsh",
         ("rlpost submit recipe.toml --container none --dry-run",),
     ),
     Mistake(

@@ -21,6 +21,7 @@ from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 
 LEAST = 60
+COMMANDS = ("bash", "cat", "date", "dirname", "env", "git", "grep", "hostname", "sed", "sh", "tr", "uname")
 PROPOSAL = re.compile(r"; (use|add|give) --[a-z-]+ (?!for )[a-z0-9]")
 """A flag with a value, as a remedy."""
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
@@ -44,6 +45,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/first").mkdir(parents=True)
     config = load([folder / "recipe.toml"], {}, base=folder).config
     (folder / "runs/first/run.json").write_text(dump(config))
+    commands = folder.parent / "bin"  # of a machine without Slurm and enroot, whatever that of the tests has
+    commands.mkdir()
+    for name in COMMANDS:
+        if found := shutil.which(name):
+            (commands / name).symlink_to(found)
     return folder
 
 
@@ -64,9 +70,9 @@ def run(
         for name in [name for name in os.environ if name.startswith(("RLPOST", "SLURM", "SBATCH", "WANDB", "HF_"))]:
             monkeypatch.delenv(name)
         monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)
-        monkeypatch.setenv("PATH", str(tmp_path / "no-slurm"))
+        monkeypatch.setenv("PATH", str(made.parent / "bin"))
         for name, value in mistake.environ.items():
-            monkeypatch.setenv(name, str(folder / value))
+            monkeypatch.setenv(name, value[1:] if value.startswith("=") else str(folder / value))
         monkeypatch.chdir(folder)
 
         def find(name: str, *more: object) -> object:
@@ -116,7 +122,7 @@ def test_every_mistake_is_told_as_it_was_reviewed(
             assert "Traceback" not in output, output
             if not mistake.fixed and output.count("error: ") == 1 and PROPOSAL.search(output):
                 untested.append(output)
-            variables = [f"{name}=$PWD/{value} " for name, value in mistake.environ.items()]
+            variables = [f"{name}=$PWD/{value} ".replace("$PWD/=", "") for name, value in mistake.environ.items()]
             shown = "" if mistake.environ == Mistake("", "").environ else "".join(variables)
             lines = [f"$ {shown}{mistake.command}", *output.splitlines()]
             lines += [f"$ {shown}{fixed}" for fixed in mistake.fixed]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.submit import job_spec
+from rlpost.cli.job import job_spec
 from rlpost.config.load import load
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
@@ -21,9 +21,8 @@ RUN = "/shared/runs/rl"
 def spec(profile: Path) -> JobSpec:
     """What a profile makes of a run in a folder; as ``executor.completed`` does."""
     values = job_spec(load([profile], {"cluster": {"nodes": 1}}, base=Path("/shared")).config)
-    python = values.python or ("python3" if values.container else "/shared/venv/bin/python")
-    places = {"home": f"{RUN}/code", "python": python, "run_folder": RUN, "output": f"{RUN}/slurm-%j.out"}
-    return replace(values, **places)
+    places = {"home": f"{RUN}/code", "run_folder": RUN, "output": f"{RUN}/slurm-%j.out"}
+    return replace(values.with_python("/shared/venv/bin/python"), **places)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
@@ -39,5 +38,5 @@ def test_there_is_a_profile_for_each_kind_of_site() -> None:
     """Every way to ask for GPUs, every kind of container, every way to come back."""
     specs = [spec(profile) for profile in PROFILES]
     assert {one.gpu_request for one in specs} == {"gres", "gpus-per-node", "none"}
-    assert {one.container.backend if one.container else None for one in specs} == {"pyxis", "enroot", None}
+    assert {one.container.backend if one.container else None for one in specs} == {"auto", "pyxis", "enroot", None}
     assert {one.requeue for one in specs} == {"requeue", "chain", "never"}

@@ -1,11 +1,11 @@
 """Paths that a run needs inside its container and that are not there. Pure.
 
-In: a ``Config``. Out: one line for each path that lies below no mount. Run folder and code are always mounted.
+In: a ``Config``, the folders that are always mounted. Out: one line for each path that lies below no mount.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -15,12 +15,20 @@ from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
 
 
-def container_problems(config: Config) -> list[str]:
-    """Paths of the settings that no process will see in the container, in one line; none without a container."""
-    if config.cluster.container == "none":
+def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
+    """Paths of the settings that are not visible in the container.
+
+    Args:
+        always: folders that are mounted at their own path: the run's, and the code where it is known.
+
+    Returns:
+        One line for all that no mount holds, and one for each that is moved; none without a container, or while it is
+        not chosen.
+    """
+    if config.cluster.container in ("none", "auto"):
         return []
     given = config.cluster.container_mounts
-    mounts = [_ends(mount) for mount in given]
+    mounts = [_ends(mount) for mount in (*given, *always)]
     shown = f"--container-mounts {' '.join(given)}" if given else "--container-mounts is not given"
     lost, moved = [], []
     for name, path in _paths(config):

@@ -19,7 +19,7 @@ from rlpost.errors import ConfigError, suggestion
 def image_problems(config: Config) -> list[str]:
     """A container without an image."""
     cluster = config.cluster
-    if cluster.container == "none" or cluster.container_image:
+    if cluster.container in ("none", "auto") or cluster.container_image:
         return []
     return [
         f"--container {cluster.container} needs an image; add --container-image with the absolute path of a .sqsh file "

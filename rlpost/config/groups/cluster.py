@@ -65,14 +65,14 @@ class ClusterConfig(Group):
     """Attempts in a row without a new checkpoint after which it does not come back."""
     python: str | None = None
     """Interpreter of the nodes; this one unless given, in a container its python3."""
-    container: Literal["none", "pyxis", "enroot"] = "none"
-    """What the agents run in."""
+    container: Literal["none", "auto", "pyxis", "enroot"] = "none"
+    """What the agents run in; auto: RLPOST_CONTAINER, or detected by the job: pyxis, enroot or none."""
     container_image: str | None = None
-    """Absolute path of a .sqsh file, or a name in a registry, imported once with enroot."""
+    """Absolute path of a .sqsh file, or a name in a registry, imported once with enroot; may be $RLPOST_IMAGE."""
     container_mounts: tuple[str, ...] = ()
     """SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; run folder and code are mounted anyway."""
     image_cache: FilePath | None = None
-    """Folder for imported images; RUNS_DIR/images unless given."""
+    """Folder for imported images; $RLPOST_IMAGE_CACHE or RUNS_DIR/images unless given."""
     environment: Variables = Field(default={})
     """Variables NAME=VALUE of agents, driver and workers, also in a container. No secrets: they stand in the script."""
     setup_commands: tuple[str, ...] = ()

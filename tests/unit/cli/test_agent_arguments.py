@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bootstrap.options import parse_options
-from rlpost.cli.submit import job_spec
+from rlpost.cli.job import job_spec
 from rlpost.config.load import load
 
 

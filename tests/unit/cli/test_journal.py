@@ -5,8 +5,11 @@ import re
 
 import pytest
 
+from rlpost.checkpoint.commit import begin, commit
+from rlpost.checkpoint.state import RunState
 from rlpost.cli.journal import main
 from rlpost.errors import ConfigError
+from rlpost.orchestration.checkpoints import STATE_FILE
 from rlpost.rollout.journal import Journal
 from slurm.run_folder import create_run_folder
 from tests.unit.rollout.test_journal import group
@@ -30,13 +33,15 @@ def write(tmp_path):
 def test_every_segment_is_a_line_with_what_it_holds(tmp_path, run, capsys):
     write(tmp_path)
     assert main([str(run.root)]) == 0
-    folder, head, first, second = capsys.readouterr().out.splitlines()
+    folder, head, first, second, chain = capsys.readouterr().out.splitlines()
     assert folder == str(tmp_path / "saves/journal")
     columns = re.split(r"\s{2,}", head.strip())
     rows = [dict(zip(columns, re.split(r"\s{2,}", line.strip()), strict=True)) for line in (first, second)]
     counts = {"groups": "2", "dropped": "1", "tokens": "11", "batches": "1", "evaluations": "1"}
     assert {key: rows[0][key] for key in counts} == counts
     assert (rows[1]["segment"], rows[1]["from step"], rows[1]["groups"]) == ("1", "1", "0")
+    assert (rows[0]["follows on"], rows[1]["follows on"]) == ("-", "segment 0")
+    assert chain == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"
 
 
 def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
@@ -50,6 +55,26 @@ def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
     assert "batch after step 0: prompts 4" in out
     assert "evaluation after" not in out
     assert f"{path}: the last" in out and "half a record" in out
+
+
+def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_takes(tmp_path, run, capsys):
+    write(tmp_path)
+    folder = tmp_path / "saves/journal"
+    state = RunState(step=1, journal=1)
+    writing = begin(tmp_path / "saves", 1)
+    (writing / STATE_FILE).write_text(state.to_json())
+    commit(writing)
+    journal = Journal.resume(folder, 1, step=1, settings="")
+    journal.finished(group(6, 2), wanted=True)
+    journal.begin(2)
+    journal.finished(group(7, 2), wanted=True)
+    journal.close()
+    (folder / "0000002.log").write_bytes(b"")
+    main([str(run.root)])
+    *_, used, empty, last = capsys.readouterr().out.splitlines()
+    assert used == "a resume from step 1 (segment 1) uses 0000001; groups: 0 (0 tokens), batches: 0"
+    assert empty.startswith(f"{folder / '0000002.log'}: it is empty")
+    assert last.startswith(f"{folder / '0000003.log'}: follows on segment 2, which is missing or damaged")
 
 
 def test_a_run_without_a_journal_is_told_so(run):

@@ -7,11 +7,12 @@ import io
 
 import pytest
 
-from bootstrap.handoff import Cluster
+from bootstrap.handoff import EXIT_CONFIG, Cluster
 from rlpost import train
 from rlpost.config.load import dump, load
 from rlpost.orchestration import driver
 from slurm.run_folder import create_run_folder
+from tests.unit.cli.projects import make_project
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), FileNotFoundError(2, "none", "words")])
@@ -28,3 +29,23 @@ def test_an_error_of_the_system_that_ends_the_driver_is_told_with_its_place(tmp_
     monkeypatch.setattr("sys.stdin", io.StringIO("{}\n"))
     assert train.main(["--cluster-from-stdin", "--run-folder", str(run.root)]) == 1
     assert caplog.records[-1].exc_info is not None and caplog.records[-1].exc_info[1] is error
+
+
+@pytest.mark.parametrize("chosen", ["pyxis", "none"])
+def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, capsys, chosen):
+    """A plain batch file mounts the project's folder, where ``make assets`` writes; it tells what it has chosen."""
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    driven = []
+    monkeypatch.setattr(train, "check_installed", lambda config: None)
+    monkeypatch.setattr(driver, "drive", lambda config, run, cluster: driven.append(config) or 0)
+    monkeypatch.setattr(Cluster, "from_json", lambda line: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}\n"))
+    monkeypatch.setenv("RLPOST_CONTAINER", chosen)
+    words = ["recipe.toml", "--container", "auto", "--container-image", "/i.sqsh", "--cluster-from-stdin"]
+    if chosen == "pyxis":
+        assert train.main([*words, "--run-folder", "run"]) == EXIT_CONFIG
+        assert "not seen in the container" in capsys.readouterr().err
+    monkeypatch.setenv("RLPOST_HOME", str(tmp_path))
+    assert train.main([*words, "--run-folder", "run"]) == 0
+    assert [config.cluster.container for config in driven] == [chosen]

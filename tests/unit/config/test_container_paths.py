@@ -49,6 +49,18 @@ def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
     assert problem.endswith("; use --container-mounts /m /p /t /e")
 
 
+def test_the_run_folder_and_the_code_are_mounted_without_being_listed():
+    """A plain batch file mounts the project, where ``make assets`` writes, and its run folder."""
+    config = load([], {"cluster": {"container": "pyxis", "container_image": "/i.sqsh"}, **MODEL}).config
+    assert container_problems(config, ("/shared", "/runs/a")) == []
+    (problem,) = container_problems(config, ("/shared/other", "/runs/a"))
+    assert "--hf-checkpoint /shared/models/m" in problem
+
+
+def test_a_container_that_the_job_chooses_is_not_judged_before():
+    assert problems(container="auto", **MODEL) == []
+
+
 def test_a_file_of_sets_that_cannot_be_used_does_not_hide_the_rest():
     """It is told with the settings of the evaluation."""
     found = problems("/m", eval={"eval_config": "/m/nowhere.toml"}, **MODEL)

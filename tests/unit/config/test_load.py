@@ -211,3 +211,11 @@ def test_a_variable_that_is_set_has_its_value_in_options_of_sglang_too(monkeypat
     found = load([], groups).config
     assert found.sglang.server_args == {"speculative_draft_model_path": "/hub/draft", "dtype": "auto"}
     assert variable_problems(found) == []
+
+
+def test_a_relative_folder_of_assets_makes_an_absolute_mount(tmp_path):
+    """A container's mounts begin with the same variable as the paths."""
+    groups = {"cluster": {"assets_dir": "hub", "container_mounts": ["$RLPOST_ASSETS", "$RLPOST_ASSETS:/data:ro"]}}
+    found = load([], groups, base=tmp_path).config.cluster
+    assert found.container_mounts == (f"{tmp_path}/hub", f"{tmp_path}/hub:/data:ro")
+    assert found.assets_dir == f"{tmp_path}/hub"

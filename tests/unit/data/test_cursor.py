@@ -53,6 +53,16 @@ def test_a_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[int], cut
         assert {prompt.text for prompt in seen[start : start + 7]} == {str(i) for i in range(7)}
 
 
+@pytest.mark.parametrize("weights", [(), (1.0,)])
+def test_a_copy_goes_its_own_way_from_the_same_place(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    cursor = PromptCursor(make_set(tmp_path, 5), shuffle=True, seed=1, weights=weights)
+    cursor.take(3)
+    other = cursor.copy()
+    ahead = other.take(9)
+    assert cursor.state() != other.state()
+    assert cursor.take(9) == ahead
+
+
 def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
     random.seed(5)
     before = random.getstate()

@@ -61,10 +61,14 @@ def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProc
     commands.mkdir(exist_ok=True)
     (commands / "scontrol").write_text("#!/bin/bash\nprintf 'n01\\nn02\\n'\n")
     written = 'for save; do :; done; mkdir -p "$save"; exit "${CODE:-0}"'
-    (commands / "srun").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n')
+    has_pyxis = '[ "$1" = --help ] && echo --container-image && exit'
+    (commands / "enroot").write_text("#!/bin/bash\n")
+    (commands / "srun").write_text(f'#!/bin/bash\n{has_pyxis}\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n')
     for path in commands.iterdir():
         path.chmod(0o755)
     (tmp_path / "bootstrap").mkdir(exist_ok=True)
+    if not (tmp_path / "slurm").exists():
+        (tmp_path / "slurm").symlink_to(JOBS.parent / "slurm")
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.touch(0o755)
@@ -75,7 +79,7 @@ def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProc
 
 def test_a_job_without_its_site_says_what_is_missing_and_ends_for_good(tmp_path):
     done = run((JOBS / "convert_glm45_355b.sbatch").read_text(), tmp_path)
-    assert done.returncode == 78 and "not set: RLPOST_IMAGE RLPOST_ASSETS;" in done.stdout
+    assert done.returncode == 78 and "not set: RLPOST_IMAGE RLPOST_ASSETS;" in done.stderr
     assert not (tmp_path / "words").exists()
 
 
@@ -106,16 +110,19 @@ HOSTILE = JobSpec(
 )
 
 
-@pytest.mark.parametrize("backend", [None, "pyxis", "enroot"])
-def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "chosen"),
+    [(None, ""), ("pyxis", "pyxis"), ("enroot", ""), ("auto", "pyxis"), ("auto", "enroot"), ("auto", "none")],
+)
+def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, chosen, tmp_path):
     container = Container(backend, "/i.sqsh", ("/models",)) if backend else None
     for script in (
         render_conversion(replace(HOSTILE, container=container), f"{tmp_path}/$(touch x)"),
         render_look(replace(HOSTILE, container=container)),
     ):
-        run(script, tmp_path, RLPOST_ASSETS="/a")
+        run(script, tmp_path, RLPOST_ASSETS="/a", RLPOST_CONTAINER=chosen)
         words = (tmp_path / "words").read_text().splitlines()
         (tmp_path / "words").unlink()
         assert [word for word in HOSTILE.driver_args if word not in words] == []
         assert not (tmp_path / "x").exists()
-        assert any(word.startswith("--container-image") for word in words) == (backend == "pyxis")
+        assert any(word.startswith("--container-image") for word in words) == (chosen == "pyxis")

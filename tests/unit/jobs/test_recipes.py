@@ -11,8 +11,8 @@ import pytest
 
 from rlpost.check import check
 from rlpost.cli import plan
+from rlpost.cli.job import job_spec
 from rlpost.cli.plan_page import recipes_page
-from rlpost.cli.submit import job_spec
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
@@ -132,8 +132,11 @@ def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
 )
 def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing, tmp_path):
     (tmp_path / "bootstrap").mkdir()
+    (tmp_path / "slurm").symlink_to(JOBS.parent / "slurm")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/enroot").touch(0o755)
     environ = {
-        "PATH": "/usr/bin:/bin",
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-8]",
         "SLURM_SUBMIT_DIR": str(tmp_path),
@@ -142,7 +145,7 @@ def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing
         ["bash", str(JOBS / "glm45_355b.sbatch")], env=environ | given, capture_output=True, text=True
     )
     assert done.returncode == 78
-    assert f"not set: {missing};" in done.stdout
+    assert f"not set: {missing};" in done.stderr
 
 
 def test_a_profile_with_everything_in_it_leaves_no_variable(assets, monkeypatch, tmp_path):

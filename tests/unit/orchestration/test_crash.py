@@ -150,6 +150,19 @@ def test_what_was_filtered_or_skipped_is_neither_written_nor_counted_again(tmp_p
     assert set(written(attempts).values()) == {1}
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_that_is_skipped_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
+    """Batches are taken while prompts beyond them are fetched: rows skipped there belong to the batch taken then."""
+    for count in range(1, 8):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        attempts = lives(folder, [(place, count), ("train", 2)], bad=(2, 7), rollout_mode=mode)
+        num_skipped = 1 + max(prompt for stages in attempts for prompt in stages.seen) - 24
+        counted = [line["rollout/bad_prompts"] for line in comparable(folder) if line["step"]]
+        assert num_skipped == 6 and sum(counted) == num_skipped, (count, counted)
+
+
 def test_an_evaluation_is_made_once_whatever_dies_afterwards(tmp_path):
     attempts = lives(tmp_path, [("train", 3), ("train", 2), ("train", 3)])
     assert sum(stages.evaluated for stages in attempts) == 4

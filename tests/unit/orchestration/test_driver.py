@@ -5,9 +5,11 @@ import json
 import pytest
 
 from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError, Preempted, RlpostError
 from rlpost.orchestration import driver
+from rlpost.types import SampleGroup
 from slurm.run_folder import create_run_folder
 
 ENDS = [
@@ -49,3 +51,21 @@ def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp
     page = (run.report / "report.html").read_text()
     assert "1 / 3" in page and "0.250" in page
     assert ("preempted: SIGUSR2" in page) == isinstance(error, Preempted)
+
+
+def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, caplog):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "a"}\n' * 11)
+    config = load([], {"rollout": {"prompt_data": [str(prompts)]}}).config
+
+    def resumed():
+        journal = driver._journal(config, tmp_path, None, RunState())
+        found = len(journal.waiting)
+        journal.finished(SampleGroup(0, ()), wanted=False)
+        journal.close()
+        return found
+
+    assert [resumed(), resumed()] == [0, 1]
+    prompts.write_text('{"input": "a"}\n' * 9)
+    assert resumed() == 0
+    assert "the files of --prompt-data have changed since" in caplog.text

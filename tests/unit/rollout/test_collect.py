@@ -47,6 +47,9 @@ class Counter:
     def state(self) -> dict[str, int]:
         return {"offset": self.at}
 
+    def copy(self) -> Counter:
+        return Counter(self.at)
+
 
 class LongTail(FakeEngine):
     """Prompts of ``slow`` are written a token a tick until they are aborted; all others are answered at once.

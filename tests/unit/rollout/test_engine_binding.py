@@ -56,9 +56,9 @@ def test_the_switch_reaches_the_engine(binds, told, tmp_path):
     seen = []
 
     class Workers:
-        async def call_each(self, method, places, **keywords):
-            seen.append((method, keywords["gpus_per_node"]))
+        async def start(self, places, *, deadline_s, gpus_per_node):
+            seen.append(gpus_per_node)
 
     fleet._workers = [Workers()]
     asyncio.run(fleet.restart(0))
-    assert seen == [("start", told)]
+    assert seen == [told]

@@ -13,12 +13,13 @@ from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout import journal as journal_module
 from rlpost.rollout.journal import Journal, settings_hash
+from rlpost.rollout.journal_chain import follow
 from rlpost.rollout.journal_format import (
     BATCH,
     GROUP,
+    Framing,
     Record,
-    follow,
-    group_bytes,
+    group_content,
     read_segment,
     segments,
 )
@@ -36,8 +37,8 @@ def group(prompt_id, *lengths):
     return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
 
 
-def resumed(folder, base=0, step=0, settings="s"):
-    return Journal.resume(folder, base, step=step, settings=settings)
+def resumed(folder, base=0, step=0, settings="s", **named):
+    return Journal.resume(folder, base, step=step, settings=settings, **named)
 
 
 def replayed(journal):
@@ -66,7 +67,7 @@ def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, mas
         for i, n in enumerate(lengths)
     )
     written = SampleGroup(7, samples)
-    data = b"before" + group_bytes(written, wanted=True)
+    data = b"before" + Framing().frame(group_content(written, wanted=True))
     path.write_bytes(data)
     assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
 
@@ -202,14 +203,14 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
 def test_a_resume_that_an_older_attempt_comes_before_may_be_made_again(tmp_path, monkeypatch):
     import rlpost.rollout.journal as module
 
-    real = module._create
+    real = module.create
 
     def second(path, records):
         path.write_bytes(b"")
         real(path, records)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_create", second)
+        patched.setattr(module, "create", second)
         with pytest.raises(CheckpointError, match=r"0000000\.log was made by another attempt") as error:
             resumed(tmp_path)
     assert not isinstance(error.value, Fenced)
@@ -268,7 +269,7 @@ def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypa
     asyncio.run(journal.durable())
     assert synced.count(first) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(module.Journal, "_start", lambda self, base, step: None)
+        patched.setattr(module.Journal, "_start", lambda self, base, step, previous: None)
         journal.begin(1)
         assert synced.count(first) == 1
         journal.finished(group(1), wanted=True)

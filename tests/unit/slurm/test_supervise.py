@@ -168,7 +168,17 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, m
     assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
 
 
-BATCH_HOST_MODULES = ("ledger", "image", "supervise", "causes", "evidence", "remaining_hosts", "nodelist", "errors")
+BATCH_HOST_MODULES = (
+    "ledger",
+    "image",
+    "supervise",
+    "causes",
+    "evidence",
+    "remaining_hosts",
+    "nodelist",
+    "errors",
+    "login",
+)
 
 
 END = (sys.executable, "-m", "slurm.supervise", "end")

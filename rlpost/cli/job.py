@@ -1,0 +1,128 @@
+"""What a run's settings ask of Slurm. Needs no package but pydantic, so that ``make jobs`` needs no other either.
+
+Input: a ``Config``. Output: the ``JobSpec`` of its batch script; the container that its job would get from here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.keys import KEYS
+from rlpost.config.tree import Config
+from rlpost.config.wording import as_flag
+from rlpost.errors import ConfigError
+from slurm.container import Container
+from slurm.container_choice import choose
+from slurm.errors import SpecError
+from slurm.spec import JobSpec
+
+IMAGE = "RLPOST_IMAGE"
+IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
+
+
+def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
+    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder.
+
+    Raises:
+        ConfigError: a key is among the variables, which stand in the batch script.
+        SpecError: a value cannot go into a batch script; named by its flag.
+    """
+    try:
+        return _job_spec(config, driver_args)
+    except SpecError as error:
+        raise SpecError(as_flag(str(error))) from error
+
+
+def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
+    cluster = config.cluster
+    if keys := [name for name in KEYS if name in cluster.environment]:
+        raise ConfigError(
+            f"--environment {keys[0]}=...: a key would stand in the batch script; export {', '.join(keys)} where "
+            "rlpost submit is called instead: then it goes into RUN/secrets.env alone"
+        )
+    agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
+    agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
+    if cluster.socket_ifname is not None:
+        agent_args += ["--socket-ifname", cluster.socket_ifname]
+    if cluster.ray_object_store_memory is not None:
+        agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
+    if cluster.preflight_bandwidth_gbps is not None:
+        agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
+    container = container_of(cluster)
+    for target in container.targets if container is not None else ():
+        agent_args += ["--needed-path", target]
+    if cluster.ray_dashboard:
+        agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
+    return JobSpec(
+        job_name=cluster.job_name,
+        nodes=config.num_nodes,
+        spare_nodes=cluster.spare_nodes,
+        num_gpus_per_node=cluster.num_gpus_per_node,
+        gpu_request=cluster.gpu_request,
+        time=cluster.time,
+        partition=cluster.partition,
+        account=cluster.account,
+        qos=cluster.qos,
+        reservation=cluster.reservation,
+        constraint=cluster.constraint,
+        exclusive=cluster.exclusive,
+        exclude=cluster.exclude,
+        requeue=cluster.requeue,
+        max_preemptions=cluster.max_preemptions,
+        max_failures=cluster.max_failures,
+        max_stalled_attempts=cluster.max_stalled_attempts,
+        python=cluster.python,
+        container=container,
+        environment=tuple(cluster.environment.items()),
+        setup_commands=cluster.setup_commands,
+        signal_lead_s=cluster.signal_lead_s,
+        agent_args=tuple(agent_args),
+        driver_args=driver_args,
+    )
+
+
+def container_of(cluster: ClusterConfig) -> Container | None:
+    """The container that a run's agents live in; ``auto`` is left to the job.
+
+    Raises:
+        SpecError: the settings cannot be a container's.
+    """
+    if cluster.container == "none":
+        return None
+    image = cluster.container_image or (f"${IMAGE}" if cluster.container == "auto" else "")
+    cache = cluster.image_cache or os.environ.get(IMAGE_CACHE) or str(Path(cluster.runs_dir) / "images")
+    return Container(cluster.container, image, cluster.container_mounts, cache)
+
+
+def container_of_attempt(cluster: ClusterConfig, attempt: Path) -> Container | None:
+    """The container that an attempt runs in: with ``auto`` the one that its batch script has noted in its folder."""
+    container = container_of(cluster)
+    if container is None or container.backend != "auto":
+        return container
+    backend = (attempt / "container").read_text().strip()
+    return None if backend == "none" else replace(container, backend=backend)  # type: ignore[arg-type]
+
+
+def as_the_job_would(config: Config) -> tuple[Config, str]:
+    """The settings with the container that a job would get if it ran on this host, and why; for checks only.
+
+    Raises:
+        ConfigError: there is no such container here, or no image for it; holds the remedy.
+    """
+    backend = config.cluster.container
+    if backend not in ("auto", "pyxis"):  # enroot may be on the nodes alone
+        return config, ""
+    image = config.cluster.container_image or os.environ.get(IMAGE, "")
+    try:
+        chosen, why = choose(backend, "" if image.startswith("$") else image)
+    except SpecError as error:
+        raise ConfigError(str(error)) from None
+    return with_container(config, chosen), why
+
+
+def with_container(config: Config, backend: str) -> Config:
+    """The same settings with another container."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"container": backend})})

@@ -1,0 +1,97 @@
+"""The files of a journal: how a segment gets its name, whole and never in place of another, on any file system.
+
+Input: a path and the records that the segment begins with. Output: the file, on disk. Where two attempts of a run are
+alive, on two hosts, exactly one of them makes a segment of a number.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from rlpost.files import sync
+
+logger = logging.getLogger(__name__)
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the journal and remove what earlier attempts did not come to give a name; bad storage is
+    logged, and met again by the first segment."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        sync(folder.parent)  # else a crash of the machine may take the whole folder, with all that was synced in it
+        for left in folder.glob(".*.log.*"):
+            left.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("journal: %s", error)
+
+
+def create(path: Path, records: Iterable[bytes]) -> None:
+    """A file with these records, all of them or none. Raises FileExistsError when it is there already."""
+    partial = _partial_path(path)
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        for record in records:
+            write_all(file, record)
+        os.fsync(file)
+        _put_in_place(partial, path, os.fstat(file))
+    finally:
+        os.close(file)
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _partial_path(path: Path) -> Path:
+    """A name that no other process uses: hosts of a shared file system have equal process ids."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
+    """Give the file ``made`` at ``partial`` the name ``path``. Raises FileExistsError when another file has it.
+
+    A hard link never replaces a file. NFS may repeat a request whose answer was lost, and answer the repeated one with
+    EEXIST: then the file there is this one. Where there are no hard links the name is taken by an empty file, which
+    only one process can create; a rename then puts the segment in its place. A crash between the two leaves the empty
+    file: a segment without records, behind which nothing follows.
+    """
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        if not _is_same_file(path, made):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError as taken:
+            raise FileExistsError(taken.errno, taken.strerror, str(partial), None, str(path)) from None
+        os.rename(partial, path)
+
+
+def _is_same_file(path: Path, made: os.stat_result) -> bool:
+    """Whether the file at ``path`` is the one that was ``made``; it is opened, because that asks an NFS server anew."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.path.samestat(os.fstat(descriptor), made)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def write_all(file: int, data: bytes) -> None:
+    """All of ``data``, where the kernel may take less at once."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,105 @@
+"""Flags of [cluster] after a batch file's name: the script itself refuses each that is part of its text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.cli.job import job_spec
+from rlpost.config.flags import flag
+from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.late_flags import BY_RENDERING, BY_SBATCH, BY_VARIABLE, refusing_script
+from rlpost.config.load import JOBS, load
+from slurm.render import render_sbatch
+
+SCRIPT = JOBS.parent / "slurm/cluster_flags.sh"
+LATE = {*BY_SBATCH, *BY_VARIABLE, *BY_RENDERING}
+# Another value than in the settings below, by key.
+OTHER: dict[str, Any] = {
+    "actor_num_nodes": 1,
+    "assets_dir": "/other",
+    "container": "pyxis",
+    "container_image": "/other.sqsh",
+    "container_mounts": ["/other"],
+    "environment": {"A": "b"},
+    "exclude": ["n7"],
+    "gpu_request": "none",
+    "requeue": "never",
+    "setup_commands": ["true"],
+    "time": "01:00:00",
+    "ray_dashboard_host": "::",
+    "preflight_bandwidth_gbps": 1.5,
+    "offload_train": True,
+    "offload_rollout": True,
+    "ray_object_store_memory": 7,
+    "image_cache": "/other",
+    "python": "/other",
+    "runs_dir": "/other",
+    "nodes": 3,
+}
+GIVEN = {"nodes": 2, "container": "enroot", "container_image": "a/b:c", "ray_dashboard": True}
+ONLY_FOR_SUBMIT = {"runs_dir", "python"}  # a batch file finds its run folder and its interpreter by variables
+
+
+def script(**values: Any) -> str:
+    cluster = {"container_mounts": ["$RLPOST_ASSETS"], **GIVEN, **values}
+    return render_sbatch(job_spec(load([], {"cluster": cluster}, base=Path("/here")).config))
+
+
+def other(key: str) -> Any:
+    if key in OTHER:
+        return OTHER[key]
+    default = getattr(ClusterConfig(**GIVEN), key)
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if isinstance(default, int) else "other"
+
+
+def test_what_is_in_the_text_of_a_script_is_refused_after_its_name_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a new setting of the cluster cannot be forgotten."""
+    for name in ("RLPOST_ASSETS", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    plain = script()
+    rendered = {key for key in ClusterConfig.model_fields if script(**{key: other(key)}) != plain}
+    assert rendered | ONLY_FOR_SUBMIT == LATE
+
+
+def test_the_script_is_the_one_of_the_settings() -> None:
+    assert SCRIPT.read_text() == refusing_script(), "slurm/cluster_flags.sh is old; run make jobs"
+    assert subprocess.run(["shellcheck", SCRIPT]).returncode == 0
+
+
+@pytest.mark.parametrize("key", sorted(LATE))
+@pytest.mark.parametrize("form", ["{} v", "{}=v", "{}"])
+def test_each_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> None:
+    words = ["--num-rollout", "3", *form.format(flag(key)).split()]
+    done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True)
+    assert done.returncode == 78 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(form.format(flag(key)).replace("=", " ") + ": ") and "; use " in line
+    if key in BY_SBATCH:
+        assert f"use sbatch {flag(key)}={'v' if 'v' in form else 'VALUE'} FILE" in line
+    assert key not in BY_VARIABLE or f"export {BY_VARIABLE[key]}=" in line
+
+
+def test_flags_of_the_training_pass(tmp_path: Path) -> None:
+    words = ["--num-rollout", "3", "--colocate", "--lr=1e-6", "--actor-num-nodes", "2", "--save", "a b; $(touch x)"]
+    done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["glm45_355b", "tiny", "convert_qwen3_4b"])
+def test_a_job_ends_before_it_makes_anything(name: str, tmp_path: Path) -> None:
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    environ |= {"RLPOST_HOME": str(JOBS.parent), "RLPOST_RUN_FOLDER": str(tmp_path / "run")}
+    words = ["bash", str(JOBS / f"{name}.sbatch"), "--partition", "a", "--socket-ifname", "eth1"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 78, done
+    assert "--partition a: " in done.stderr and "--socket-ifname eth1: " in done.stderr
+    assert list(tmp_path.iterdir()) == []

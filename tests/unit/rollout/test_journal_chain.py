@@ -1,0 +1,429 @@
+"""What is used of a journal is exactly what provably follows, whatever a run did and whichever file is damaged."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import struct
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpost.errors import CheckpointError, Fenced
+from rlpost.rollout import journal_format, segment_file
+from rlpost.rollout.journal_chain import follow
+from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_segment, segments
+from tests.unit.rollout.test_journal import group, resumed
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["group", "group", "batch", "again", "begin", "crash", "compact"]), st.integers(0, 3)),
+    min_size=10,
+    max_size=50,
+)
+DAMAGE = ["flip", "cut", "empty", "delete", "duplicate", "swap"]
+
+
+class Life:
+    """A run and its crashes; each state of it with the events that have to be found again after it."""
+
+    def __init__(self, folder):
+        self.folder, self.num_groups, self.step, self.lent = folder, 0, 0, None
+        self.states = [(0, 0, [])]  # segment, step, events
+        self.journal = resumed(folder)
+
+    def again(self, _=0):
+        for record in self.journal.again():
+            if record.kind == BATCH:
+                self.step, self.lent = self.step + 1, (BATCH, record.meta["prompt_ids"])
+
+    def drain(self):
+        while self.journal.waiting:
+            self.again()
+
+    def happened(self, event):
+        for _, _, events in self.states:
+            events.append(event)
+
+    def group(self, _):
+        self.drain()
+        self.journal.finished(group(self.num_groups, 2), wanted=True)
+        self.happened((GROUP, self.num_groups))
+        self.num_groups += 1
+
+    def batch(self, _):
+        self.drain()
+        self.journal.batch(self.step, [group(self.num_groups - 1)], {})
+        self.step, self.lent = self.step + 1, (BATCH, [self.num_groups - 1])
+        self.happened(self.lent)
+
+    def begin(self, choice):
+        """A state is going to be saved, sometimes while the newest batch is not trained."""
+        if choice:
+            self.lent = None  # it is trained
+        owed = [] if self.lent is None else [self.lent]
+        step, events = self.step - len(owed), owed + waiting(self.journal)
+        self.states.append((self.journal.begin(step), step, events))
+
+    def crash(self, choice):
+        """And a resume, sometimes from the state before, because the newest was not committed or is damaged."""
+        self.journal.close()
+        if choice == 0 and len(self.states) > 1:
+            self.states.pop()
+        base, self.step, events = self.states[-1]
+        self.lent = None
+        self.journal = resumed(self.folder, base, self.step)
+        assert waiting(self.journal) == events
+
+    def compact(self, _):
+        self.states = self.states[-2:]
+        self.journal.compact(self.states[0][1])
+
+
+def event_of(record):
+    return record.kind, record.meta["prompt_id" if record.kind == GROUP else "prompt_ids"]
+
+
+def waiting(journal):
+    return [event_of(record) for record in journal.waiting]
+
+
+def damage(folder, kind, number, at):
+    paths = sorted(folder.glob("*.log"))
+    path = paths[number % len(paths)]
+    data = bytearray(path.read_bytes() or b"\0")
+    if kind == "flip":
+        data[at % len(data)] ^= 1 << at % 8
+        path.write_bytes(bytes(data))
+    elif kind in ("cut", "empty"):
+        path.write_bytes(bytes(data[: at % len(data) if kind == "cut" else 0]))
+    elif kind == "delete":
+        path.unlink()
+    elif kind == "duplicate":
+        shutil.copy(path, folder / f"{int(paths[-1].stem) + 1 + at % 2:07d}.log")
+    else:
+        other = paths[at % len(paths)]
+        theirs = other.read_bytes()
+        other.write_bytes(bytes(data))
+        path.write_bytes(theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS, st.sampled_from(DAMAGE), st.integers(0, 99), st.integers(0, 9999))
+def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations, kind, number, at):
+    folder = tmp_path_factory.mktemp("life")
+    life = Life(folder)
+    for name, choice in operations:
+        getattr(life, name)(choice)
+    life.journal.close()
+    for base, step, events in life.states[-2:]:
+        found = follow(segments(folder), base, step)
+        assert [event_of(record) for record in found.records] == events
+        assert found.problems == ()
+    damage(folder, kind, number, at)
+    for base, step, events in life.states[-2:]:
+        copy = shutil.copytree(folder, folder.with_name(f"{folder.name}-{base}"))
+        journal = resumed(copy, base, step)
+        used = waiting(journal)
+        assert used == events[: len(used)]
+        for record in journal.waiting:
+            if record.kind == GROUP:
+                assert record.group() == group(record.meta["prompt_id"], 2)
+        journal.finished(group(10**6, 1), wanted=True)  # and from here on the run continues, also after another crash
+        journal.close()
+        assert waiting(resumed(copy, base, step)) == [*used, (GROUP, 10**6)]
+
+
+def four_segments(folder):
+    """Of a run whose states were never committed; a group in each, and a batch of it."""
+    journal = resumed(folder)
+    for step in range(4):
+        journal.finished(group(step, 3), wanted=True)
+        journal.batch(step, [group(step)], {})
+        if step < 3:
+            journal.begin(step + 1)
+    journal.close()
+    return [(kind, event) for step in range(4) for kind, event in ((GROUP, step), (BATCH, [step]))]
+
+
+def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path):
+    """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal by then."""
+    first = resumed(tmp_path)
+    first.finished(group(0), wanted=True)
+    number = first.begin(1)
+    first.finished(group(1), wanted=True)
+    first.close()
+    second = resumed(tmp_path, number, 1)
+    second.finished(group(2), wanted=True)
+    second.begin(2)
+    second.finished(group(3), wanted=True)
+    second.close()
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2), (GROUP, 3)]
+
+
+def as_format_1(folder):
+    """The same journal as the program before format 2 wrote it."""
+    for segment in segments(folder):
+        contents = [bytes([HEADER]) + json.dumps(old_header(segment.header)).encode()]
+        contents += [record.content() for record in segment.records]
+        frames = [struct.pack("<II", len(each), zlib.crc32(each)) + each for each in contents]
+        segment.path.write_bytes(b"".join(frames))
+
+
+def old_header(header):
+    return {name: getattr(header, name) for name in ("number", "base", "step", "settings", "unbroken")}
+
+
+def test_a_journal_of_format_1_is_resumed_and_continued_in_the_new_format(tmp_path):
+    events = four_segments(tmp_path)
+    as_format_1(tmp_path)
+    assert {segment.header.format for segment in segments(tmp_path)} == {1}
+    journal = resumed(tmp_path)
+    assert waiting(journal) == events
+    journal.finished(group(9), wanted=True)
+    journal.close()
+    assert waiting(resumed(tmp_path)) == [*events, (GROUP, 9)]
+    assert segments(tmp_path)[-1].header.format == FORMAT
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_in_format_1_what_follows_on_a_damaged_record_is_not_used(tmp_path, number, caplog):
+    events = four_segments(tmp_path)
+    as_format_1(tmp_path)
+    path = tmp_path / f"{number:07d}.log"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert waiting(resumed(tmp_path)) == events[: 2 * number + 1]
+    for lost in range(number + 1, 4):
+        assert f"{lost:07d}.log: follows on records that are lost" in caplog.text
+
+
+def test_a_record_is_valid_only_in_its_place(tmp_path):
+    """Both are as they were written, with their lengths and checksums; only their order has changed."""
+    journal = resumed(tmp_path)
+    for prompt_id in range(3):
+        journal.finished(group(prompt_id, 4), wanted=True)
+    journal.close()
+    path = tmp_path / "0000000.log"
+    data = path.read_bytes()
+    first, second, third = ((each.offset, each.offset + each.size) for each in read_segment(path).records)
+    path.write_bytes(data[: first[0]] + data[slice(*second)] + data[slice(*first)] + data[slice(*third)])
+    assert waiting(resumed(tmp_path)) == []
+
+
+def test_a_segment_of_a_newer_program_is_named_and_not_used(tmp_path, monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr("rlpost.rollout.journal.FORMAT", FORMAT + 1)
+        four_segments(tmp_path)
+    assert waiting(resumed(tmp_path)) == []
+    assert "0000000.log: a newer program wrote it" in caplog.text
+
+
+def test_with_other_prompt_data_nothing_is_used_and_its_cost_is_said(tmp_path, caplog):
+    journal = resumed(tmp_path, data="11 rows")
+    journal.finished(group(0, 3, 4), wanted=True)
+    journal.close()
+    assert waiting(resumed(tmp_path, data="11 rows")) == [(GROUP, 0)]
+    assert caplog.text == ""
+    assert waiting(resumed(tmp_path, data="13 rows")) == []
+    assert "0000001.log: the files of --prompt-data have changed since; it is not used" in caplog.text
+    assert "groups: 1 (7 tokens)" in caplog.text
+    assert waiting(resumed(tmp_path, data="13 rows")) == []
+
+
+def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
+    """The run went on with others from its second state; a fallback to its first state uses what came before."""
+    first = resumed(tmp_path)
+    first.finished(group(0), wanted=True)
+    number = first.begin(1)
+    first.close()
+    second = resumed(tmp_path, number, 1, settings="others")
+    second.finished(group(1), wanted=True)
+    second.close()
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
+
+
+# Storage that fails while reading.
+
+
+class Failing(io.BufferedReader):
+    """Of a file whose reads behind ``offset`` fail."""
+
+    def __init__(self, path, offset, error):
+        super().__init__(io.FileIO(path))
+        self.offset, self.error = offset, error
+
+    def read(self, size=-1):
+        if self.tell() + size > self.offset:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().read(size)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make reads of a file fail, a number of times or for ever, from an offset on."""
+
+    def fail(path, offset, error=errno.EIO, times=10**9):
+        left = [times]
+
+        def opened(given, mode="r"):
+            if str(given) == str(path) and left[0] > 0:
+                left[0] -= 1
+                return Failing(given, offset, error)
+            return open(given, mode)
+
+        monkeypatch.setattr(journal_format, "open", opened, raising=False)
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+def test_a_read_that_fails_once_is_repeated(tmp_path, failing, error, caplog):
+    events = four_segments(tmp_path)
+    failing(tmp_path / "0000001.log", 0, error, times=1)
+    assert waiting(resumed(tmp_path)) == events
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("where", ["header", "last record"])
+def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, number, where, caplog):
+    events = four_segments(tmp_path)
+    path = tmp_path / f"{number:07d}.log"
+    failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
+    used = waiting(resumed(tmp_path))
+    assert used == events[: 2 * number + (0 if where == "header" else 1)]
+    assert f"{path}: it cannot be read from byte" in caplog.text and "Input/output error" in caplog.text
+
+
+def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the_next_one_returns(tmp_path, failing):
+    events = four_segments(tmp_path)
+    journal = resumed(tmp_path)
+    path = tmp_path / "0000004.log"
+    failing(path, journal.waiting[2].offset)
+    assert [record.key for record in journal.again()] == [(GROUP, 0), (BATCH, 0)]
+    with pytest.raises(CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*attempt"):
+        [record.group() for record in journal.again()]
+    journal.close()
+    assert waiting(resumed(tmp_path)) == events[:2]
+
+
+def test_a_record_that_was_damaged_since_the_run_began_is_not_used(tmp_path):
+    four_segments(tmp_path)
+    journal = resumed(tmp_path)
+    path = tmp_path / "0000004.log"
+    data = bytearray(path.read_bytes())
+    data[journal.waiting[0].offset + 20] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="damaged now; the next attempt"):
+        next(journal.again()).group()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def stale(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(journal_format.os, "listdir", stale)
+    with pytest.raises(CheckpointError, match=r"cannot be listed: .*[Ss]tale"):
+        resumed(tmp_path)
+
+
+# File systems without hard links, and with answers that get lost.
+
+
+def test_a_link_that_was_made_though_its_answer_says_that_the_file_is_there_is_ones_own(tmp_path, monkeypatch):
+    """NFS repeats a request whose answer was lost; the server has done it by then."""
+    real = os.link
+
+    def repeated(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(source), None, str(target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segment_file.os, "link", repeated)
+        journal = resumed(tmp_path)
+        journal.finished(group(0), wanted=True)
+        journal.begin(1)
+        journal.finished(group(1), wanted=True)
+        journal.close()
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
+
+
+def no_hard_links(source, target):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(source), None, str(target))
+
+
+def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_file.os, "link", no_hard_links)
+    old = resumed(tmp_path)
+    old.finished(group(0), wanted=True)
+    new = resumed(tmp_path)
+    new.finished(group(1), wanted=True)
+    with pytest.raises(Fenced, match=r"0000001\.log exists: another attempt"):
+        old.begin(1)
+    new.close()
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_file.os, "link", no_hard_links)
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+
+    def crash(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(segment_file.os, "rename", crash)
+        journal.begin(1)
+    assert (tmp_path / "0000001.log").stat().st_size == 0
+    assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
+
+
+def test_files_that_are_being_made_have_names_of_their_process_alone(tmp_path, monkeypatch):
+    """Two hosts of a shared file system have the same process ids."""
+    names, real = [], os.link
+    monkeypatch.setattr(segment_file.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b)))
+    for host in ("first/host", "second", "second"):
+        monkeypatch.setattr(segment_file.socket, "gethostname", lambda host=host: host)
+        resumed(tmp_path / str(len(names))).close()
+    assert len(set(names)) == 3
+    assert all(str(os.getpid()) in name for name in names)
+    assert "first-host" in names[0] and "second" in names[1]
+
+
+def test_the_folder_itself_outlives_the_machine(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def spied(file):
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", spied)
+    resumed(tmp_path / "save/journal").close()
+    assert str(tmp_path / "save") in synced
+    assert synced.index(str(tmp_path / "save")) < synced.index(str(tmp_path / "save/journal"))
+
+
+def test_damaged_segments_go_with_those_that_no_checkpoint_needs(tmp_path):
+    journal = resumed(tmp_path)
+    journal.begin(10)
+    (tmp_path / "0000000.log").write_bytes(b"")
+    journal.begin(20)
+    journal.compact(20)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0000002.log"]
+
+
+def test_a_resume_of_a_kept_checkpoint_stays_though_the_segment_of_its_state_is_damaged(tmp_path):
+    journal = resumed(tmp_path)
+    number = journal.begin(10)
+    journal.finished(group(0), wanted=True)
+    journal.close()
+    journal = resumed(tmp_path, number, 10)
+    (tmp_path / f"{number:07d}.log").write_bytes(b"")
+    journal.begin(20)
+    journal.compact(10)
+    journal.close()
+    assert waiting(resumed(tmp_path, number, 10)) == [(GROUP, 0)]

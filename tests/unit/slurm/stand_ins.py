@@ -1,0 +1,18 @@
+"""Stand-ins for the commands of a cluster: which containers it has, and a Slurm that takes jobs or refuses them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PYXIS = 'case $* in *--help*) echo "  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH" ;; esac'
+NO_PYXIS = 'case $* in *--help*) echo "  --chdir=PATH" ;; esac'
+
+
+def commands(folder: Path, **texts: str) -> str:
+    """A PATH with commands of this text before the system's, which has neither enroot nor a pyxis of its own."""
+    folder.mkdir(exist_ok=True)
+    for name, text in {"srun": NO_PYXIS, **texts}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}/usr/bin:/bin"
