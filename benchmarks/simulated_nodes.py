@@ -27,6 +27,7 @@ from bootstrap.network import network_here
 from bootstrap.options import parse_options
 from bootstrap.preflight_probe import raise_limits
 from bootstrap.rendezvous import HEAD_FILE, NodeReport, installed_versions, join
+from bootstrap.shared_folder import ORDER, take_part
 
 HEAD_S = 60.0
 
@@ -44,8 +45,10 @@ def address(rank: int) -> str:
 class Node:
     """One agent's side of the conversation."""
 
-    def __init__(self, rank: int, template: NodeReport, secret: bytes, port: int) -> None:
+    def __init__(self, rank: int, template: NodeReport, secret: bytes, port: int, attempt_dir: Path) -> None:
         self._rank = rank
+        self._host = host_names(rank + 1)[-1]
+        self._attempt_dir = attempt_dir
         self._template = template
         self._secret = secret
         self._head = ("127.0.0.1", port)
@@ -57,6 +60,8 @@ class Node:
         )
         with suppress(LinkLost):
             while (order := await link.receive())["kind"] != "end":
+                if order["kind"] == ORDER:
+                    await link.send(await asyncio.to_thread(take_part, self._attempt_dir, order, self._host))
                 if order["kind"] == "start_ray":
                     _, writer = await asyncio.open_connection(order["head_ip"], order["port_base"] + 1)
                     writer.write(f"{address(self._rank)} {self._template.num_gpus}\n".encode())
@@ -65,8 +70,7 @@ class Node:
         link.close()
 
     def _report(self, link: Link) -> NodeReport:
-        host = host_names(self._rank + 1)[-1]
-        return replace(self._template, host=host, rank=self._rank, ip=link.local_ip)
+        return replace(self._template, host=self._host, rank=self._rank, ip=link.local_ip)
 
 
 def counting(counts: Counter[str]) -> mock._patch_default_new:
@@ -114,7 +118,8 @@ async def _simulate(num_nodes: int, attempt_dir: Path, out: Path) -> None:
     port = await head_port(attempt_dir)
     counts: Counter[str] = Counter()
     with counting(counts):
-        await asyncio.gather(*(Node(rank, template, secret, port).live() for rank in range(1, num_nodes)))
+        nodes = [Node(rank, template, secret, port, attempt_dir) for rank in range(1, num_nodes)]
+        await asyncio.gather(*(node.live() for node in nodes))
     out.write_text(json.dumps(counts))
 
 

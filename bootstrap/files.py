@@ -5,9 +5,12 @@ Invariant: a reader on any node sees no file, or the complete file. Everything i
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
+
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -18,15 +21,25 @@ def write_atomic(path: Path, text: str) -> None:
 def write_first(path: Path, text: str) -> bool:
     """Put ``text`` at ``path`` unless somebody did before; True when this call did.
 
-    link(2) fails when the name exists, on NFS as well, which rename cannot promise.
+    link(2) fails when the name exists, on NFS as well, which rename cannot promise. A request whose answer was lost is
+    sent again, and then its own success is answered with EEXIST: the number of links tells. Where there are no hard
+    links the name is taken by an empty file first, which a rename then fills.
     """
     beside = _write_beside(path, text)
     try:
         os.link(beside, path)
     except FileExistsError:
-        return False
+        return os.stat(beside).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        os.replace(beside, path)
     finally:
-        beside.unlink()
+        beside.unlink(missing_ok=True)
     return True
 
 

@@ -11,10 +11,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bootstrap.bandwidth import Survey
 from bootstrap.facts import Facts
@@ -27,6 +28,7 @@ from bootstrap.preflight_probe import CANARY_DIR, read_host
 from bootstrap.ray_command import temp_dir
 from bootstrap.rendezvous import BringupError, NodeReport, Reception, installed_versions
 from bootstrap.selection import choose_hosts
+from bootstrap.shared_folder import ANSWER, FolderTest
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class Gathering:
         self._changed = asyncio.Event()
         self._first = asyncio.Event()
         self._own: asyncio.Task[HostFacts] | None = None
-        self.survey = Survey()
+        self._survey = Survey()
+        self._folder_test = FolderTest()
         self.used: tuple[str, ...] = ()
 
     def begin(self) -> None:
@@ -69,6 +72,13 @@ class Gathering:
             self._fit.add(report.host)
         self._changed.set()
         self._first.set()
+
+    def answered(self, host: str, message: Mapping[str, Any]) -> None:
+        """A node sent a message; those that answer one of our questions count."""
+        if message["kind"] == "measured":
+            self._survey.answered(host, message)
+        elif message["kind"] == ANSWER:
+            self._folder_test.answered(host, message)
 
     def can_do_without(self, host: str, why: str) -> bool:
         """A node has gone: whether the cluster does not need it, or need not."""
@@ -116,7 +126,7 @@ class Gathering:
         Raises:
             BringupError: too few are fit, or what is asked for fits no host.
         """
-        preflight = await self.judge(head_ip)
+        preflight = await self.judge(head_ip, ask_nodes=True)
         # In a thread: a shared file system that stalls must not stop the signs of life.
         await asyncio.to_thread(write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
         logger.info("preflight\n%s", preflight.table())
@@ -125,8 +135,9 @@ class Gathering:
         for host, why in {**preflight.unfit, **absent}.items():
             logger.warning("%s is left out, a spare node takes its place: %s", host, why)
 
-    async def judge(self, head_ip: str) -> Preflight:
-        """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one."""
+    async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:
+        """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one;
+        ``ask_nodes``: they take part in the test of the run folder."""
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
         read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
@@ -143,12 +154,21 @@ class Gathering:
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
         absent = self._absent_hosts()
         fit = [host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent]
+        if ask_nodes:
+            for host, check in (await self._try_folder(fit)).items():
+                checks[host].append(check)
         for host, check in (await self._measure(fit)).items():
             checks[host].append(check)
         return Preflight.of({host: checks[host] for host in read}, absent)
 
     def _absent_hosts(self) -> dict[str, str]:
         return {host: "it did not join" for host in self._reception.missing()} | self._absent
+
+    async def _try_folder(self, hosts: Sequence[str]) -> dict[str, Check]:
+        """The run folder as those hosts see it that are fit so far, all at once."""
+        reports = [report for report in self._reception.reports.values() if report.host in hosts]
+        links = {report.host: self._reception.links[report.rank] for report in reports}
+        return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host) if links else {}
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
         """Bandwidth between the hosts that are fit so far, where a threshold is set."""
@@ -158,7 +178,7 @@ class Gathering:
         reports = self._reception.reports.values()
         links = {report.host: self._reception.links[report.rank] for report in reports}
         log = self._options.attempt_dir / f"bandwidth-{hosts[0]}.log"
-        return check_bandwidth(await self.survey.run(hosts, links, self._options.num_gpus, log), wanted)
+        return check_bandwidth(await self._survey.run(hosts, links, self._options.num_gpus, log), wanted)
 
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:

@@ -17,6 +17,8 @@ This is the only module of ``bootstrap`` that the trainer imports; stdlib only. 
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +34,17 @@ LAUNCH_LOG = "launch.log"
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything consistent is committed, start me again
 EXIT_CONFIG = 78  # EX_CONFIG: starting again cannot help
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file exists that another host may just have written. May wait for as long as the storage hangs.
+
+    A client of NFS answers "no such file" from its cache for up to acdirmax (60 s). Opening the folder makes it ask
+    the server whether the folder has changed (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode), and then forget that.
+    """
+    with suppress(OSError):
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    return os.path.exists(path)  # Path.exists raises ESTALE and EIO
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,8 +325,7 @@ class HeadAgent:
         try:
             while True:
                 message = await link.receive()
-                if message["kind"] == "measured":
-                    self._gathering.survey.answered(report.host, message)
+                self._gathering.answered(report.host, message)
                 if message["kind"] == "lost":
                     exclude = (report.host,) if message.get("node_is_bad") else ()
                     self._lose(Loss(f"{report.host}: {message['cause']}", exclude))

@@ -41,6 +41,7 @@ from bootstrap.rendezvous import (
     installed_versions,
     join,
 )
+from bootstrap.shared_folder import ORDER, take_part
 from bootstrap.supervise import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,9 @@ class NodeAgent:
 
     async def _serve(self, link: Link) -> None:
         order = await self._next_order(link)
+        if order["kind"] == ORDER:
+            await link.send(await asyncio.to_thread(take_part, self._options.attempt_dir, order, self._facts.host))
+            order = await self._next_order(link)
         if order["kind"] == "measure":
             log = self._options.attempt_dir / f"bandwidth-{self._facts.host}.log"
             await link.send(await measure_here(order, link.local_ip, self._options.num_gpus, log))

@@ -49,6 +49,7 @@ class HostFacts:
     folder_fs: str | None = None
     folder_error: str | None = None
     rename_ms: float | None = None
+    folder_lacks: tuple[str, ...] | None = None  # what its file system refuses; None: not tried
     canary: str | None = None
     missing_paths: tuple[str, ...] = ()  # of those that the run needs on every node
     clock: float | None = None  # seconds of the epoch when the report was sent
@@ -62,7 +63,7 @@ class HostFacts:
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
-        for name in ("head_ips", "taken_ports", "missing_paths", "network_conflicts"):
+        for name in ("head_ips", "taken_ports", "missing_paths", "folder_lacks", "network_conflicts"):
             if known.get(name) is not None:
                 known[name] = tuple(known[name])
         return cls(**known)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from bootstrap.gpus import Gpu
 from bootstrap.preflight import GIB, UNLIMITED, Check, HostFacts, Level, Seen, Wanted
+from bootstrap.shared_folder import check_alone
 
 # Network file systems by their names in /proc/mounts; sockets and memory maps in them fail or crawl.
 _REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.", "afs", "panfs")
@@ -40,6 +41,7 @@ def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tu
         _temp_dir(facts),
         _ports(facts),
         _folder(facts, seen),
+        check_alone(facts.folder_lacks),
         _mounts(facts),
         _clock(seen),
         _head_name(facts, seen),

@@ -22,6 +22,7 @@ from bootstrap.gpus import read_gpus
 from bootstrap.link import plain_ip
 from bootstrap.network_host import read_rdma_devices
 from bootstrap.preflight import UNLIMITED, Hca, HostFacts
+from bootstrap.shared_folder import lacks
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
@@ -45,6 +46,7 @@ def read_host(
     """Look at this host. ``attempt_dir`` gets a canary for the head to see; ``needed_paths`` have to be there."""
     mounts = _text("/proc/self/mounts")
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
+    folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
     return HostFacts(
         gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
@@ -59,6 +61,7 @@ def read_host(
         folder_fs=mount_of(str(attempt_dir), mounts),
         folder_error=folder_error,
         rename_ms=rename_ms,
+        folder_lacks=folder_lacks,
         canary=canary,
         missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
     )
@@ -88,6 +91,13 @@ def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | No
     except OSError as error:
         return None, None, str(error)
     return name, 1000 * (time.perf_counter() - started_at), None
+
+
+def _lacks(folder: Path) -> tuple[str, ...] | None:
+    try:
+        return lacks(folder)
+    except OSError:  # the head may have removed the folder: it waits for no host
+        return None
 
 
 def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:

@@ -22,7 +22,7 @@ import psutil
 
 from bootstrap.deadline import JobClock, deadline_of, seconds_for_the_driver, stop_text
 from bootstrap.files import write_first
-from bootstrap.handoff import STOP_FILE
+from bootstrap.handoff import STOP_FILE, is_there
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +191,6 @@ class StopRequest:
 
     async def _watch(self) -> None:
         # The writer may be another node, and no shared file system tells us about that: this one thing is polled.
-        while not await asyncio.to_thread(os.path.exists, self._path):  # no error of a moment ends the watch
+        while not await asyncio.to_thread(is_there, self._path):  # no error of a moment ends the watch
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

@@ -1,15 +1,17 @@
 """Files that outlive a crash of the machine, whole. Standard library alone.
 
-``slurm`` and ``bootstrap`` know nothing of this package and have their own; so has ``checkpoint.commit``, whose tests
-crash it between any two calls of the system.
+``slurm`` and ``bootstrap`` know nothing of this package and have their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -17,28 +19,76 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
+"""What some file systems (CIFS, several of FUSE) answer to an fsync of a folder."""
+
+
 def sync(path: Path) -> None:
     """Return when a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            sync_names(descriptor)
+        else:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_whole(path: Path, texts: Iterable[str]) -> None:
-    """Put texts, one after the other, at ``path``: a reader sees the file that was there or the whole new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def sync_names(folder: int) -> None:
+    """Return when the names in an open folder are on disk, or at once where the file system has no such promise."""
     try:
-        with beside.open("w") as file:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in REFUSES_FOLDERS:
+            raise
+
+
+def write_whole(path: Path, texts: Iterable[str], *, through: Path | None = None) -> None:
+    """Put texts, one after the other, at ``path``: a reader sees the file that was there or the whole new one.
+
+    They go first to the file ``through``, on the same file system; to one beside ``path`` unless given.
+    """
+    beside = through or path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(beside, "w") as file:
             file.writelines(texts)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        os.replace(beside, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_within(folder: int, name: str, text: str) -> None:
+    """The same for a file in the folder of a descriptor, whatever its path is by now."""
+    temporary = f".{name}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    sync_names(folder)
+
+
+def started(act: Callable[[], T]) -> Future[T]:
+    """What ``act`` is going to return, from a thread that the end of the process does not wait for."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = act()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
 
 
 async def in_daemon(act: Callable[[], T]) -> T:

@@ -12,18 +12,30 @@ Comes in: events, from the login node, the batch host and the driver. Goes out: 
     chained     attempt, job_id                                           batch host, in place of a requeue
     done        step, weights                                             driver
 
-Invariants: a line is on disk when ``append`` returns; a line that a crash cut off spoils no other. The batch host's own
-Python may be old: this module, ``supervise`` and ``image`` run on 3.8 and later, with nothing but its library.
+Invariants: a line is on disk when ``append`` returns; a line that a crash cut off or a disk damaged spoils no
+other. The login node, the batch host and the driver append from different hosts, which is not atomic among the
+clients of NFS: each line is written under a lock where the file system has locks, read back, and written again
+when another one took its place. The batch host's own Python may be old: this module, ``supervise`` and ``image``
+run on 3.8 and later, with nothing but its library.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+TRIES = 5
+LOCK_S, LOCK_POLL_S = 2.0, 0.02
+LOOK_BACK_BYTES = 65536
+"""Before the end of the file as it was seen: a client with an old size writes further back."""
+LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -33,31 +45,76 @@ class Ledger:
     path: Path
 
     def append(self, event: str, **details: Any) -> None:
-        """Add a line; it is on disk when this returns. ``details`` must be JSON values."""
-        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
-        line = json.dumps({"time": time, "event": event, **details}) + "\n"
+        """Add a line; it is on disk when this returns. ``details`` must be JSON values. Raises OSError."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
+        line = json.dumps({"time": now, "event": event, **details}).encode()
+        for _ in range(TRIES):
+            size = self._write(line)
+            if self._holds(line, max(0, size - LOOK_BACK_BYTES)):
+                return
+        raise OSError(errno.EIO, f"a line was overwritten {TRIES} times: do other hosts append here?", str(self.path))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All entries in order, each with its ``event``; damaged lines are left out. Empty without a file."""
+        return [entry for entry in map(_entry, self._lines()) if entry is not None]
+
+    def damage(self) -> list[str]:
+        """The lines that ``read`` leaves out, in words."""
+        damaged = ((number, line) for number, line in enumerate(self._lines(), start=1) if _entry(line) is None)
+        return [f"line {number} is damaged or half written: {line[:LONGEST_SHOWN]!r}" for number, line in damaged]
+
+    def _lines(self) -> list[bytes]:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        return [line for line in data.split(b"\n") if line]
+
+    def _write(self, line: bytes) -> int:
+        """Append a line; returns the size of the file before."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
+            _lock(descriptor)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = "\n" + line  # whoever wrote last was cut off: leave its line broken, not ours
-            os.write(descriptor, line.encode())
+                line = b"\n" + line  # whoever wrote last was cut off: leave its line broken, not ours
+            line += b"\n"
+            while line:
+                line = line[os.write(descriptor, line) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        return size
 
-    def read(self) -> list[dict[str, Any]]:
-        """All entries in order; lines that a crash cut off are left out. Empty without a file."""
+    def _holds(self, line: bytes, start: int) -> bool:
+        """Whether the file has the line; opened again, because NFS asks the server at an open."""
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return line in file.read().split(b"\n")
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None for a damaged one."""
+    try:
+        entry = json.loads(line.decode())
+        if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+            return None
+        if "time" in entry:
+            datetime.fromisoformat(entry["time"])
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return entry
+
+
+def _lock(descriptor: int) -> None:
+    """Wait for the lock of the file, LOCK_S at most; go without where it cannot be had."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
         try:
-            lines = self.path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
-        entries = []
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict):
-                entries.append(entry)
-        return entries
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+            if not is_held or time.monotonic() > deadline:
+                return
+        time.sleep(LOCK_POLL_S)

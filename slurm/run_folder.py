@@ -10,6 +10,7 @@ holds another run is never taken over by accident.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -168,5 +169,8 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF):  # CIFS, some FUSE
+            raise
     finally:
         os.close(descriptor)

@@ -4,14 +4,17 @@
     commit   every file flushed, MANIFEST.json with size and SHA-256 of each
              rename to iter_0000020/        an older one of the same step steps aside as .replaced-iter_0000020/
              COMMITTED inside               from here on it counts
-             latest                         names it, for people; no code reads it
+             latest                         names it, for people; a commit does without
     prune    after the commit: older ones go
 
-In: a folder on a file system whose rename is atomic; one process at a time commits into it. ``ownership`` sees to that:
-its writers work in a lane, ``.writing-TOKEN/.writing-iter_0000020/``. Invariant: whatever the instant of a crash,
-``newest_committed`` finds the newest checkpoint that was complete, with the bytes that were written, and the next
-``begin`` works. The order (write, fsync the file, rename, fsync the folder) is that of Pillai et al., All File Systems
-Are Not Created Equal, OSDI 2014. Bad storage while reading is a reason to skip a checkpoint, never an exception; while
+In: a folder on a file system whose rename is atomic; one process at a time commits into it. ``ownership``
+sees to that: its writers work in a lane, ``.writing-TOKEN/.writing-iter_0000020/``. All that a writer with a
+lane does to names outside it is a rename out of the lane or into it, so that nothing happens once a newer
+attempt has taken the lane away; what it writes inside its folder goes through a descriptor of that folder,
+wherever its name has gone. Invariant: whatever the instant of a crash, ``newest_committed`` finds the newest
+checkpoint that was complete, with the bytes that were written, and the next ``begin`` works. The order
+(write, fsync the file, rename, fsync the folder) is that of Pillai et al., All File Systems Are Not Created
+Equal, OSDI 2014. Bad storage while reading is a reason to skip a checkpoint, never an exception; while
 writing it is an OSError, after which the checkpoint before is still there.
 """
 
@@ -27,10 +30,12 @@ import secrets
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import CheckpointError
+from rlpost.files import sync, write_whole, write_within
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +71,22 @@ def step_of(path: Path) -> int:
 def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
     """A new empty folder to write the checkpoint of ``step`` into, in ``folder`` or in a lane of it, which must exist.
 
-    Leftovers of an earlier save of the step, and all in the lane, are removed: they may be what fills the disk.
+    Leftovers of an earlier save of the step, and all in the lane, are removed: they may be what fills the disk. What
+    cannot be removed yet (a file that an older attempt holds open on NFS) stays until the next time.
     """
     writing = (Path(folder) if lane is None else lane) / (WRITING + checkpoint_name(step))
     if lane is None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-    for leftover in [writing] if lane is None else list(lane.iterdir()):
+        leftovers = [writing]
+    else:
+        rescue(Path(folder), lane)
+        leftovers = list(lane.iterdir())
+    for leftover in leftovers:
         if leftover.exists():
-            _delete(leftover)
+            try:
+                _delete(leftover, lane)
+            except OSError as error:
+                logger.warning("%s is not removed yet: %s", leftover, error)
     os.mkdir(writing, 0o700)
     return writing
 
@@ -85,30 +98,83 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
     an empty folder, or where another program's checkpoint has the name; OSError when the storage fails; then the
     checkpoint before is the newest.
     """
-    in_lane = writing.parent.name.startswith(WRITING)
-    folder, name = writing.parents[1 if in_lane else 0], writing.name.removeprefix(WRITING)
-    final, replaced = folder / name, folder / (REPLACED + name)
-    manifest = _seal(writing)
-    check()
-    if final.exists():
-        if defect(final) is None:
-            if replaced.exists():
-                _delete(replaced)
-            os.rename(final, replaced)
-        elif _is_ours(final):
-            _delete(final)
-        else:
-            raise CheckpointError(
-                f"{final} is there and no save of this program wrote it (Megatron names checkpoints so, too); move it "
-                "away or give another --save"
-            )
-    os.rename(writing, final)
-    _sync_folder(folder)
-    write_durably(final / COMMITTED, _digest(manifest) + "\n")
-    write_durably(folder / LATEST, name + "\n")
-    if replaced.exists():
-        _delete(replaced)
+    lane = writing.parent if writing.parent.name.startswith(WRITING) else None
+    folder = writing.parent if lane is None else lane.parent
+    final = folder / writing.name.removeprefix(WRITING)
+    descriptor = os.open(writing, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        manifest = _seal(writing)
+        is_complete = final.exists() and defect(final) is None
+        check()
+        replaced = _step_aside(final, lane, is_complete=is_complete)
+        try:
+            os.rename(writing, final)
+        except OSError:
+            if replaced is not None and not final.exists():
+                with suppress(OSError):
+                    os.rename(replaced, final)
+            raise
+        sync(folder)
+        # By descriptor: another attempt's folder may have the name by now, and its marker must not be ours.
+        write_within(descriptor, COMMITTED, _digest(manifest) + "\n")
+    finally:
+        os.close(descriptor)
+    check()  # where the folder was taken away before it was marked, it is no checkpoint
+    _name_latest(folder, lane, final.name)
+    if replaced is not None:
+        _delete(replaced, lane)
     return final
+
+
+def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | None:
+    """Make the name ``final`` free; of a complete checkpoint where it is now."""
+    if not final.exists():
+        return None
+    if is_complete:
+        replaced = (final.parent if lane is None else lane) / (REPLACED + final.name)
+        if replaced.exists():
+            _delete(replaced, lane)
+        os.rename(final, replaced)
+        return replaced
+    if not _is_ours(final):
+        raise CheckpointError(
+            f"{final} is there and no save of this program wrote it (Megatron names checkpoints so, too); move it "
+            "away or give another --save"
+        )
+    _delete(final, lane)
+    return None
+
+
+def _name_latest(folder: Path, lane: Path | None, name: str) -> None:
+    """Write ``latest``; a checkpoint is one without it."""
+    try:
+        write_durably(folder / LATEST, name + "\n", beside=lane)
+    except OSError as error:
+        logger.warning("%s is committed, but %s does not name it: %s", folder / name, folder / LATEST, error)
+
+
+def rescue(folder: Path, lane: Path) -> None:
+    """Give a complete checkpoint that stepped aside into ``lane``, or into one below it, its name back where no
+    complete one has that: the save that was to replace it was interrupted."""
+    for replaced in _stepped_aside(lane):
+        final = folder / replaced.name.removeprefix(REPLACED)
+        if defect(replaced, checksums=False) is not None:
+            continue
+        if final.exists() and defect(final, checksums=False) is not None:
+            final = folder / replaced.name
+        if not final.exists():
+            os.rename(replaced, final)
+
+
+def _stepped_aside(lane: Path) -> list[Path]:
+    """Checkpoints that stepped aside into a lane, or into one that was put into it."""
+    try:
+        entries = list(lane.iterdir())
+    except OSError:  # taken away meanwhile
+        return []
+    below = [path for path in entries if path.name.startswith((WRITING, DELETING))]
+    found = [path for path in entries if path.name.startswith(REPLACED) and _NAME.fullmatch(path.name)]
+    return found + [path for each in below for path in _stepped_aside(each)]
 
 
 def newest_committed(
@@ -174,29 +240,44 @@ def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksu
     return None
 
 
-def recoverable(folder: str | Path, keep_last: int) -> list[Path]:
-    """The ``keep_last`` newest complete checkpoints, newest first. Only sizes are compared."""
-    complete = (path for path in _candidates(Path(folder)) if defect(path, checksums=False) is None)
+def recoverable(folder: str | Path, keep_last: int, *, committed: Path | None = None) -> list[Path]:
+    """The ``keep_last`` newest complete checkpoints, newest first.
+
+    Only sizes are compared, but of those that are newer than ``committed``, which the caller has just written: why a
+    resume did not begin from them is damage that no size shows.
+    """
+    trusted = None if committed is None else step_of(committed)
+    complete = (
+        path
+        for path in _candidates(Path(folder))
+        if defect(path, checksums=trusted is not None and step_of(path) > trusted) is None
+    )
     return list(itertools.islice(complete, keep_last))
 
 
 def prune(
-    folder: str | Path, keep_last: int, *, keep_every: int | None = None, lane: Path | None = None
+    folder: str | Path,
+    keep_last: int,
+    *,
+    keep_every: int | None = None,
+    lane: Path | None = None,
+    committed: Path | None = None,
 ) -> tuple[Path, ...]:
     """Delete all but the ``keep_last`` newest complete checkpoints and those of every ``keep_every``-th step, and
     leftovers of crashes; who has a ``lane`` leaves all lanes alone. Returns what was deleted.
 
-    Call it after a commit and never while a checkpoint is being written without a lane. Only sizes are compared. A
-    folder newer than those kept is left alone, complete or not, and so is one that no save of ours wrote; with no
-    complete checkpoint nothing is deleted.
+    Call it after a commit, that of ``committed``, and never while a checkpoint is being written without a lane. Which
+    are complete: ``recoverable``. A folder newer than those kept is left alone, complete or not, and so is one that no
+    save of ours wrote; with no complete checkpoint nothing is deleted.
     """
     assert keep_last >= 1, keep_last
     folder = Path(folder)
-    kept = recoverable(folder, keep_last)
+    kept = recoverable(folder, keep_last, committed=committed)
     if not kept:
         return ()
     oldest = step_of(kept[-1])
-    old = [path for path in _candidates(folder) if path not in kept and step_of(path) <= oldest]
+    in_place = [path for path in _candidates(folder) if path.parent == folder]
+    old = [path for path in in_place if path not in kept and step_of(path) <= oldest]
     old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
         whole = (path for path in old if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None)
@@ -205,7 +286,7 @@ def prune(
     doomed = (DELETING,) if lane is not None else (WRITING, DELETING)  # an unknown lane is of one who claims just now
     leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
     for path in old + leftovers:
-        _delete(path)
+        _delete(path, lane)
     return tuple(old + leftovers)
 
 
@@ -223,7 +304,7 @@ def foreign(folder: Path) -> list[Path]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step the one in place before the one that stepped aside.
+    """Checkpoint folders, newest first; of one step the one in place before those that stepped aside, in lanes too.
 
     The one that ``latest`` names is looked up by name: a listing from a cache may lack it.
     """
@@ -234,6 +315,9 @@ def _candidates(folder: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"checkpoints cannot be looked for in {folder}: {error}") from error
     found = [folder / name for name in names | {_latest(folder) or ""} if _NAME.fullmatch(name)]
+    for name in names:
+        if name.startswith(WRITING):
+            found += _stepped_aside(folder / name)
     found = [path for path in found if path.is_dir()]
     return sorted(found, key=lambda path: (-step_of(path), path.name.startswith(REPLACED)))
 
@@ -258,9 +342,9 @@ def _seal(writing: Path) -> str:
         for file, digest in zip(files, digests, strict=True)
     }
     for file in files:
-        _sync_file(file)
+        sync(file)
     for path in sorted(path for path in writing.rglob("*") if path.is_dir()):
-        _sync_folder(path)
+        sync(path)
     manifest = json.dumps({"files": entries}, indent=1) + "\n"
     write_durably(writing / MANIFEST, manifest)
     return manifest
@@ -282,39 +366,19 @@ def set_aside(path: Path, into: Path | None = None) -> Path | None:
     return aside
 
 
-def _delete(path: Path) -> None:
-    """Remove a folder such that a half-removed one is never taken for a checkpoint."""
-    aside = set_aside(path)
+def _delete(path: Path, lane: Path | None = None) -> None:
+    """Remove a folder such that a half-removed one is never taken for a checkpoint, and by way of the ``lane``."""
+    aside = set_aside(path, into=lane)
     if aside is not None:
         shutil.rmtree(aside)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace a small file by one with this text, all of it or nothing, on disk when this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+def write_durably(path: Path, text: str, *, beside: Path | None = None) -> None:
+    """Replace a small file by one with this text, all of it or nothing, on disk when this returns.
 
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    The text is written first to a file in the same folder, or ``beside`` it in another one of the same file system.
+    """
+    write_whole(path, [text], through=(beside or path.parent) / f".{path.name}.tmp")
 
 
 def _file_digest(path: Path) -> str:

@@ -7,15 +7,12 @@ that a resume cuts it like one; it holds about MAX_LINES steps however long the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.types import SampleGroup, ScoredSample
-
-logger = logging.getLogger(__name__)
 
 FILE_NAME = "samples.jsonl"
 MAX_LINES = 500
@@ -27,24 +24,31 @@ Decode = Callable[[Sequence[int]], str]
 class SampleWriter:
     """Keeps answers of every n-th step."""
 
-    def __init__(self, report_folder: Path, *, num_steps: int, decode: Decode) -> None:
-        """``num_steps``: of the whole run."""
-        self._writer = MetricsWriter(report_folder / FILE_NAME)
+    def __init__(
+        self, report_folder: Path, *, num_steps: int, decode: Decode, check: Callable[[], None] | None = None
+    ) -> None:
+        """``num_steps``: of the whole run; ``check`` raises Fenced when the run belongs to another attempt."""
+        self._writer = MetricsWriter(report_folder / FILE_NAME, check=check)
         self._interval = max(1, -(-num_steps // MAX_LINES))
         self._decode = decode
 
+    async def begin(self, step: int) -> None:
+        """Forget the answers of every step after ``step``. Raises Fenced."""
+        await self._writer.begin(step)
+
     def rewind(self, step: int) -> None:
-        """Forget the answers of every step after ``step``."""
+        """The same at once. Raises OSError and Fenced."""
         self._writer.rewind(step)
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Keep some answers of ``step``, if it is one whose answers are kept. That they cannot be written is a warning:
-        no run ends for want of them."""
+        """Keep some answers of ``step``, if it is one whose answers are kept. Nothing waits for them, and no run ends
+        for want of them."""
         if groups and (step - 1) % self._interval == 0:
-            try:
-                self._writer.write(step, {"samples": chosen(groups, self._decode)})
-            except OSError as error:
-                logger.warning("answers of step %d are not kept for the report: %s", step, error)
+            self._writer.put_soon(step, {"samples": chosen(groups, self._decode)})
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._writer.close()
 
 
 def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, Any]]:

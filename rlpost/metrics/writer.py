@@ -2,17 +2,35 @@
 
 In: numbers under stable names ``area/name[_unit]``. Out: a file in which every step stands exactly once and in order,
 also after a crash or a resume: lines beyond the step that a run resumes from are cut off before it writes.
+
+Invariants: an attempt appends only to the file that it made itself when it began, by a descriptor, and each
+attempt makes a new one; so what an older attempt appends goes to a file that has no name any more. Its own new
+file cannot take the name either: the newer attempt removes it under its temporary name. A damaged line is left
+out, and no other.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
+import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlpost.files import sync
+from rlpost.run_files import RunFile
 from rlpost.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SHOWN = 60
+LOST = "their steps are missing from it"
 
 
 class MetricsWriter:
@@ -25,60 +43,190 @@ class MetricsWriter:
         always: Mapping[str, float] | None = None,
         also: Callable[[int, Mapping[str, float]], None] | None = None,
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """``always`` stands in every line; ``also`` gets a line once it is on disk; ``show`` the groups of a step."""
+        """``always`` stands in every line; ``also`` gets a line once it is written; ``show`` the groups of a step;
+        ``check`` raises Fenced when the run belongs to another attempt."""
         self._path = path
         self._always = dict(always or {})
         self._also = also
         self._show = show
+        self._check = check or (lambda: None)
+        self._file = RunFile(path, lost=LOST, check=check)
+        self._descriptor: int | None = None
+        self._good_bytes = 0
+        self._is_torn = False
+
+    async def begin(self, step: int) -> None:
+        """``rewind``, in a thread and with a deadline; what is put afterwards waits for it. Raises Fenced."""
+        await self._file.do(partial(self.rewind, step))
+
+    async def put(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """``write``, in a thread and with a deadline: a line that cannot be written now is tried again with the next
+        one, and a run does not end for want of it. Raises Fenced."""
+        metrics = {**metrics, **self._always}
+        await self._file.do(partial(self._append, step, metrics))
+        self._mirror(step, metrics)
+
+    def put_soon(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The same, without waiting for it."""
+        metrics = {**metrics, **self._always}
+        self._file.soon(partial(self._append, step, metrics))
+        self._mirror(step, metrics)
+
+    def close(self) -> None:
+        """Try once more what could not be written; nothing is written afterwards."""
+        self._file.close()
 
     def rewind(self, step: int) -> None:
-        """Forget every line after ``step``, and a torn last line."""
-        lines = [line for line in read_metrics(self._path) if line["step"] <= step]
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # else a crash of the machine may bring the old lines back
-        finally:
-            os.close(folder)
+        """Forget every line after ``step``, and what is no line. Raises OSError and Fenced."""
+        self._make(through=step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the line of ``step``."""
+        """Append the line of ``step``. Raises OSError and Fenced."""
+        self._check()
         metrics = {**metrics, **self._always}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if self._also is not None:
-            self._also(step, metrics)
+        self._append(step, metrics)
+        self._mirror(step, metrics)
 
     def show(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """These groups are about to be trained in ``step``."""
         if self._show is not None:
             self._show(step, groups)
 
+    def _mirror(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._also is not None:
+            self._also(step, metrics)
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; none when it is missing; a torn last line is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
+    def _make(self, *, through: int | None) -> None:
+        """A new file with the lines up to a step, or all of them, in place of the one that is there."""
+        self._check()
+        folder, name = self._path.parent, self._path.name
+        for left in folder.glob(f".{name}.*.new"):  # of a crash; or of an older attempt, whose rename then fails
+            left.unlink(missing_ok=True)
+        found = read_lines(self._path)
+        for problem in found.problems:
+            logger.warning("%s: %s; it is left out", self._path, problem)
+        kept = [line for line in found.lines if through is None or line["step"] <= through]
+        data = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        beside = folder / f".{name}.{secrets.token_hex(4)}.new"
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict) or "step" not in line:
-            break
-        lines.append(line)
-    return lines
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+            self._check()
+            os.rename(beside, self._path)
+            sync(folder)  # else a crash of the machine may bring the old lines back
+        except BaseException:
+            os.close(descriptor)
+            beside.unlink(missing_ok=True)
+            raise
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._good_bytes, self._is_torn = descriptor, len(data), False
+
+    def _append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._descriptor is None or not self._is_in_place(self._descriptor):
+            self._make(through=None)
+        assert self._descriptor is not None
+        if self._is_torn:
+            os.ftruncate(self._descriptor, self._good_bytes)
+        self._is_torn = True
+        _write_all(self._descriptor, (json.dumps({"step": step, **metrics}) + "\n").encode())
+        os.fsync(self._descriptor)
+        self._is_torn = False
+        self._good_bytes = os.fstat(self._descriptor).st_size
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        """Whether the file that we made has its name still; a person may have removed or replaced it."""
+        ours = os.fstat(descriptor)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What a metrics file holds: lines in the order of their steps, and what is none, in words."""
+
+    lines: tuple[dict[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of a metrics file; none when it is missing. Raises OSError when it cannot be read.
+
+    A line that is no line, or whose step is out of order, is left out and named, and the others stay.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Lines()
+    texts = data.split(b"\n")
+    if not texts[-1]:  # else the last line is torn, or a person has left out its end
+        texts.pop()
+    lines: list[dict[str, Any]] = []
+    problems: list[str] = []
+    numbers: list[int] = []
+    for number, text in enumerate(texts, start=1):
+        line = _line(text)
+        if line is None:
+            problems.append(f"line {number} is damaged or half written: {text[:LONGEST_SHOWN]!r}")
+        else:
+            lines.append(line)
+            numbers.append(number)
+    in_order = _longest_ascent([line["step"] for line in lines])
+    for index in sorted(set(range(len(lines))) - set(in_order)):
+        problems.append(f"line {numbers[index]}, of step {lines[index]['step']}, is out of order")
+    return Lines(tuple(lines[index] for index in in_order), tuple(problems))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, each step once and in order; none when it is missing."""
+    return list(read_lines(path).lines)
 
 
 def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
     """The names ``eval/SET/reward_mean`` that stand in a line."""
     return sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean"))
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(line, dict) and type(line.get("step")) is int
+    return line if is_line else None
+
+
+def _longest_ascent(steps: Sequence[int]) -> list[int]:
+    """Indices of the longest strictly rising part of ``steps``, the earliest lines where two are as long: a step whose
+    digit is damaged, or lines that somebody appended twice, stand out of it (patience sorting)."""
+    if all(before < after for before, after in itertools.pairwise(steps)):
+        return list(range(len(steps)))
+    tops: list[int] = []  # the smallest step that ends an ascent of each length
+    at: list[int] = []  # its index
+    before: list[int | None] = []
+    for index, step in enumerate(steps):
+        length = bisect.bisect_left(tops, step)
+        before.append(at[length - 1] if length else None)
+        if length == len(tops):
+            tops.append(step)
+            at.append(index)
+        elif step < tops[length]:
+            tops[length], at[length] = step, index
+    found: list[int] = []
+    index_or_none = at[-1] if at else None
+    while index_or_none is not None:
+        found.append(index_or_none)
+        index_or_none = before[index_or_none]
+    return found[::-1]
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -55,9 +55,9 @@ class Checkpoints:
         committed: Callable[[int, Path], None],
         provenance: Provenance | None = None,
     ) -> None:
-        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit, and
-        a failure of storage there is logged; ``provenance`` goes into each and is held against that of what is resumed
-        from."""
+        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit,
+        in a thread, and a failure of storage there is logged; ``provenance`` goes into each and is held against that
+        of what is resumed from."""
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings
@@ -67,6 +67,7 @@ class Checkpoints:
         self._background: asyncio.Task[None] | None = None
         self._started = 0.0  # when the writing of the newest began
         self._owed: int | None = None  # the newest step whose commit was due and is not there
+        self._newest: Path | None = None  # that this attempt has committed
         self.last: SaveTimes | None = None
 
     @property
@@ -96,9 +97,10 @@ class Checkpoints:
     def oldest_kept(self) -> int | None:
         """The step of the oldest checkpoint that a recovery may fall back to: of the --keep-last newest complete ones.
 
-        None when there is no complete one. Only sizes are compared; those of --keep-every do not count.
+        None when there is no complete one; those of --keep-every do not count. Of those that are newer than the last
+        commit of this attempt the checksums are compared, for which a file system may take its time.
         """
-        kept = recoverable(self._save, self._settings.keep_last)
+        kept = recoverable(self._save, self._settings.keep_last, committed=self._newest)
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
@@ -143,7 +145,7 @@ class Checkpoints:
         async with self._deadline(state):
             folder = await self._written(state, write)
             await self._commit(state, folder, started, blocking_s=None)
-        await self._tidy()
+        await self._tidy(state.step)
         return True
 
     async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
@@ -203,13 +205,13 @@ class Checkpoints:
 
     async def _written(self, state: RunState, write: Write) -> Path:
         """The folder that ``write`` filled."""
-        self.check_owner()
+        await in_daemon(self.check_owner)
         lane = None if self._claim is None else self._claim.lane
         try:
             folder = await in_daemon(partial(begin, self._save, state.step, lane=lane))
             await write(folder)
         except (RlpostError, OSError):
-            self.check_owner()
+            await in_daemon(self.check_owner)
             raise
         return folder
 
@@ -223,27 +225,24 @@ class Checkpoints:
             raise
         except (RlpostError, OSError) as error:
             logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
-            self.check_owner()
+            await in_daemon(self.check_owner)
             return
-        await self._tidy()
+        await self._tidy(state.step)
 
     async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
         try:
             num_bytes = await in_daemon(partial(self._write_beside, state, folder))
             path = await in_daemon(partial(commit, folder, check=self.check_owner))
         except (CheckpointError, OSError):
-            self.check_owner()  # its folder may have been taken away
+            await in_daemon(self.check_owner)  # its folder may have been taken away
             raise
+        self._newest = path
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
         self.last = SaveTimes(state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes)
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None
-        try:
-            self._committed(state.step, path)
-        except (CheckpointError, OSError) as error:
-            logger.error("checkpoint %s is committed, but this cannot be written down: %s", path, error)
 
     def _write_beside(self, state: RunState, folder: Path) -> int:
         """Add what is not the actors' to write; returns the bytes of all."""
@@ -252,19 +251,33 @@ class Checkpoints:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    async def _tidy(self) -> None:
-        """What cannot be deleted today is tomorrow: a commit is one all the same."""
+    async def _tidy(self, step: int) -> None:
+        """Tell of a commit, and delete old ones. What fails here does not undo it, and is not waited for."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
+                await in_daemon(partial(self._tell, step))
                 await in_daemon(self._prune)
         except TimeoutError:
             logger.warning("old checkpoints in %s are still being deleted; they are not waited for", self._save)
+
+    def _tell(self, step: int) -> None:
+        assert self._newest is not None
+        try:
+            self._committed(step, self._newest)
+        except (CheckpointError, OSError) as error:
+            logger.error("checkpoint %s is committed, but this cannot be written down: %s", self._newest, error)
 
     def _prune(self) -> None:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane
         try:
             self.check_owner()
-            prune(self._save, settings.keep_last, keep_every=settings.keep_every, lane=lane)
+            prune(
+                self._save,
+                settings.keep_last,
+                keep_every=settings.keep_every,
+                lane=lane,
+                committed=self._newest,
+            )
         except (CheckpointError, OSError) as error:
             logger.warning("old checkpoints in %s are not deleted: %s", self._save, error)
 

@@ -9,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
+from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
+from rlpost.files import in_daemon, started
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -24,49 +30,87 @@ from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.debug_modes import make_stages
+from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.observation import run_metrics
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
+from rlpost.run_files import LAST_S, storage_words
 from slurm.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 EXIT_FAILED = 1
+PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 
 def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
     """Run one attempt; returns its exit code. Errors are logged, never raised, unless they are ours to fix."""
     stop = StopRequest(cluster.stop_file)
     try:
+        code = _ended(config, run, cluster, stop)
+    except Fenced as error:  # to come back would be to drive the other attempt out; and the report is its own now
+        logger.error("%s", error)
+        return EXIT_CONFIG
+    except BaseException:
+        _last_report(run)
+        raise
+    _last_report(run)
+    return code
+
+
+def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
+    """The exit code of an attempt that has ended. Raises Fenced, and what is ours to fix."""
+    try:
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
     except Preempted as request:
-        seconds, saved = _rounded(stop.seconds_from_signal()), stop.left_with or "nothing"
-        try:
-            run.ledger.append(
-                "preempted", reason=str(request), step=stop.at_step, saved=saved, seconds_from_signal=seconds
-            )
-        except OSError as error:  # a stop stays a stop
-            logger.error("the ledger does not tell of this stop: %s", error)
-        logger.info("everything is safe %s s after the signal; saved: %s", seconds, saved)
-        return EXIT_PREEMPTED
-    except (ConfigError, DataError, Fenced) as error:  # fenced: to come back would be to drive the other attempt out
+        return _preempted(request, config, run, cluster, stop)
+    except Fenced:
+        raise
+    except (ConfigError, DataError) as error:
         logger.error("%s", error)
         return EXIT_CONFIG
     except RlpostError as error:
         logger.error("%s", error)
         return EXIT_FAILED
-    finally:
-        try_to_write_report(run)
+    except OSError as error:
+        words = storage_words(error)
+        if words is None:
+            raise
+        logger.error("%s. What is committed and what the journal has is safe", words)
+        return EXIT_FAILED
     return EXIT_DONE
+
+
+def _last_report(run: RunFolder) -> None:
+    """The page, within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
+    writing = started(lambda: try_to_write_report(run))
+    wait_for([writing], LAST_REPORT_S)
+    if not writing.done():
+        logger.warning("no report this time: it is not written to %s within %.0f s", run.report, LAST_REPORT_S)
+
+
+def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
+    """Write down a stop; it stays one when it cannot be written. Raises Fenced when the run is not this attempt's."""
+    seconds, saved = _rounded(stop.seconds_from_signal()), stop.left_with or "nothing"
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else run.checkpoints
+    name = Path(cluster.attempt_dir).name
+    number = int(name) if name.isdecimal() else 0
+    lines = LedgerLines(run.ledger, check=partial(check_attempt, folder, number, str(run.root)))
+    details = {"step": stop.at_step, "saved": saved, "seconds_from_signal": seconds}
+    lines.finish("preempted", reason=str(request), **details)
+    logger.info("everything is safe %s s after the signal; saved: %s", seconds, saved)
+    return EXIT_PREEMPTED
 
 
 async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None) -> None:
     def committed(step: int, path: Path) -> None:
         size = 0 if checkpoints.last is None else checkpoints.last.num_bytes
-        run.ledger.append(
+        ledger.soon(
             "committed", step=step, checkpoint=path.name, bytes=size, seconds=_rounded(stop.saves.committed(size))
         )
         journal.compact(checkpoints.oldest_kept() or 0)
@@ -75,22 +119,27 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
     reporter = Reporter(run)
     attempt, provenance = Path(cluster.attempt_dir).name, _provenance(config, run)
     checkpoints = Checkpoints(config.checkpoint, run.checkpoints, committed=committed, provenance=provenance)
-    checkpoints.claim(f"{attempt} of {run.root}")
-    checkpoint, state = checkpoints.newest()
-    journal = _journal(config, checkpoints.save_folder, checkpoint, state)
+    await _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
+    checkpoint, state = await _off_loop(stop, checkpoints.newest)
+    journal = await _off_loop(stop, lambda: _journal(config, checkpoints.save_folder, checkpoint, state))
     logger.info("starting from %s", checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint)
-    run.ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
-    stop.saves.expect(num_bytes(Path(config.checkpoint.hf_checkpoint)), num_nodes=len(cluster.nodes))
-    stop.saves.recall(entry for entry in run.ledger.read() if entry["event"] == "committed")
+    ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
+    await ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
+    entries = await _off_loop(stop, ledger.entries)
+    weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
+    stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
+    stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
     stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop)
-    samples = SampleWriter(run.report, num_steps=config.rollout.num_rollout, decode=stages.text)
-    samples.rewind(state.step)
-    metrics = MetricsWriter(run.metrics, always=run_metrics(run.ledger.read()), also=also, show=samples.write)
-    metrics.rewind(state.step if state.pending is None else state.step - 1)
+    num_steps, owned = config.rollout.num_rollout, checkpoints.check_owner
+    samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
+    always = run_metrics(entries)
+    metrics = MetricsWriter(run.metrics, always=always, also=also, show=samples.write, check=owned)
+    await samples.begin(state.step)
+    await metrics.begin(state.step if state.pending is None else state.step - 1)
     loop = None
     try:
         await stages.start(checkpoint)
-        run.ledger.append("ready", attempt=attempt, step=state.step)
+        await ledger.append("ready", attempt=attempt, step=state.step)
         rollouts = stages.rollouts(state, journal)
         loop = Loop(stages, config, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop)
         state = await loop.run(state, saved=checkpoint is not None)
@@ -100,11 +149,41 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
         raise
     finally:
         await stages.close()
-        journal.close()
+        await _close(journal, samples, metrics, ledger)
+    await _plot(run)
+    await ledger.append("done", step=state.step, weights=weights)
+    ledger.close()
+    logger.info("done: step %d, weights %s", state.step, weights[:16])
+
+
+async def _plot(run: RunFolder) -> None:
+    """The reward curve, for people; a run is done without it."""
     picture = run.report / "reward.png"
-    plot_rewards(run.metrics, picture)
-    run.ledger.append("done", step=state.step, weights=weights)
-    logger.info("done: step %d, weights %s, %s", state.step, weights[:16], picture)
+    try:
+        async with asyncio.timeout(PLOT_S):
+            await in_daemon(lambda: plot_rewards(run.metrics, picture))
+        logger.info("reward curve: %s", picture)
+    except OSError as error:  # TimeoutError is one
+        logger.warning("no reward curve in %s: %s", picture, error or f"not drawn within {PLOT_S:.0f} s")
+
+
+async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
+    """What ``act`` returns, from a thread: storage may take its time, and a stop does not wait for it."""
+    return await stop.unless_requested(in_daemon(act))
+
+
+async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -> None:
+    """Try once more what could not be written; of storage that hangs nothing is expected any more."""
+
+    def close() -> None:
+        for file in files:
+            file.close()
+
+    try:
+        async with asyncio.timeout(2 * LAST_S):
+            await in_daemon(close)
+    except TimeoutError:
+        logger.error("the files of the run are not closed within %.0f s: its storage hangs", 2 * LAST_S)
 
 
 def num_bytes(folder: Path) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from rlpost.checkpoint.state import RunState
 from rlpost.compat.slime.arguments import Arguments, settings_of
@@ -22,6 +23,7 @@ from rlpost.data.prompts import PromptSet
 from rlpost.data.settings import longest_prompt, prompt_fields
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.files import in_daemon
 from rlpost.orchestration.grading import StoppableGrader
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
@@ -37,8 +39,10 @@ from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.response_builder import write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.supervised import Supervised
-from rlpost.types import Prompt
+from rlpost.run_files import RunFile
+from rlpost.types import Prompt, SampleGroup
 
+MAX_UNRECORDED = 8
 Watching = Callable[[], AbstractAsyncContextManager[None]]
 
 
@@ -59,9 +63,12 @@ class Evaluation:
 class Generation:
     """Made before anything starts, so that a wrong setting is found at once; ``connect`` when the router answers."""
 
-    def __init__(self, config: Config, stop: StopRequest) -> None:
-        """Raises ConfigError or DataError for a function, a prompt file or a tokenizer that cannot be used."""
-        self._config, self._stop = config, stop
+    def __init__(self, config: Config, stop: StopRequest, *, check: Callable[[], None] = lambda: None) -> None:
+        """``check`` raises Fenced when the run belongs to another attempt, and is asked before anything is recorded.
+
+        Raises ConfigError or DataError for a function, a prompt file or a tokenizer that cannot be used.
+        """
+        self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
         self._eos = eos_token_ids(folder)
@@ -135,12 +142,19 @@ class Generation:
             first=self._first,
             mask_older=rollout.mask_offpolicy_in_partial_rollout,
             ahead=rollout.rollout_mode == "one_step_off",
-            record=None if template is None else partial(write_groups, template),
+            record=None if template is None else self._recorder(template),
             counters=counters,
             watch=watch,
         )
         stop = self._stop.requested
         return Collector(book, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
+
+    def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
+        """What writes the groups of a step to a file of their own; nothing waits for it, and no run ends for it."""
+        path = Path(template)
+        files = RunFile(path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED)
+        self._closing.push_async_callback(in_daemon, files.close)
+        return lambda step, groups: files.soon(partial(write_groups, template, step, list(groups)))
 
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
         """The prompt cursor of a state: where it stood, or the first prompt."""

@@ -15,22 +15,28 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.errors import CheckpointError, WeightError
+from rlpost.errors import CheckpointError, Fenced, WeightError
 from rlpost.export_folder import export_id, folder_of, kept_folders, mark, names_a_step, refusal
-from rlpost.files import sync
+from rlpost.files import in_daemon, sync
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class HuggingFaceExport:
     """The exports of one run."""
 
-    def __init__(self, settings: CheckpointConfig, run: Path) -> None:
-        """Args: ``run`` is the run's folder, which must exist when the first export is made."""
+    def __init__(self, settings: CheckpointConfig, run: Path, *, check: Callable[[], None] = lambda: None) -> None:
+        """Args: ``run`` is the run's folder, which must exist when the first export is made; ``check`` raises Fenced
+        when the run belongs to another attempt, whose exports have the same names."""
+        self._check = check
+        self._deadline_s = settings.save_deadline_s
         self._template = settings.save_hf
         self._run = run
         self._kept = kept_folders(settings, run)
@@ -47,21 +53,36 @@ class HuggingFaceExport:
         target = folder_of(self._template, step).resolve()
         started = time.monotonic()
         try:
-            identity = await asyncio.to_thread(export_id, self._run, make=True)
+            identity = await self._within(partial(export_id, self._run, make=True))
             assert identity is not None
             place = _Place(target, self._run, identity, replaces=not names_a_step(self._template))
-            await asyncio.to_thread(place.recover)
+            await self._within(self._check)
+            await self._within(place.recover)
             if target.exists() and not place.replaces:
                 logger.info("--save-hf: %s is there already", target)
                 return
-            await asyncio.to_thread(place.check, self._kept)
-            await asyncio.to_thread(place.empty)
+            await self._within(partial(place.check, self._kept))
+            await self._within(place.empty)
             await write(str(place.writing))
-            await asyncio.to_thread(place.publish, self._kept)
+            await self._within(self._check)
+            await self._within(partial(place.publish, self._kept))
+        except Fenced:
+            raise
+        except TimeoutError:
+            logger.error(
+                "--save-hf: the weights of step %d are not exported: %s hangs (no answer within %.0f s)",
+                *(step, target, self._deadline_s),
+            )
+            return
         except (CheckpointError, WeightError, OSError) as error:
             logger.error("--save-hf: the weights of step %d are not exported to %s: %s", step, target, error)
             return
         logger.info("--save-hf: weights of step %d in %s after %.1f s", step, target, time.monotonic() - started)
+
+    async def _within(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns, from a thread. Raises TimeoutError after --save-deadline-s."""
+        async with asyncio.timeout(self._deadline_s):
+            return await in_daemon(act)
 
 
 class _Place:

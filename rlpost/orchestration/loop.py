@@ -187,7 +187,7 @@ class Loop:
             self._journal.evaluated(self.state.step, found)
             metrics |= found
         if metrics:
-            self._metrics.write(self.state.step, metrics)
+            await self._metrics.put(self.state.step, metrics)
         self.state = self.state.settled()
         interval = self._config.checkpoint.save_interval
         is_due = interval is not None and self.state.step and self.state.step % interval == 0
@@ -207,7 +207,7 @@ class Loop:
         await self._journal.durable()  # with a deadline; a new segment would wait for it without one
         self.state = self.state.holding(*self._rollouts.in_hand())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
-            self.state = replace(self.state, journal=self._journal.begin(self.state.step))
+            self.state = replace(self.state, journal=await self._journal.begin_off_loop(self.state.step))
             with span("save"):
                 await self._stages.save(self.state, wait=wait)
             self._saved = self.state

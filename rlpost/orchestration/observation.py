@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.config.tree import Config
 from rlpost.errors import RlpostError
+from rlpost.files import in_daemon
 from rlpost.metrics import memory
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, trace
@@ -161,7 +162,7 @@ class Observation:
             path.write_text(json.dumps(trace(processes, begin=begin, end=end)))
             logger.info("trace: %s", path)
 
-        await self._answer(asyncio.to_thread(write))
+        await self._answer(in_daemon(write))
 
     async def close(self, *, is_leaving: bool = False) -> None:
         """Write what is still being recorded; of a run that has to leave, what can be written at once: actors that do

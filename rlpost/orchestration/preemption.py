@@ -2,7 +2,11 @@
 
 Whoever learns first that the run must end soon writes the file: the batch script at USR2, an agent at TERM or by its
 own clock when no signal came, a local run at Ctrl-C. It holds a reason, the time of the signal and the deadline at
-which the run is killed. Every phase of the loop polls it here; a poll costs one ``stat``.
+which the run is killed. Every phase of the loop polls it here, in a thread: storage that hangs costs a poll ANSWER_S
+once, and then nothing.
+
+The writer's clock is another host's. It is believed as far as it agrees with what this process saw itself: the file
+appeared between the last poll that did not find it and the first that did.
 
 What is saved is decided purely: a full checkpoint when it fits into the time that is left, else the journal alone.
 """
@@ -13,14 +17,17 @@ import asyncio
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from bootstrap.handoff import is_there
 from rlpost.errors import HalfTrained, Preempted
+from rlpost.files import started
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,9 @@ BYTES_PER_S_A_NODE = 200e6
 CHECKPOINT_TO_WEIGHTS = 8.0
 """Bytes of a checkpoint for each byte of bf16 weights: weights, fp32 copy and two fp32 moments are 14 for 2."""
 SLOWER_THAN_MEASURED, FIXED_S = 1.5, 5.0
+ANSWER_S = 1.0
+CLOCK_SLACK_S = 2.0
+"""By which a poll may be late, or a clock be rounded, before the clock is taken for wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +135,20 @@ class SaveTimes:
 class StopRequest:
     """Reads the stop file; never writes it. Knows how long a save takes, and so what there is time for."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock``: seconds since 1970; ``monotonic``: seconds since any moment."""
         self._path = path
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._is_requested = False
+        self._poll: Future[None] | None = None
+        self._absent_at: float | None = None  # when the last poll began that did not find the file
+        self._present_at: float | None = None  # when the first one ended that did
         self._request: Request | None = None
         self._look: asyncio.Task[None] | None = None
         self.saves = SaveTimes()
@@ -138,10 +158,21 @@ class StopRequest:
         """The step that the trainer had reached then."""
 
     def requested(self) -> bool:
-        """Whether the run must end soon; once it must, it must. A file system that does not answer for a moment says
-        nothing."""
-        self._is_requested = self._is_requested or os.path.exists(self._path)  # Path.exists raises ESTALE and EIO
+        """Whether the run must end soon; latches once true. A file system that does not answer says nothing."""
+        if not self._is_requested:
+            is_hanging = self._poll is not None and not self._poll.done()
+            if not is_hanging:
+                self._poll = started(self._look_once)
+                wait_for([self._poll], ANSWER_S)
         return self._is_requested
+
+    def _look_once(self) -> None:
+        began_at = self._monotonic()
+        if is_there(self._path):
+            self._present_at = self._monotonic()
+            self._is_requested = True
+        else:
+            self._absent_at = began_at
 
     def check(self) -> None:
         """Raise Preempted, with the reason that the file gives, when a stop was requested."""
@@ -149,17 +180,31 @@ class StopRequest:
             raise Preempted(f"stop requested: {self._read().reason}")
 
     def time_left_s(self) -> float | None:
-        """Seconds until the run is killed; None without a request, or when nobody knows."""
+        """Seconds until the run is killed; None without a request, or without a known deadline."""
         if not self.requested():
             return None
-        deadline = self._read().deadline
-        return None if deadline is None else deadline - self._clock()
+        request = self._read()
+        if request.deadline is None:
+            return None
+        if request.time is None:
+            return request.deadline - self._clock()
+        return request.deadline - request.time - self._since(request.time)
 
     def seconds_from_signal(self) -> float | None:
         """Since the signal; None without a request."""
         if not self.requested():
             return None
-        return max(0.0, self._clock() - (self._read().time or self._clock()))
+        written = self._read().time
+        return 0.0 if written is None else max(0.0, self._since(written))
+
+    def _since(self, written: float) -> float:
+        """Seconds since a moment of the writer's clock, within what the polls of this process allow."""
+        seconds = self._clock() - written
+        if self._absent_at is None or self._present_at is None:
+            return seconds  # the file was there from the beginning
+        now = self._monotonic()
+        longest = now - self._absent_at + CLOCK_SLACK_S
+        return min(max(seconds, now - self._present_at - CLOCK_SLACK_S), longest)
 
     def is_nearly_over(self) -> bool:
         """Whether it is time to leave as things are."""
@@ -202,9 +247,15 @@ class StopRequest:
     def _read(self) -> Request:
         if self._request is None:
             try:
-                request = parse_request(self._path.read_text(errors="replace"))
-                written = request.time or self._path.stat().st_mtime
+                text = self._path.read_text(errors="replace")
+                request = parse_request(text)
+                written = request.time
+                if written is None and request.deadline is None:
+                    written = self._path.stat().st_mtime  # for people
             except OSError as error:  # the next look may tell the deadline
                 return Request(f"its reason cannot be read: {error}")
-            self._request = Request(request.reason, written, request.deadline)
+            request = Request(request.reason, written, request.deadline)
+            if not text.strip():  # where there are no hard links a file is there before what it says
+                return request
+            self._request = request
         return self._request

@@ -59,9 +59,9 @@ class ClusterStages:
         hf = json.loads((Path(folder) / "config.json").read_text())
         self._break_even = model_break_even(hf)
         run = Path(cluster.attempt_dir).parents[1]
-        self._hf_export = HuggingFaceExport(config.checkpoint, run)
+        self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
         self._observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
-        self._generation = Generation(config, stop)
+        self._generation = Generation(config, stop, check=checkpoints.check_owner)
 
     async def start(self, checkpoint: Path | None) -> None:
         """Bring up actors, engines and router; load ``checkpoint``, or the Hugging Face weights without one."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError, SyncError
+from rlpost.files import in_daemon
 from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
@@ -129,7 +130,7 @@ class WeightCoordinator:
             with span("update weights"):
                 await self._update.update(version, self._mover, pause=pause, ready=ready)
         finally:
-            await asyncio.to_thread(self._remove_files)
+            await in_daemon(self._remove_files)
 
     async def _leave(self) -> None:
         if self._group_name:

@@ -20,6 +20,7 @@ ends a run: it continues without its journal until its next state, and logs that
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import logging
@@ -76,6 +77,7 @@ class Journal:
         self._lock = asyncio.Lock()
         self._appended = self._synced = 0  # records
         self._unbroken = True
+        self._held: list[bytes] | None = None  # while a new segment is being made
         self._spent_s = 0.0
 
     @classmethod
@@ -167,7 +169,7 @@ class Journal:
 
     def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
         """A group, the answers to ``prompt``, is complete."""
-        if self._file is not None:
+        if self._file is not None or self._held is not None:
             with self._timed():
                 self._append(group_content(group, wanted=wanted, prompt=prompt))
 
@@ -201,6 +203,34 @@ class Journal:
             raise Fenced(
                 f"{error.filename2} exists: another attempt of this run is writing its journal; this one ends"
             ) from None
+        return number
+
+    async def begin_off_loop(self, step: int) -> int:
+        """``begin`` in a thread, within FSYNC_DEADLINE_S. What finishes meanwhile goes to the new segment."""
+        if self._folder is None:
+            return 0
+        async with self._lock:
+            attempt = copy.copy(self)  # a thread that hangs must not come back to what has gone on without it
+            attempt._waiting = deque(self._waiting)
+            number, self._held = self._next_number, []
+            self._next_number += 1
+            try:
+                async with asyncio.timeout(FSYNC_DEADLINE_S):
+                    await in_daemon(partial(attempt.begin, step))
+            except TimeoutError:
+                self._file = None  # the thread closes it
+                self._give_up(f"a new segment took more than {FSYNC_DEADLINE_S:.0f} s")
+            except BaseException:  # also a cancellation: the thread closes the file at any moment
+                self._file, self._unbroken = None, False
+                raise
+            else:
+                self._file, self._header, self._framing = attempt._file, attempt._header, attempt._framing
+                self._waiting, self._evaluations = attempt._waiting, attempt._evaluations
+                self._unbroken, self._synced = attempt._unbroken, self._appended
+            finally:
+                held, self._held = self._held, None
+            for content in held:
+                self._append(content)
         return number
 
     def compact(self, oldest_step: int) -> None:
@@ -304,6 +334,9 @@ class Journal:
             yield frame
 
     def _append(self, content: bytes) -> None:
+        if self._held is not None:
+            self._held.append(content)
+            return
         if self._file is None:
             return
         self._appended += 1

@@ -36,3 +36,26 @@ def test_the_tail_of_a_log_and_of_none(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join(map(str, range(100))))
     assert tail(tmp_path / "log", 2) == "98\n99"
     assert "cannot be read" in tail(tmp_path / "none")
+
+
+def test_a_link_that_is_answered_twice_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS: the answer was lost, the client asked again, and its own link is there already."""
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    assert write_first(tmp_path / "STOP", "first")
+    assert not write_first(tmp_path / "STOP", "second")
+    assert (tmp_path / "STOP").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["STOP"]
+
+
+def test_the_first_wins_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    assert write_first(tmp_path / "STOP", "first") and not write_first(tmp_path / "STOP", "second")
+    assert (tmp_path / "STOP").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["STOP"]

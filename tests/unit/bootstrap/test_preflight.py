@@ -180,7 +180,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 15
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 16
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlpost import files
 from rlpost.checkpoint import commit as protocol
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, step_of
 from rlpost.errors import CheckpointError
@@ -46,9 +49,10 @@ class CrashAt:
             setattr(fake_os, name, self.counted(getattr(os, name)))
         fake_shutil = type(shutil)("shutil")
         fake_shutil.rmtree = self.half_removed
-        monkeypatch.setattr(protocol, "os", fake_os)
         monkeypatch.setattr(protocol, "shutil", fake_shutil)
-        monkeypatch.setattr(protocol, "open", self.opened, raising=False)
+        for module in (protocol, files):
+            monkeypatch.setattr(module, "os", fake_os)
+            monkeypatch.setattr(module, "open", self.opened, raising=False)
 
     def counted(self, operation: Callable) -> Callable:
         def run(*args, **kwargs):
@@ -230,3 +234,37 @@ def test_a_checkpoint_of_another_program_is_never_replaced(tmp_path):
         write(tmp_path, 20, "ours")
     assert (theirs / "__0_0.distcp").read_text() == "weeks of training"
     assert content_of(tmp_path) == (10, "ten")
+
+
+@pytest.mark.parametrize("keep_every", [None, 10])
+def test_prune_never_deletes_the_checkpoint_that_was_just_committed(tmp_path, keep_every):
+    """A damaged one of a higher step, of the right sizes: the resume went back behind it, and its step is to come."""
+    write(tmp_path, 10, "ten")
+    damaged = write(tmp_path, 20, "twenty")
+    (damaged / "state.json").write_text("twentY")
+    path = write(tmp_path, 15, "fifteen")
+    prune(tmp_path, 1, keep_every=keep_every, committed=path)
+    assert newest_committed(tmp_path).path == path and damaged.is_dir()
+    assert protocol.recoverable(tmp_path, 1, committed=path) == [path]
+    assert (tmp_path / "iter_0000010").exists() == (keep_every is not None)
+    path = write(tmp_path, 20, "again")
+    prune(tmp_path, 1, committed=path)
+    assert content_of(tmp_path) == (20, "again") and not (tmp_path / "iter_0000015").exists()
+
+
+def test_a_checkpoint_that_latest_cannot_name_is_committed_all_the_same(tmp_path, caplog):
+    (tmp_path / "latest").mkdir()
+    assert newest_committed(tmp_path).path is None
+    path = write(tmp_path, 20, "twenty")
+    assert newest_committed(tmp_path).path == path
+    assert "latest does not name it" in caplog.text
+
+
+def test_a_file_system_that_refuses_to_sync_folders_can_hold_checkpoints(tmp_path, monkeypatch):
+    def refuses(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    assert newest_committed(tmp_path).path is None
+    assert write(tmp_path, 20, "twenty") == newest_committed(tmp_path).path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, recoverable
 from rlpost.checkpoint.ownership import claim, read_owner
-from rlpost.errors import Fenced
+from rlpost.errors import CheckpointError, Fenced
 
 ZOMBIE = """
 import sys
@@ -85,9 +88,19 @@ def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
     ):
         first.check()
     assert not first.lane.exists() and second.lane.is_dir()
+
+
+def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_place(tmp_path, caplog):
+    """No attempt can have claimed the folder: a claim moves the lane away. A run that is fenced never comes back."""
+    ours = claim(tmp_path, "1")
     (tmp_path / "OWNER").unlink()
+    ours.check()
+    (tmp_path / "OWNER").write_bytes(b"\xff\xfe{")
+    ours.check()
+    assert caplog.text.count("OWNER is missing or damaged") == 2
+    ours.lane.rmdir()
     with pytest.raises(Fenced, match="belongs to nobody"):
-        second.check()
+        ours.check()
 
 
 def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog):
@@ -128,3 +141,113 @@ def test_leftovers_of_fenced_attempts_are_deleted_after_the_next_commit(tmp_path
     commit(writing, check=ours.check)
     prune(tmp_path, 1, lane=ours.lane)
     assert sorted(path.name for path in tmp_path.iterdir()) == [ours.lane.name, "OWNER", "iter_0000001", "latest"]
+
+
+class Sleeper:
+    """An older attempt that commits ``step`` in a thread and stops there after its n-th call of the system, until it is
+    told to go on."""
+
+    CALLS = ("rename", "replace", "open", "fsync", "mkdir", "unlink", "listdir", "scandir", "rmdir")
+
+    def __init__(self, number, monkeypatch):
+        self.left, self.stopped, self.go_on = number, threading.Event(), threading.Event()
+        self.thread = None
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self.watched(getattr(os, name)))
+
+    def watched(self, call):
+        def act(*given, **named):
+            try:
+                return call(*given, **named)
+            finally:
+                if threading.current_thread() is self.thread:
+                    self.left -= 1
+                    if self.left == 0:
+                        self.stopped.set()
+                        self.go_on.wait(20)
+
+        return act
+
+    def commits(self, folder, ours, step):
+        def act():
+            with contextlib.suppress(OSError, CheckpointError):
+                path = save(folder, ours, step, "old")
+                ours.check()
+                prune(folder, 1, lane=ours.lane, committed=path)
+            self.stopped.set()
+
+        self.thread = threading.Thread(target=act)
+        self.thread.start()
+        assert self.stopped.wait(20)
+        return self.left <= 0
+
+
+def save(folder, ours, step, content):
+    writing = begin(folder, step, lane=ours.lane)
+    (writing / "shard").write_text(content)
+    return commit(writing, check=ours.check)
+
+
+def visible(folder):
+    """All that is no attempt's own: names and contents."""
+    found = (
+        path for top in folder.iterdir() if not top.name.startswith((".writing-", ".deleting-")) for path in tree(top)
+    )
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def tree(path):
+    return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+
+
+@pytest.mark.parametrize("has_the_step", [False, True], ids=["first save of the step", "second save of the step"])
+def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_the_newer_one(tmp_path, has_the_step):
+    """It stopped after each call of the system in turn; the newer one has committed the same step meanwhile."""
+    for number in range(1, 1000):
+        folder = tmp_path / str(number)
+        old = claim(folder, "old")
+        save(folder, old, 1, "one")
+        if has_the_step:
+            save(folder, old, 2, "before")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "fsync", lambda descriptor: None)
+            sleeper = Sleeper(number, patched)
+            stopped = sleeper.commits(folder, old, 2)
+            try:
+                new = claim(folder, "new")
+                found = newest_committed(folder).path
+                assert found is not None and found.name == ("iter_0000002" if has_the_step else found.name)
+                path = save(folder, new, 2, "new")
+                prune(folder, 1, lane=new.lane, committed=path)
+                before = visible(folder)
+            finally:
+                sleeper.go_on.set()
+                sleeper.thread.join(20)
+        assert visible(folder) == before, f"after call {number}"
+        assert newest_committed(folder).path == path and (path / "shard").read_text() == "new"
+        if not stopped:
+            assert number > 20
+            return
+    raise AssertionError("the commit never came to its end")
+
+
+def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_and_comes_back(tmp_path, monkeypatch):
+    """Also by who only reads: another run may begin from this folder (--load)."""
+    old = claim(tmp_path, "old")
+    before = save(tmp_path, old, 2, "before")
+    real = os.rename
+
+    def dies(source, target):
+        if Path(source).parent == old.lane and Path(target).name == "iter_0000002":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rename", dies)
+        save(tmp_path, old, 2, "new")
+    found = newest_committed(tmp_path).path
+    assert (found / "shard").read_text() == "before"
+    new = claim(tmp_path, "new")
+    assert newest_committed(tmp_path).path == before and (before / "shard").read_text() == "before"
+    save(tmp_path, new, 3, "three")
+    assert (before / "shard").read_text() == "before"

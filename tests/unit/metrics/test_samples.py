@@ -1,5 +1,7 @@
 """Answers that are kept for people: few, telling, readable, each step once."""
 
+import asyncio
+
 from rlpost.metrics.samples import MAX_LINES, SampleWriter, chosen, cut
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -38,9 +40,10 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
     writer = SampleWriter(tmp_path, num_steps=3 * MAX_LINES, decode=decode)
     for step in range(1, 31):
         writer.write(step, [group(step, (0.0, 1.0))])
-    writer.rewind(20)
+    asyncio.run(writer.begin(20))
     for step in range(21, 31):
         writer.write(step, [group(step, (0.0, 1.0))])
+    writer.close()
     assert [line["step"] for line in read_metrics(tmp_path / "samples.jsonl")] == list(range(1, 31, 3))
 
 
@@ -51,6 +54,10 @@ def test_the_writer_of_metrics_shows_the_groups_of_a_step(tmp_path):
     assert shown == [(3, ["g"])]
 
 
-def test_answers_that_cannot_be_written_end_no_run(tmp_path, caplog):
-    SampleWriter(tmp_path / "gone", num_steps=3, decode=decode).write(1, [group(1, (0.0, 1.0))])
-    assert "answers of step 1 are not kept" in caplog.text
+def test_answers_that_cannot_be_written_end_no_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("rlpost.run_files.RETRY_AFTER_S", ())
+    writer = SampleWriter(tmp_path / "gone", num_steps=3, decode=decode)
+    writer.write(1, [group(1, (0.0, 1.0))])
+    writer.close()
+    assert "samples.jsonl" in caplog.text and "No such file or directory; put the folder back" in caplog.text
+    assert "1 writes are lost: their steps are missing from it" in caplog.text

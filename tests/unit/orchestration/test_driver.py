@@ -1,10 +1,14 @@
 """An attempt ends with an exit code and a report, however it ends."""
 
+import errno
 import json
+import os
+import threading
 
 import pytest
 
 from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from rlpost.checkpoint.ownership import claim
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError, Preempted, RlpostError
@@ -31,7 +35,7 @@ def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp
     monkeypatch.setattr(driver, "_attempt", attempt)
     monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
     assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_PREEMPTED
-    assert "the ledger does not tell of this stop" in caplog.text
+    assert "the ledger does not tell of this: preempted" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "code"), ENDS)
@@ -51,6 +55,55 @@ def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp
     page = (run.report / "report.html").read_text()
     assert "1 / 3" in page and "0.250" in page
     assert ("preempted: SIGUSR2" in page) == isinstance(error, Preempted)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(tmp_path, monkeypatch, caplog, number):
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+
+    async def attempt(config, run, cluster, stop, also):
+        raise OSError(number, os.strerror(number), "/runs/a/file")
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    cluster = Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)
+    assert driver.drive(config, run, cluster) == driver.EXIT_FAILED
+    assert f"/runs/a/file: {os.strerror(number)}; " in caplog.text
+    assert "What is committed and what the journal has is safe" in caplog.text
+
+
+@pytest.mark.parametrize(("owner", "is_ours"), [(3, True), (4, True), (5, False)])
+def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger(tmp_path, monkeypatch, owner, is_ours):
+    """Attempt 4 is stopped; an owner that is older means that it had no time to claim the folder."""
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+    claim(run.checkpoints, f"{owner} of {run.root}")
+
+    async def attempt(config, run, cluster, stop, also):
+        raise Preempted("SIGUSR2")
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    cluster = Cluster("10.0.0.1:6379", str(run.attempts / "4"), (), 20000, 100)
+    assert driver.drive(config, run, cluster) == (EXIT_PREEMPTED if is_ours else EXIT_CONFIG)
+    assert [entry["event"] for entry in run.ledger.read()] == (["preempted"] if is_ours else [])
+    assert (run.report / "report.html").exists() == is_ours
+
+
+def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, monkeypatch, caplog):
+    config = load([], {"rollout": {"num_rollout": 3}}).config
+    run, answers = create_run_folder(tmp_path / "run", dump(config)), threading.Event()
+
+    async def attempt(config, run, cluster, stop, also):
+        return None
+
+    monkeypatch.setattr(driver, "_attempt", attempt)
+    monkeypatch.setattr(driver, "LAST_REPORT_S", 0.1)
+    monkeypatch.setattr(driver, "try_to_write_report", lambda run: answers.wait(20))
+    try:
+        assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_DONE
+    finally:
+        answers.set()
+    assert "no report this time" in caplog.text
 
 
 def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, caplog):

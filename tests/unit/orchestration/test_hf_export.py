@@ -4,13 +4,14 @@ own."""
 import asyncio
 import os
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.errors import CheckpointError
+from rlpost.errors import CheckpointError, Fenced
 from rlpost.export_folder import folder_of
 from rlpost.orchestration.hf_export import HuggingFaceExport
 
@@ -184,3 +185,36 @@ def test_a_crash_between_the_two_names_is_undone_before_anything_else(tmp_path):
 
     export(target, 2, fail, run=run)
     assert (target / "config.json").read_text() == "first"
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_an_older_attempt_exports_nothing_over_the_newer_ones(tmp_path, when):
+    run, target = made_run(tmp_path), tmp_path / "newest"
+    export(target, 4, writer("newer"), run=run)
+    is_fenced = when == "before"
+
+    def check():
+        if is_fenced:
+            raise Fenced("another attempt")
+
+    async def write(folder):
+        nonlocal is_fenced
+        is_fenced = True
+        Path(folder, "config.json").write_text("older")
+
+    exports = HuggingFaceExport(CheckpointConfig(save_hf=str(target)), run, check=check)
+    with pytest.raises(Fenced):
+        asyncio.run(exports.export(3, write))
+    assert (target / "config.json").read_text() == "newer"
+
+
+def test_a_folder_that_hangs_is_named_and_not_waited_for(tmp_path, monkeypatch, caplog):
+    answers = threading.Event()
+    settings = CheckpointConfig(save_hf=str(tmp_path / "newest"), save_deadline_s=0.2)
+    exports = HuggingFaceExport(settings, made_run(tmp_path))
+    monkeypatch.setattr("rlpost.orchestration.hf_export.sync", lambda path: answers.wait(20))
+    try:
+        asyncio.run(asyncio.wait_for(exports.export(4, writer("x")), 10))
+    finally:
+        answers.set()
+    assert f"step 4 are not exported: {tmp_path}/newest hangs (no answer within 0 s)" in caplog.text

@@ -4,12 +4,23 @@ import asyncio
 import errno
 import json
 import os
+import threading
+import time
 
 import pytest
 
 from rlpost.errors import HalfTrained, Preempted
 from rlpost.orchestration.grading import StoppableGrader
-from rlpost.orchestration.preemption import EXIT_S, FIXED_S, Request, SaveTimes, StopRequest, leave_with, parse_request
+from rlpost.orchestration.preemption import (
+    CLOCK_SLACK_S,
+    EXIT_S,
+    FIXED_S,
+    Request,
+    SaveTimes,
+    StopRequest,
+    leave_with,
+    parse_request,
+)
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, Unfinished
@@ -176,3 +187,93 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
     later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
     group = asyncio.run(GroupWriter(None, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
     assert group.rewards == (1.0, 1.0)
+
+
+class Clock:
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_a_clock_that_differs_from_the_writers_does_not_move_the_deadline(tmp_path, ahead_s):
+    """The run is killed 100 s after the signal, whatever this host's clock says."""
+    wall, steady = Clock(1000.0 + ahead_s), Clock(50.0)
+    stop = StopRequest(tmp_path / "STOP", clock=wall, monotonic=steady)
+    assert not stop.requested()
+    for clock in (wall, steady):
+        clock.now += 1
+    (tmp_path / "STOP").write_text('{"reason": "USR2", "time": 1001, "deadline": 1101}')
+    assert stop.requested()
+    for clock in (wall, steady):
+        clock.now += 30
+    assert stop.time_left_s() == pytest.approx(70, abs=CLOCK_SLACK_S + 1)
+    assert stop.seconds_from_signal() == pytest.approx(30, abs=CLOCK_SLACK_S + 1)
+
+
+def test_a_request_that_was_not_seen_for_long_counts_from_when_it_was_written(tmp_path):
+    """The process was busy: only the writer knows how much of the time is gone."""
+    wall, steady = Clock(1000.0), Clock(50.0)
+    stop = StopRequest(tmp_path / "STOP", clock=wall, monotonic=steady)
+    assert not stop.requested()
+    (tmp_path / "STOP").write_text('{"reason": "USR2", "time": 1005, "deadline": 1105}')
+    for clock in (wall, steady):
+        clock.now += 60
+    assert stop.time_left_s() == pytest.approx(45) and stop.seconds_from_signal() == pytest.approx(55)
+
+
+def test_a_folder_that_hangs_does_not_hold_up_who_polls(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr("rlpost.orchestration.preemption.ANSWER_S", 0.1)
+    stop, exists = StopRequest(tmp_path / "STOP"), os.path.exists
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "exists", lambda path: answers.wait(20) and exists(path))
+        started = time.monotonic()
+        for _ in range(50):
+            assert not stop.requested()
+        assert time.monotonic() - started < 5
+        (tmp_path / "STOP").write_text("now")
+        answers.set()
+        deadline = time.monotonic() + 20
+        while not stop.requested() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stop.requested()
+
+
+def test_a_file_that_another_node_wrote_is_seen_though_a_cache_knows_of_none(tmp_path, monkeypatch):
+    """As a client of NFS: that there is no such file is forgotten when the folder is opened."""
+    cached, stat, opened = {}, os.stat, os.open
+
+    def from_cache(path, **named):
+        if str(path) in cached:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        try:
+            return stat(path, **named)
+        except FileNotFoundError:
+            cached[str(path)] = True
+            raise
+
+    def asks_the_server(path, flags, *given, **named):
+        if flags & os.O_DIRECTORY:
+            cached.clear()
+        return opened(path, flags, *given, **named)
+
+    monkeypatch.setattr(os, "stat", from_cache)
+    monkeypatch.setattr(os, "open", asks_the_server)
+    stop = StopRequest(tmp_path / "STOP")
+    assert not stop.requested()
+    (tmp_path / "STOP").write_text("now")
+    assert stop.requested()
+
+
+def test_a_request_that_is_still_being_written_is_read_again(tmp_path):
+    (tmp_path / "STOP").write_text("")
+    stop = StopRequest(tmp_path / "STOP", clock=lambda: 130.0)
+    with pytest.raises(Preempted, match="no reason given"):
+        stop.check()
+    (tmp_path / "STOP").write_text('{"reason": "USR2", "time": 100, "deadline": 200}')
+    assert stop.time_left_s() == pytest.approx(70)
+    with pytest.raises(Preempted, match="USR2"):
+        stop.check()

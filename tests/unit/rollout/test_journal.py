@@ -1,9 +1,11 @@
 """The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or full."""
 
 import asyncio
+import os
 import random
 import resource
 import signal
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -290,3 +292,71 @@ def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
     journal.finished(group(0), wanted=True)
     journal.close()
     assert follow(segments(tmp_path), 0, 20).records == ()
+
+
+def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monkeypatch):
+    """The state does not have it: it was taken before."""
+    journal, fsync, begun, go_on = resumed(tmp_path), os.fsync, threading.Event(), threading.Event()
+
+    def slow(descriptor):
+        begun.set()
+        go_on.wait(20)
+        fsync(descriptor)
+
+    async def run():
+        journal.finished(group(0), wanted=True)
+        monkeypatch.setattr(os, "fsync", slow)
+        beginning = asyncio.create_task(journal.begin_off_loop(1))
+        await asyncio.to_thread(begun.wait, 20)
+        journal.finished(group(1), wanted=True)
+        go_on.set()
+        number = await beginning
+        journal.finished(group(2), wanted=True)
+        return number
+
+    number = asyncio.run(run())
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (GROUP, 2)]
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
+
+
+def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_no_event_loop(
+    tmp_path, monkeypatch, caplog
+):
+    journal, fsync, answers = resumed(tmp_path), os.fsync, threading.Event()
+    monkeypatch.setattr("rlpost.rollout.journal.FSYNC_DEADLINE_S", 0.2)
+
+    async def run():
+        journal.finished(group(0), wanted=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
+            beginning, ticks = asyncio.create_task(journal.begin_off_loop(1)), 0
+            while not beginning.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert ticks > 5 and not journal.is_written
+            assert "a new segment took more than 0 s" in caplog.text
+            journal.finished(group(1), wanted=True)
+            answers.set()
+            await asyncio.sleep(0.1)
+        assert not journal.is_written, "what comes back late changes nothing"
+        number = await journal.begin_off_loop(2)
+        assert journal.is_written
+        journal.finished(group(2), wanted=True)
+        return number
+
+    try:
+        number = asyncio.run(run())
+    finally:
+        answers.set()
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 2)) == [(GROUP, 2)]
+
+
+def test_a_newer_attempt_is_told_of_off_the_loop_as_well(tmp_path):
+    old = resumed(tmp_path)
+    resumed(tmp_path).close()
+    with pytest.raises(Fenced):
+        asyncio.run(old.begin_off_loop(1))
+    old.finished(group(1), wanted=True)
+    assert not old.is_written

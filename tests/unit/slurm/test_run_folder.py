@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +103,75 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
         ("submitted", "7", None),
         ("requeued", None, 1),
     ]
+
+
+DAMAGE = {
+    "a flipped bit in a key": (b'"event"', b'"evdnt"'),
+    "a flipped bit in a value": (b'"committed"', b'"commi\xf4ted"'),
+    "a flipped bit in a brace": (b"}", b"{"),
+    "a flipped bit in the time": (b'"time": "2', b'"time": "r'),
+    "another kind of value": (b'"committed"', b"7"),
+    "a time of another kind": (b'"time": "', b'"time": 7, "x": "'),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_line_is_left_out_and_named_and_no_other(tmp_path, name):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for event in ("started", "committed", "done"):
+        ledger.append(event, step=1)
+    lines = ledger.path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(*DAMAGE[name], 1)
+    ledger.path.write_bytes(b"".join(lines))
+    assert [entry["event"] for entry in ledger.read()] == ["started", "done"]
+    assert len(ledger.damage()) == 1 and ledger.damage()[0].startswith("line 2 is damaged")
+
+
+def test_a_line_that_another_host_wrote_over_is_written_again(tmp_path, monkeypatch):
+    """O_APPEND of two clients of NFS: both write where the file ended when they opened it."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append("submitted")
+    write, others = os.write, [b'{"time": "2026-01-01T00:00:00+00:00", "event": "verdict", "attempt": 7}\n']
+
+    def with_another(descriptor, data):
+        before = os.fstat(descriptor).st_size
+        count = write(descriptor, data)
+        if others:
+            os.truncate(ledger.path, before)
+            with ledger.path.open("ab") as file:
+                file.write(others.pop())
+        return count
+
+    monkeypatch.setattr(os, "write", with_another)
+    ledger.append("committed", step=3)
+    assert [entry["event"] for entry in ledger.read()] == ["submitted", "verdict", "committed"]
+
+
+def test_lines_of_many_processes_are_all_there(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from slurm.ledger import Ledger\n"
+        "for n in range(40): Ledger(Path(sys.argv[1])).append('e', by=sys.argv[2], n=n)"
+    )
+    path = tmp_path / "ledger.jsonl"
+    command = [sys.executable, "-c", code, str(path)]
+    running = [subprocess.Popen([*command, str(by)], cwd=Path(__file__).parents[3]) for by in range(3)]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    found = [(entry["by"], entry["n"]) for entry in Ledger(path).read()]
+    assert sorted(found) == [(str(by), n) for by in range(3) for n in range(40)] and not Ledger(path).damage()
+
+
+def test_a_file_system_without_locks_has_a_ledger(tmp_path, monkeypatch):
+    def refuses(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    Ledger(tmp_path / "ledger.jsonl").append("made")
+    assert [entry["event"] for entry in Ledger(tmp_path / "ledger.jsonl").read()] == ["made"]
+
+
+@pytest.mark.parametrize("line", ["[]", "7", "null", '"event"'])
+def test_what_is_no_entry_is_left_out(tmp_path, line):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.path.write_text(line + "\n")
+    ledger.append("done")
+    assert [entry["event"] for entry in ledger.read()] == ["done"] and len(ledger.damage()) == 1

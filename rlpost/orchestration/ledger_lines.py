@@ -1,0 +1,53 @@
+"""What the driver writes into the ledger: with a deadline, off the event loop, and only while the run is its own.
+
+In: events of an attempt. Out: lines of RUN/ledger.jsonl. A line that cannot be written waits for the next one: a run
+does not end for want of its ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rlpost.run_files import RunFile
+from slurm.run_folder import Ledger
+
+logger = logging.getLogger(__name__)
+
+LOST = "reports and the supervisor do not know of it"
+
+
+class LedgerLines:
+    """Of one attempt."""
+
+    def __init__(self, ledger: Ledger, *, check: Callable[[], None]) -> None:
+        """``check`` raises Fenced when the run belongs to another attempt."""
+        self._ledger = ledger
+        self._file = RunFile(ledger.path, lost=LOST, check=check)
+
+    async def append(self, event: str, **details: Any) -> bool:
+        """Add a line; False when it is not on disk within the deadline. Raises Fenced."""
+        return await self._file.do(partial(self._ledger.append, event, **details))
+
+    def soon(self, event: str, **details: Any) -> None:
+        """The same, without waiting for it."""
+        self._file.soon(partial(self._ledger.append, event, **details))
+
+    def finish(self, event: str, **details: Any) -> bool:
+        """The same as ``append`` for who has no event loop: the last line."""
+        is_written = self._file.finish(partial(self._ledger.append, event, **details))
+        if not is_written:
+            logger.error("the ledger does not tell of this: %s", event)
+        return is_written
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What the ledger has; damaged lines are named in the log. Raises OSError."""
+        for problem in self._ledger.damage():
+            logger.warning("%s: %s; it is left out", self._ledger.path, problem)
+        return self._ledger.read()
+
+    def close(self) -> None:
+        """Try once more what could not be written."""
+        self._file.close()

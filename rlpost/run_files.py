@@ -1,0 +1,222 @@
+"""The one policy for what a run writes beside checkpoints and journal: deadline, retry, words, ownership.
+
+In: writes of one file, each a function. Out: the same writes, in order, made in a thread, so that the event loop never
+waits for a disk. What fails is tried again: at once where the error may pass, else with the next write; a write that
+takes longer than the deadline goes on, and nothing waits for it. Neither ends a run: the log names the file, the error,
+the remedy and what is lost if the run ends before. Invariant: no write begins after ``check`` has raised Fenced.
+
+The table of all files of a run is in docs/durability.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+from rlpost.errors import Fenced
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 60.0
+LAST_S = 10.0
+"""For what is written when the run is about to end, and may be killed soon."""
+RETRY_AFTER_S = (0.1, 0.5, 1.0)
+MAY_PASS = frozenset(
+    {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT, errno.ENOLCK}
+)
+"""Errors of a file server that restarts or fails over, and of a file that another client has just replaced."""
+
+_MAKE_ROOM = "make room there, or raise the quota"
+_MEND = "mend the storage or the mount"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: _MAKE_ROOM,
+    errno.EROFS: "mount it for writing again",
+    errno.EACCES: "give the user of the job the right to write there",
+    errno.EPERM: "give the user of the job the right to write there",
+    errno.ENOENT: "put the folder back",
+    errno.EIO: _MEND,
+    errno.ESTALE: _MEND,
+    errno.ETIMEDOUT: _MEND,
+    errno.ENODEV: _MEND,
+    errno.ENXIO: _MEND,
+    errno.ENOTCONN: _MEND,
+    errno.EREMOTEIO: _MEND,
+    errno.ESHUTDOWN: _MEND,
+}
+
+
+def storage_words(error: OSError, path: Path | str | None = None) -> str | None:
+    """``FILE: what is wrong; what to do``; None for an error that is not of storage, as of a network.
+
+    >>> storage_words(OSError(28, "No space left on device", "/runs/a/metrics.jsonl"))
+    '/runs/a/metrics.jsonl: No space left on device; make room there, or raise the quota'
+    """
+    remedy = _REMEDIES.get(error.errno or 0)
+    if remedy is None:
+        return None
+    place = error.filename2 or error.filename or path or "a file of the run"
+    return f"{os.fsdecode(place) if isinstance(place, bytes) else place}: {error.strerror}; {remedy}"
+
+
+class RunFile:
+    """Writes of one file of a run. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        lost: str,
+        check: Callable[[], None] | None = None,
+        deadline_s: float | None = None,
+        max_waiting: int = 100_000,
+    ) -> None:
+        """``lost`` says what a write that never happens costs; ``check`` raises Fenced when the run is not ours; of
+        more writes than ``max_waiting`` the newest are lost, for they are held in memory."""
+        self._path, self._lost = path, lost
+        self._check = check
+        self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()  # guards what follows
+        self._waiting: deque[tuple[Callable[[], object], Future[bool]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._fenced: Fenced | None = None
+        self._is_late = False
+
+    def soon(self, act: Callable[[], object], *, is_last: bool = False) -> Future[bool]:
+        """Have ``act`` done after all before it; returns at once.
+
+        The result is True when it is done and False when it failed and waits for the next one; Fenced when it is
+        never going to be done. ``act`` must bear to be tried again after an OSError. The last one is never too many.
+        """
+        done: Future[bool] = Future()
+        with self._lock:
+            if self._fenced is not None:
+                done.set_exception(self._fenced)
+                return done
+            if len(self._waiting) >= self._max_waiting and not is_last:
+                logger.error("%s: a write is lost, %d wait already: %s", self._path, self._max_waiting, self._lost)
+                done.set_result(False)
+                return done
+            self._waiting.append((act, done))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._path.name, daemon=True)
+                self._thread.start()
+        return done
+
+    async def do(self, act: Callable[[], object]) -> bool:
+        """The same; returns when it is done, has failed, or takes longer than the deadline: then False.
+
+        While a write is late, those after it are not waited for. Raises Fenced.
+        """
+        done = asyncio.wrap_future(self.soon(act))
+        await asyncio.wait([done], timeout=0.0 if self._is_late else self._deadline_s)
+        return self._outcome(done.done(), done.result)
+
+    def finish(self, act: Callable[[], object] = lambda: None) -> bool:
+        """The same for the last word, without an event loop, within LAST_S; False also when a write from before waits
+        still. Raises Fenced."""
+        done = self.soon(act, is_last=True)
+        wait_for([done], timeout=min(self._deadline_s, LAST_S))
+        return self._outcome(done.done(), done.result)
+
+    def close(self) -> None:
+        """Try what waits once more; log what is lost when it cannot be written."""
+        with self._lock:
+            nothing_waits = not self._waiting
+        if nothing_waits:
+            return
+        try:
+            is_done = self.finish()
+        except Fenced:
+            return
+        if not is_done:
+            logger.error("%s: %d writes are lost: %s", self._path, len(self._waiting) - 1, self._lost)
+
+    def _outcome(self, is_done: bool, result: Callable[[], bool]) -> bool:
+        if not is_done:
+            if not self._is_late:
+                logger.error(
+                    "%s: a write takes more than %.0f s and is not waited for; %s. If the run ends before it, %s",
+                    *(self._path, self._deadline_s, _MEND, self._lost),
+                )
+            self._is_late = True
+            return False
+        self._is_late = False
+        return result()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                act, done = self._waiting[0]
+            try:
+                self._attempt(act)
+            except OSError as error:
+                self._put_off(error)
+                return
+            except Fenced as error:
+                self._refuse_all(error)
+                return
+            except BaseException as error:
+                self._settle(done, error)
+            else:
+                self._settle(done, None)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        for pause_s in (*RETRY_AFTER_S, None):
+            if self._check is not None:
+                self._check()
+            try:
+                act()
+                return
+            except OSError as error:
+                if self._check is not None:
+                    self._check()  # a newer attempt may have taken the file away
+                if pause_s is None or error.errno not in MAY_PASS:
+                    raise
+                time.sleep(pause_s)
+
+    def _settle(self, done: Future[bool], error: BaseException | None) -> None:
+        with self._lock:
+            self._waiting.popleft()
+            had_failed = done.done()  # and who asked knows
+            if not had_failed and error is None:
+                done.set_result(True)
+            elif not had_failed:
+                done.set_exception(error)
+        if had_failed and error is None:
+            logger.info("%s: what could not be written before is written now", self._path)
+
+    def _put_off(self, error: OSError) -> None:
+        """Leave all that waits to the next write."""
+        words = storage_words(error, self._path) or f"{self._path}: {error}"
+        logger.error(
+            "%s. Writes that wait in memory and are tried again with the next one: %d; if the run ends before, %s",
+            *(words, len(self._waiting), self._lost),
+        )
+        with self._lock:
+            self._thread = None
+            for _, done in self._waiting:
+                if not done.done():
+                    done.set_result(False)
+
+    def _refuse_all(self, error: Fenced) -> None:
+        with self._lock:
+            self._fenced, self._thread = error, None
+            for _, done in self._waiting:
+                if not done.done():
+                    done.set_exception(error)
+            self._waiting.clear()

@@ -1,0 +1,345 @@
+"""Engines and a trainer that are functions: what is written and trained follows from weights, prompt and order.
+
+Input: what ``ClusterStages`` and ``Generation`` make of their parts. Output: the same parts without processes. Weights
+are the head of a hash chain over all that was trained; a token is a hash of weights, prompt, sample and position. So
+two runs have equal weights when, and only when, they trained the same samples in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlpost.errors import RlpostError
+from rlpost.types import Prompt, Sample, SampleGroup
+from tests.crash_consistency.interception import ROOM
+
+SHARD = "shard-0.json"
+TOKEN_S, TRAIN_S, SYNC_S, GRADE_S = 0.01, 0.05, 0.01, 0.005
+INITIAL = hashlib.sha256(b"initial weights").hexdigest()
+EOS = 2
+LONGEST_ANSWER = 16  # --rollout-max-response-len
+
+
+def digest(text: str) -> str:
+    """Of a text, in hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def token(weights: str, prompt_id: int, index: int, position: int) -> int:
+    """What these weights write at a position of an answer, unless it is the last."""
+    return 3 + int(digest(f"{weights}/{prompt_id}/{index}/{position}")[:4], 16) % 90
+
+
+def answer_length(prompt_id: int, index: int) -> int:
+    """Tokens of an answer, whatever the weights."""
+    return 2 + int(digest(f"{prompt_id}/{index}")[:4], 16) % 3
+
+
+def reward(token_ids: Sequence[int]) -> float:
+    """Of an answer."""
+    return float(sum(token_ids) % 2)
+
+
+def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+    """A batch as JSON values: everything of it that a trainer sees."""
+    return [
+        {
+            "prompt_id": group.prompt_id,
+            "samples": [
+                {
+                    "index": scored.sample.index,
+                    "prompt": list(scored.sample.prompt_ids),
+                    "answer": list(scored.sample.response_ids),
+                    "logprobs": list(scored.sample.rollout_logprobs),
+                    "label": scored.sample.label,
+                    "versions": _versions(scored.sample),
+                    "reward": scored.reward,
+                }
+                for scored in group.samples
+            ],
+        }
+        for group in groups
+    ]
+
+
+def _versions(sample: Sample) -> list[int]:
+    """The version that wrote each token."""
+    spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
+    return [version for version, count in spans for _ in range(count)]
+
+
+def next_weights(weights: str, batch: Any) -> str:
+    """The weights after training a batch."""
+    return digest(weights + json.dumps(batch, sort_keys=True))
+
+
+class Observed:
+    """What the parts of one attempt did, for the oracle."""
+
+    def __init__(self, *, save_s: float) -> None:
+        self.save_s = save_s  # of a save in the background
+        self.trained: list[tuple[int, str]] = []  # (step from 0, digest of the batch), in order
+        self.graded: list[int] = []  # prompts whose group was complete
+        self.history: list[Any] = []  # the batches behind the trainer's weights
+        self.weights = INITIAL
+
+
+class Tokenizer:
+    """Bytes for tokens."""
+
+    def __init__(self, folder: object, **settings: Any) -> None:
+        pass
+
+    def __call__(self, content: Any, tools: Any = None) -> tuple[str, tuple[int, ...]]:
+        return str(content), tuple(str(content).encode())
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return bytes(token_ids).decode(errors="replace")
+
+
+class Grader:
+    """Scores at once; notes which groups of the training are complete."""
+
+    def __init__(self, config: Any) -> None:
+        self._observed: Observed = ROOM.attempt.observed
+
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        """Rewards, in order."""
+        await asyncio.sleep(GRADE_S)
+        if not prompt.text.startswith("held"):
+            self._observed.graded.append(prompt.prompt_id)
+        return [reward(sample.response_ids) for sample in samples]
+
+    def counters(self) -> dict[str, float]:
+        """Nothing goes wrong."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class Fleet:
+    """One engine."""
+
+    def __init__(self, config: Any, cluster: Any, *placement: Any) -> None:
+        self.weights, self.version = INITIAL, -1
+        self.addresses, self.dismissed, self.api_key, self.pause_mode = [None], set[int](), "key", "in_place"
+        self.router = SimpleNamespace(url="http://127.0.0.1:1", api_key="key", engine=self, abort_all=_nothing)
+
+    async def start(self, *given: Any) -> None:
+        """It answers."""
+
+    async def memory_use(self) -> list[dict[str, float]]:
+        """Not measured."""
+        return []
+
+    def is_released(self, *what: str) -> bool:
+        """It keeps its memory."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Connection:
+    """Requests to the engine of the router; ``rlpost.rollout.connection`` has the real one."""
+
+    def __init__(self, router: Any) -> None:
+        self.router, self.halted = router, False
+
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
+        """The rest of one answer; as far as it got when generation is halted."""
+        from rlpost.rollout.connection import Halted
+
+        if self.halted:
+            raise Halted
+        prompt_id, index = map(int, re.findall(r"\d+", what))
+        engine, length = self.router.engine, answer_length(prompt_id, index)
+        start = LONGEST_ANSWER - sampling_params["max_new_tokens"]
+        ids: list[int] = []
+        spans: list[dict[str, int]] = []
+        while start + len(ids) < length and not self.halted:
+            await asyncio.sleep(TOKEN_S * (1 + prompt_id % 3))
+            position = start + len(ids)
+            is_last = position == length - 1
+            if not spans or spans[-1]["version"] != engine.version:
+                spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})
+            spans[-1]["end"] += 1
+            ids.append(EOS if is_last else token(engine.weights, prompt_id, index, position))
+        is_done = start + len(ids) == length
+        meta = {
+            "finish_reason": {"type": "stop", "matched": EOS} if is_done else {"type": "abort"},
+            "output_token_logprobs": [(-one / 97, one, None) for one in ids],
+            "weight_versions": spans,
+            "weight_version": str(engine.version),
+        }
+        return {"output_ids": ids, "text": "".join(map(chr, (33 + one for one in ids))), "meta_info": meta}
+
+    async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
+        """Return when every one of ``running`` is done."""
+        self.halted = True
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def go_on(self) -> None:
+        """Requests may be made again."""
+        self.halted = False
+
+
+class Actors:
+    """The trainer: one rank."""
+
+    def __init__(self, makes: Any, slots: Any, **named: Any) -> None:
+        self.observed: Observed = ROOM.attempt.observed
+        self._saving: tuple[float, Path, str] | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    async def reorder(self, order: Sequence[int]) -> None:
+        """One rank has one order."""
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call the trainer's ``method``."""
+        return await self.call_each(method, [arguments])
+
+    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
+        """The same; what storage says becomes an error of the run, as Ray passes it on."""
+        found = getattr(self, f"_{method.replace('.', '_')}", None)
+        try:
+            return [None if found is None else await found(*arguments[0], **keywords)]
+        except OSError as error:
+            raise RlpostError(f"actor-0 failed:\n{error}") from None
+
+    call_aside = call
+
+    async def _data_parallel_rank(self) -> int:
+        return 0
+
+    async def _memory_use(self) -> dict[str, float]:
+        return {}
+
+    async def _weights_hash(self) -> str:
+        return self.observed.weights
+
+    async def _load(self, folder: str) -> None:
+        state = json.loads((Path(folder) / SHARD).read_text())
+        self.observed.weights, self.observed.history = state["weights"], state["history"]
+
+    async def _save(self, folder: str, step: int, *, in_background: bool) -> None:
+        text = json.dumps({"weights": self.observed.weights, "history": self.observed.history})
+        if in_background:
+            self._saving = (asyncio.get_running_loop().time() + self.observed.save_s, Path(folder) / SHARD, text)
+        else:
+            await asyncio.sleep(0.02)
+            (Path(folder) / SHARD).write_text(text)
+
+    async def _save_is_done(self) -> bool:
+        if self._saving is None:
+            return True
+        when, path, text = self._saving
+        if asyncio.get_running_loop().time() < when:
+            return False
+        self._saving = None
+        path.write_text(text)
+        return True
+
+
+class Training:
+    """Trains at once on all groups of a rollout."""
+
+    def __init__(self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any) -> None:
+        self._observed, self._stop = ROOM.attempt.observed, stop
+
+    async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """The metrics of a step; raises Preempted before it."""
+        self._stop.check()
+        await asyncio.sleep(TRAIN_S)
+        seen, batch = self._observed, trained_on(groups)
+        seen.trained.append((len(seen.history), digest(json.dumps(batch, sort_keys=True))))
+        seen.history = [*seen.history, batch]
+        seen.weights = next_weights(seen.weights, batch)
+        return {"train/loss": 0.5, "train/grad_norm": 1.0, "train/weights": float(int(seen.weights[:8], 16))}
+
+
+class WeightCoordinator:
+    """Knows whose weights the engine gets."""
+
+    num_bytes, changed_frac, engines_are_stuck = 0, None, False
+
+    def __init__(self, config: Any, fleet: Fleet, actors: Any, *, stop: Any, **more: Any) -> None:
+        self.observed: Observed = ROOM.attempt.observed
+        self.stop = stop
+
+    async def connect(self) -> None:
+        """Nothing to connect."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class EngineHealth:
+    """Updates the engine, which never fails."""
+
+    def __init__(self, config: Any, fleet: Fleet, weights: WeightCoordinator, *, stop: Any) -> None:
+        self._fleet, self._weights = fleet, weights
+
+    def trained(self) -> None:
+        """The trainer has new weights."""
+
+    async def update(
+        self,
+        version: int,
+        *,
+        pause: str,
+        before: Callable[[], Awaitable[None]],
+        ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Give the engine the trainer's weights."""
+        await before()
+        await asyncio.sleep(SYNC_S)
+        self._weights.stop.check()
+        self._fleet.weights, self._fleet.version = self._weights.observed.weights, version
+        await ready()
+
+    @asynccontextmanager
+    async def over(self) -> AsyncIterator[None]:
+        """Nothing to repair."""
+        yield
+
+
+def layout(*given: Any, **named: Any) -> SimpleNamespace:
+    """A placement of one rank and one engine, and their ports."""
+    slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
+    return SimpleNamespace(actors=[slot], engines=[[slot]], actor_group=1, router=2, sync_groups=[3])
+
+
+async def _nothing() -> None:
+    pass
+
+
+def draw(picture_of: Path, picture: Path) -> None:
+    """In place of the plot at the end of a run: the same file operations, without a picture."""
+    from rlpost.metrics.writer import read_metrics
+
+    lines = read_metrics(picture_of)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_bytes(b"PNG" + str(len(lines)).encode())

@@ -1,0 +1,158 @@
+"""What may happen to an attempt at one of its file operations."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.crash_consistency.interception import Attempt, Hook, Op
+from tests.crash_consistency.virtual_time import REAL_THREAD, hang
+from tests.crash_consistency.world import World
+
+PATIENCE_S = 120.0  # real seconds for an attempt to come to its next pause
+
+
+def any_change(op: Op) -> bool:
+    """Every changing operation."""
+    return op.changes
+
+
+@dataclass
+class KillAt(Hook):
+    """The process ends before the n-th operation that ``matches``, counted from 0; ``torn``: half way through it, when
+    it is a write."""
+
+    number: int
+    torn: bool = False
+    matches: Callable[[Op], bool] = any_change
+    seen: int = 0
+    target: Op | None = None
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """End the process."""
+        if not self.matches(op):
+            return
+        self.seen += 1
+        if self.seen == self.number + 1:
+            if not (self.torn and op.kind == "write"):
+                raise attempt.die()
+            self.target = op
+
+    def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
+        """Let half of it be written."""
+        return size // 2 if op is self.target else size
+
+    def after(self, attempt: Attempt, op: Op) -> None:
+        """End the process that wrote half."""
+        if op is self.target:
+            raise attempt.die()
+
+
+@dataclass
+class FaultAt(Hook):
+    """Storage fails at the operations that ``matches`` names, from the n-th of them on, for ``count`` times.
+
+    ``error``: an errno by name; "short": a write takes half of its bytes; "hang": the operation never returns.
+    """
+
+    number: int
+    error: str
+    count: float = 1
+    matches: Callable[[Op], bool] = lambda op: True
+    seen: int = 0
+    released: threading.Event = field(default_factory=threading.Event)
+    hit: list[Op] = field(default_factory=list)
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Fail."""
+        if not self.matches(op):
+            return
+        self.seen += 1
+        if not self.number < self.seen <= self.number + self.count:
+            return
+        self.hit.append(op)
+        if self.error == "hang":
+            hang(attempt, self.released)
+        if self.error != "short":
+            code = getattr(errno, self.error)
+            raise OSError(code, os.strerror(code), op.path)
+
+    @property
+    def may_hang(self) -> bool:  # type: ignore[override]
+        """Whether it hangs."""
+        return self.error == "hang"
+
+    def over(self) -> None:
+        """Threads that hang in it end with the process."""
+        self.released.set()
+
+    def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
+        """Take half of it."""
+        is_hit = self.error == "short" and bool(self.hit) and self.hit[-1] == op and size > 1
+        return size // 2 if is_hit else size
+
+
+@dataclass
+class StopAt(Hook):
+    """A stop is requested before the n-th changing operation; ``deadline``: "N/A", or a moment that has passed."""
+
+    world: World
+    number: int
+    deadline: str | int
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Write the stop file."""
+        if op.changes and op.number == self.number:
+            path = self.world.stop_file(attempt)  # type: ignore[arg-type]
+            self.world.disk.put(path, json.dumps({"reason": "simulated", "deadline": self.deadline}).encode())
+
+
+class Paused(Hook):
+    """An attempt in a thread, which stops before or after an operation until it is told to go on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rests, self._goes = threading.Semaphore(0), threading.Semaphore(0)
+        self._left = 0  # matching operations until the pause
+        self._when = "before"
+        self._matches: Callable[[Op], bool] = any_change
+        self.attempt = world.prepare([self])
+        self._thread = REAL_THREAD(target=self._drive, daemon=True)
+        self.is_over = False
+
+    def run_until(self, number: int | None, when: str = "before", matches: Callable[[Op], bool] = any_change) -> None:
+        """Let it run to the n-th operation from here on that ``matches``, counted from 0, or to its end."""
+        assert not self.is_over
+        self._left, self._when, self._matches = -1 if number is None else number + 1, when, matches
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._goes.release()
+        assert self._rests.acquire(timeout=PATIENCE_S), "the attempt came neither to its pause nor to its end"
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Stop there."""
+        self._at(op, "before")
+
+    def after(self, attempt: Attempt, op: Op) -> None:
+        """Stop there."""
+        self._at(op, "after")
+
+    def _at(self, op: Op, when: str) -> None:
+        if when != self._when or not self._matches(op):
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._rests.release()
+            assert self._goes.acquire(timeout=PATIENCE_S), "nobody told the attempt to go on"
+
+    def _drive(self) -> None:
+        try:
+            self._world.drive(self.attempt)
+        finally:
+            self.is_over = True
+            self._rests.release()

@@ -1,0 +1,347 @@
+"""What a run must have at its end, whatever happened on the way.
+
+Input: a world whose last attempt should have finished the run. Output: problems, none of which may be there.
+
+The trainer's weights are a hash chain, and each token names the weights that wrote it. So the batches behind the final
+weights can be checked one by one: each prompt is that of the data, once; each token is what the weights of its version
+in this very chain write; no version is older than allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlpost.checkpoint.commit import newest_committed, step_of
+from rlpost.checkpoint.state import RunState
+from rlpost.data.cursor import epoch_order
+from rlpost.errors import CheckpointError
+from tests.crash_consistency import fakes
+from tests.crash_consistency.interception import Op
+from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, Ending, Setup, World
+
+SEED = 42  # --rollout-seed
+CLOCKS = ("time/", "perf/", "memory/", "sync/", "checkpoint/", "run/")  # names that a disturbance may change
+
+WEIGHTS, PROMPTS, STALE = "wrong weights", "prompts lost or double", "staleness"
+RETRAINED, AGAIN = "another batch at a step", "generated again"
+METRICS, SAMPLES, COUNTS, LEDGER = "metrics lines", "samples lines", "counts", "ledger"
+NEVER, TRACEBACK, HUNG = "never returns", "traceback", "event loop blocked"
+DESTROYED, SILENT, FENCED = "checkpoint destroyed", "change accepted silently", "refused without need"
+CATEGORIES = (
+    *(WEIGHTS, PROMPTS, STALE, RETRAINED, AGAIN, METRICS, SAMPLES, COUNTS, LEDGER, NEVER, TRACEBACK, HUNG),
+    *(DESTROYED, SILENT, FENCED),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that must not be, with what was seen."""
+
+    category: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.category}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """An undisturbed run of a configuration."""
+
+    weights: str
+    lines: tuple[Mapping[str, Any], ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def num_changes(self) -> int:
+        """Operations at which a process may end and leave something else than before."""
+        return sum(op.changes for op in self.ops)
+
+
+@cache
+def baseline(base: Path, setup: Setup) -> Baseline:
+    """Run it once."""
+    world = World(base, setup)
+    ending = world.attempt()
+    assert ending.how == "done", (setup.name, ending)
+    assert not world.disk.model.differences()
+    problems = check(world, was_killed=False)
+    assert not problems, (setup.name, problems)
+    lines = tuple(map(comparable, metrics_lines(world.run.metrics)))
+    return Baseline(ending.attempt.observed.weights, lines, tuple(ending.attempt.ops))
+
+
+def check(
+    world: World,
+    *,
+    reference: Baseline | None = None,
+    was_killed: bool = True,
+    num_steps: int = NUM_STEPS,
+    lost_lines: Iterable[int] = (),
+    lost_samples: Iterable[int] = (),
+    same_data: bool = True,
+    lossy: bool = False,
+    committed_since: int = 0,
+) -> list[Problem]:
+    """Problems of a run that should be finished.
+
+    ``was_killed``: attempts before the last ended without damage of files or storage, so nothing durable may be made
+    twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were damaged from outside. ``lossy``: storage did
+    not recover, so lines beside checkpoints and journal may be missing where the log names their file.
+    ``committed_since``: see ``destroyed``.
+    """
+    last = world.endings[-1]
+    problems = [problem for ending in world.endings for problem in of_ending(ending)]
+    if last.how != "done":
+        if last.how not in ("traceback", "hung"):
+            problems.append(Problem(NEVER, f"{last.how}: {' | '.join(last.messages[-2:])[:400]}"))
+        else:
+            problems.append(Problem(NEVER, last.what))
+        return problems + destroyed(world, committed_since)
+    history = last.attempt.observed.history
+    if same_data:
+        problems += of_history(world, history, num_steps)
+    if reference is not None and world.setup.is_exact and last.attempt.observed.weights != reference.weights:
+        problems.append(Problem(WEIGHTS, "they are not those of an undisturbed run"))
+    if was_killed:
+        problems += _work_twice(world, history)
+    of_lines = _of_metrics(world, history, reference, num_steps, set(lost_lines), is_lossy=lossy)
+    problems += of_lines + _of_samples(world, num_steps, set(lost_samples), is_lossy=lossy)
+    problems += _of_ledger(world, is_lossy=lossy)
+    problems += destroyed(world, committed_since)
+    if same_data:
+        has_lines = not lost_lines and not lossy and not any(each.category == METRICS for each in of_lines)
+        problems += _of_state(world, has_lines=has_lines)
+    return problems
+
+
+def of_ending(ending: Ending) -> list[Problem]:
+    """What must not be of one attempt."""
+    if ending.how == "traceback":
+        return [Problem(TRACEBACK, ending.what)]
+    if ending.how == "hung":
+        return [Problem(HUNG, ending.what)]
+    return []
+
+
+def of_history(world: World, history: Sequence[Any], num_steps: int) -> list[Problem]:
+    """The batches behind the final weights, one by one."""
+    problems = []
+    chain, seen = [fakes.INITIAL], Counter[int]()
+    if len(history) != num_steps:
+        problems.append(Problem(WEIGHTS, f"trained {len(history)} batches instead of {num_steps}"))
+    for step, batch in enumerate(history):
+        if len(batch) != BATCH_SIZE:
+            problems.append(Problem(PROMPTS, f"step {step + 1} has {len(batch)} groups"))
+        for group in batch:
+            seen[group["prompt_id"]] += 1
+            problems += _of_group(world, group, step, chain)
+        chain.append(fakes.next_weights(chain[-1], batch))
+    double = sorted(prompt_id for prompt_id, count in seen.items() if count > 1)
+    if double:
+        problems.append(Problem(PROMPTS, f"{double} are trained more than once"))
+    return problems
+
+
+def _of_group(world: World, group: Mapping[str, Any], step: int, chain: Sequence[str]) -> list[Problem]:
+    problems, prompt_id = [], group["prompt_id"]
+    expected = row_of(world, prompt_id)
+    rollout = world.config.rollout
+    if len(group["samples"]) != NUM_SAMPLES:
+        problems.append(Problem(PROMPTS, f"prompt {prompt_id} has {len(group['samples'])} samples"))
+    for sample in group["samples"]:
+        if (bytes(sample["prompt"]).decode(), sample["label"]) != (expected["input"], expected["label"]):
+            problems.append(Problem(PROMPTS, f"prompt {prompt_id} is not that of the data"))
+        newest = max(sample["versions"])
+        if newest > step:
+            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {step - newest}"))
+            continue
+        oldest = step - min(sample["versions"])
+        allowed = {"sync": 0, "one_step_off": 1}.get(rollout.rollout_mode, rollout.max_staleness or 1)
+        is_kept = rollout.partial_rollout or rollout.over_sampling_batch_size  # such groups wait for later steps
+        if oldest > allowed and not (is_kept and rollout.rollout_mode != "fully_async"):
+            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {oldest}"))
+        for position, (token, version) in enumerate(zip(sample["answer"][:-1], sample["versions"], strict=False)):
+            if token != fakes.token(chain[version], prompt_id, sample["index"], position):
+                problems.append(Problem(WEIGHTS, f"prompt {prompt_id} of step {step + 1} was written by other weights"))
+                break
+    return problems
+
+
+def row_of(world: World, prompt_id: int) -> Mapping[str, str]:
+    """The row of the data that a prompt id means."""
+    size = len(world.rows)
+    epoch, offset = divmod(prompt_id, size)
+    found: dict[str, str] = json.loads(world.rows[_order(size, epoch)[offset]])
+    return found
+
+
+@cache
+def _order(size: int, epoch: int) -> Sequence[int]:
+    return epoch_order(size, epoch, shuffle=True, seed=SEED)
+
+
+def _work_twice(world: World, history: Sequence[Any]) -> list[Problem]:
+    """A batch is durable before it is trained: it comes again as it was, and is not generated again."""
+    problems, done = [], set[int]()
+    final = [fakes.digest(json.dumps(batch, sort_keys=True)) for batch in history]
+    for ending in world.endings:
+        again = sorted(done.intersection(ending.attempt.observed.graded))
+        if again:
+            problems.append(Problem(AGAIN, f"prompts {again}, which an attempt before had trained"))
+        for step, batch in ending.attempt.observed.trained:
+            if step < len(final) and batch != final[step]:
+                problems.append(Problem(RETRAINED, f"step {step + 1} was trained on another batch before"))
+        done |= {prompt_id for batch in ending.attempt.observed.history for prompt_id in _ids(batch)}
+    return problems
+
+
+def _ids(batch: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [group["prompt_id"] for group in batch]
+
+
+def metrics_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of the file that are JSON objects with a step; others are {}."""
+    lines = []
+    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = {}
+        lines.append(found if isinstance(found, dict) and "step" in found else {})
+    return lines
+
+
+def comparable(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line without what a clock or the number of attempts says."""
+    return {name: value for name, value in line.items() if not name.startswith(CLOCKS)}
+
+
+def _said(world: World, name: str) -> bool:
+    """Whether a log tells of trouble with a file."""
+    return any(name in message for ending in world.endings for message in ending.messages)
+
+
+def _of_steps(
+    world: World, name: str, steps: Sequence[Any], wanted: Sequence[int], lost: set[int], *, is_lossy: bool
+) -> bool:
+    """Whether a file has the lines that it must have, each once and in order."""
+    kept = [step for step in steps if step not in lost and step is not None]
+    wanted = [step for step in wanted if step not in lost]
+    if is_lossy and _said(world, name):
+        wanted = [step for step in wanted if step in kept]
+    return kept == wanted and (bool(lost) or list(steps) == wanted)
+
+
+def _of_metrics(
+    world: World,
+    history: Sequence[Any],
+    reference: Baseline | None,
+    num_steps: int,
+    lost: set[int],
+    *,
+    is_lossy: bool,
+) -> list[Problem]:
+    lines = metrics_lines(world.run.metrics)
+    steps = [line.get("step") for line in lines]
+    if not _of_steps(world, "metrics.jsonl", steps, range(num_steps + 1), lost, is_lossy=is_lossy):
+        return [Problem(METRICS, f"steps {steps}")]
+    problems = []
+    chain = [fakes.INITIAL]
+    for batch in history:
+        chain.append(fakes.next_weights(chain[-1], batch))
+    for line in lines:
+        step = line.get("step")
+        if step in lost or step is None:
+            continue
+        if step and line.get("train/weights") != float(int(chain[step][:8], 16)):
+            problems.append(Problem(METRICS, f"line {step} is of other weights"))
+        elif reference is not None and world.setup.is_exact and comparable(line) != reference.lines[step]:
+            other = reference.lines[step]
+            names = sorted(name for name in {*line, *other} if comparable(line).get(name) != other.get(name))
+            category = COUNTS if all(name.startswith("rollout/") for name in names) else METRICS
+            problems.append(Problem(category, f"line {step} differs: {names[:4]}"))
+    return problems
+
+
+def _of_samples(world: World, num_steps: int, lost: set[int], *, is_lossy: bool) -> list[Problem]:
+    steps = [line.get("step") for line in metrics_lines(world.run.report / "samples.jsonl")]
+    if _of_steps(world, "samples.jsonl", steps, range(1, num_steps + 1), lost, is_lossy=is_lossy):
+        return []
+    return [Problem(SAMPLES, f"steps {steps}")]
+
+
+def events(world: World) -> list[dict[str, Any]]:
+    """The ledger, as far as its lines are good."""
+    path = world.run.ledger.path
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found
+
+
+def _of_ledger(world: World, *, is_lossy: bool) -> list[Problem]:
+    done = [entry for entry in events(world) if entry.get("event") == "done"]
+    weights = world.endings[-1].attempt.observed.weights
+    if is_lossy and _said(world, "ledger"):
+        return []
+    if not done or done[-1].get("weights") != weights:
+        return [Problem(LEDGER, f"{len(done)} lines say that the run is done")]
+    return []
+
+
+def num_committed(world: World) -> int:
+    """Commits that the ledger tells of."""
+    return sum(entry.get("event") == "committed" for entry in events(world))
+
+
+def destroyed(world: World, since: int = 0) -> list[Problem]:
+    """What the ledger says was committed last is there, or something newer; its first ``since`` commits do not
+    count: they were damaged."""
+    committed = [entry for entry in events(world) if entry.get("event") == "committed"][since:]
+    if not committed or not isinstance(committed[-1].get("step"), int):
+        return []
+    try:
+        found = newest_committed(world.run.checkpoints)
+    except CheckpointError as error:
+        return [Problem(DESTROYED, str(error))]
+    step = committed[-1]["step"]
+    if found.path is None or step_of(found.path) < step:
+        why = "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped)
+        return [Problem(DESTROYED, f"step {step} was committed and cannot be read ({why or 'it is gone'})")]
+    return []
+
+
+def _of_state(world: World, *, has_lines: bool) -> list[Problem]:
+    """The counts of the newest checkpoint and of all lines fit the data."""
+    path = newest_committed(world.run.checkpoints).path
+    if path is None:
+        return [Problem(DESTROYED, "a finished run has no checkpoint")]
+    state = RunState.from_json((path / "run_state.json").read_text())
+    backlog, problems = state.backlog, []
+    good = [number for number in range(backlog.newest_id + 1) if row_of(world, number)["input"]]
+    if backlog.num_fetched != len(good):
+        problems.append(Problem(PROMPTS, f"{backlog.num_fetched} were fetched of {len(good)}"))
+    lines = metrics_lines(world.run.metrics)
+    if not has_lines:
+        return problems
+    for name, wanted in (
+        ("rollout/bad_prompts", backlog.newest_id + 1 - len(good)),
+        ("rollout/num_filtered", backlog.num_filtered),
+    ):
+        counted = sum(line.get(name, 0) for line in lines) + backlog.counts.get(name, 0)
+        if counted != wanted:
+            problems.append(Problem(COUNTS, f"{name} adds up to {counted:.0f} instead of {wanted}"))
+    return problems

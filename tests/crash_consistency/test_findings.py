@@ -1,0 +1,267 @@
+"""The findings of an audit, each as one trial that must not show it again (``findings.FINDINGS`` names them)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.crash_consistency import oracle
+from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
+from tests.crash_consistency.interception import Op
+from tests.crash_consistency.oracle import Problem, baseline, check, destroyed, metrics_lines, num_committed
+from tests.crash_consistency.scenarios import PATHS, Trial, run_trial
+from tests.crash_consistency.world import NUM_STEPS, SETUPS, World, rows
+
+
+def named(step: int) -> Callable[[Op], bool]:
+    """The operation that gives a checkpoint its name."""
+    return lambda op: op.kind == "rename" and op.path.endswith(f"checkpoints/iter_{step:07d}")
+
+
+def marked(step: int) -> Callable[[Op], bool]:
+    """The operation that marks a checkpoint as committed."""
+    return lambda op: op.kind == "rename" and op.path.endswith(f"iter_{step:07d}/COMMITTED")
+
+
+def line_written(file: str) -> Callable[[Op], bool]:
+    """A line is appended to a file."""
+    return lambda op: op.kind == "write" and Path(file).name in op.path
+
+
+def expect_none(problems: Sequence[Problem]) -> None:
+    """The run is as if nothing had happened."""
+    assert not problems, "\n".join(map(str, problems))
+
+
+def come_back(world: World) -> None:
+    """Attempts that nothing disturbs, until the run is done."""
+    for _ in range(3):
+        if world.attempt().how == "done":
+            return
+
+
+@pytest.mark.parametrize("setup", ["sync", "sync,keep1", "one_step_off", "fully_async,async_save"])
+def test_f1_an_older_attempt_leaves_the_checkpoint_of_a_newer_one_as_it_is(base: Path, setup: str) -> None:
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    step = 1 if setup == "sync,keep1" else 2
+    older = Paused(world)
+    older.run_until(0, "after", named(step))
+    newer = Paused(world)
+    newer.run_until(0, "after", marked(step))
+    older.run_until(None)
+    assert older.is_over
+    expect_none(destroyed(world))
+    newer.run_until(None)
+    expect_none(check(world, reference=reference, was_killed=False))
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
+def damaged_segment(path: Path, how: str) -> None:
+    """Damage a segment of the journal."""
+    data = bytearray(path.read_bytes())
+    if how == "delete":
+        path.unlink()
+        return
+    if how == "flip":
+        data[12] ^= 1  # in its header
+    elif how == "last":
+        data[-1] ^= 1  # in its last record
+    path.write_bytes(b"" if how == "empty" else bytes(data))
+
+
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+@pytest.mark.parametrize("how", ["flip", "last", "empty", "delete"])
+@pytest.mark.parametrize("setup", ["sync,slow_save", "one_step_off,slow_save", "fully_async,slow_save"])
+def test_f2_a_damaged_segment_of_the_journal_costs_work_and_nothing_else(
+    base: Path, setup: str, how: str, which: str
+) -> None:
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    world.attempt(KillAt(0, matches=named(2)))
+    segments = sorted((world.run.checkpoints / "journal").glob("*.log"))
+    assert len(segments) >= 3, "slow saves leave several segments"
+    damaged_segment(segments[{"first": 0, "middle": len(segments) // 2, "last": -1}[which]], how)
+    world.disk.model.adopt()
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "report/samples.jsonl"])
+@pytest.mark.parametrize("setup", ["sync", "fully_async"])
+def test_f3_an_older_attempt_leaves_the_lines_of_a_newer_one_as_they_are(base: Path, setup: str, file: str) -> None:
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    older = Paused(world)
+    older.run_until(1, "before", line_written(file))
+    come_back(world)
+    older.run_until(None)
+    world.endings.sort(key=lambda ending: ending.attempt.name)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"#"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "report/samples.jsonl"])
+def test_f3_a_damaged_line_costs_this_line(base: Path, file: str, damage: bytes) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    world.attempt(KillAt(0, matches=marked(6)))
+    path = world.run.root / file
+    lines = path.read_bytes().split(b"\n")
+    step = json.loads(lines[1])["step"]
+    lines[1] = damage + lines[1][1:]
+    path.write_bytes(b"\n".join(lines))
+    world.disk.model.adopt()
+    come_back(world)
+    lost = {"lost_lines": {step}} if file == "metrics.jsonl" else {"lost_samples": {step}}
+    expect_none(check(world, reference=reference, was_killed=False, **lost))
+
+
+@pytest.mark.parametrize("setup", ["fully_async", "fully_async,filter", "one_step_off"])
+def test_f4_what_was_skipped_is_counted_once(base: Path, setup: str) -> None:
+    reference = baseline(base, SETUPS[setup])
+    found = []
+    for number in range(1, reference.num_changes, 6):
+        result = run_trial(base, Trial("kill", setup, "before", number))
+        found += [f"{result.trial}: {problem}" for problem in result.problems]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", ["grown", "shrunk", "edited", "worse", "moved"])
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
+def test_f5_other_data_is_noticed_while_only_the_journal_exists(base: Path, setup: str, kind: str) -> None:
+    number = first_commit(base, setup)
+    result = run_trial(base, Trial("change", setup, kind, number))
+    assert result.note == "journal only"
+    expect_none(result.problems)
+
+
+def first_commit(base: Path, setup: str) -> int:
+    """The operation that gives the first checkpoint its name."""
+    return next(op.number for op in baseline(base, SETUPS[setup]).ops if named(2)(op))
+
+
+def test_f6_a_line_of_the_ledger_without_its_key_is_passed_over(base: Path) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    world.attempt(KillAt(0, matches=named(4)))
+    path = world.run.ledger.path
+    path.write_text(path.read_text().replace('"event"', '"evend"', 1))
+    world.disk.model.adopt()
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
+@pytest.mark.parametrize("number", [0, 3, 12])
+@pytest.mark.parametrize("path", ["metrics", "samples", "ledger", "journal", "owner", "checkpoint"])
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
+def test_f7_storage_that_fails_ends_an_attempt_with_words_at_most(
+    base: Path, error: str, path: str, number: int
+) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    fault = FaultAt(number, error, float("inf"), lambda op: op.changes and PATHS[path](op))
+    ending = world.attempt(fault)
+    assert ending.how in ("done", "failed"), ending.what or ending.messages
+    assert ending.how == "done" or ending.messages
+    if ending.how != "done":
+        come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False, lossy=True))
+
+
+def test_f7_the_file_latest_is_for_people_and_no_commit_needs_it(base: Path) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    ending = world.attempt(FaultAt(0, "ENOSPC", float("inf"), lambda op: op.changes and PATHS["latest"](op)))
+    assert ending.how == "done", ending
+    assert num_committed(world) == 3
+    expect_none(check(world, reference=reference))
+
+
+@pytest.mark.parametrize("error", ["EIO", "ESTALE"])
+def test_f7_a_segment_that_cannot_be_read_is_no_traceback(base: Path, error: str) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    world.attempt(KillAt(0, matches=named(4)))
+    segment = FaultAt(1, error, 1, lambda op: op.kind == "read" and op.path.endswith(".log"))
+    assert world.attempt(segment).how in ("done", "failed"), world.endings[-1].what
+    assert segment.hit
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("path", ["metrics", "samples", "ledger", "journal"])
+def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(base: Path, path: str, number: int) -> None:
+    reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
+    fault = FaultAt(number, "hang", 1, lambda op: op.kind == "fsync" and PATHS[path](op))
+    ending = world.attempt(fault)
+    assert fault.hit
+    assert ending.how in ("done", "failed", "waiting"), ending.what
+    if ending.how != "done":
+        come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False, lossy=True))
+
+
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
+def test_f8_the_journal_outlives_a_power_loss_before_the_first_checkpoint(base: Path, setup: str) -> None:
+    result = run_trial(base, Trial("power", setup, "strict", first_commit(base, setup)))
+    assert result.endings[0].attempt.observed.trained, "something was trained, so its batch is durable"
+    expect_none(result.problems)
+
+
+def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
+    setup = SETUPS["sync,keep_every"]  # --keep-last 1 --keep-every 2, one save a step
+    reference, world = baseline(base, setup), World(base, setup)
+    world.attempt(KillAt(0, matches=named(5)))
+    shard = world.run.checkpoints / "iter_0000004" / "shard-0.json"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + b"]")
+    world.disk.model.adopt()
+    since = num_committed(world)
+    world.attempt(KillAt(0, matches=named(4)))  # it resumes from step 2 and commits step 3
+    assert num_committed(world) == since + 1
+    expect_none(destroyed(world, since))
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False, committed_since=since))
+
+
+def test_an_undisturbed_run_has_no_problem_in_any_configuration(base: Path) -> None:
+    for setup in SETUPS.values():
+        assert len(baseline(base, setup).lines) == NUM_STEPS + 1  # it checks itself
+
+
+def test_the_oracle_sees_what_is_wrong(base: Path) -> None:
+    """Each kind of damage to a good run is found: else no trial could fail."""
+    reference = baseline(base, SETUPS["sync"])
+
+    def problems(disturb: Callable[[World], object]) -> set[str]:
+        world = World(base, SETUPS["sync"])
+        world.attempt()
+        disturb(world)
+        return {problem.category for problem in check(world, reference=reference)}
+
+    def history(world: World) -> list:
+        return world.endings[-1].attempt.observed.history
+
+    def swap(world: World) -> None:
+        batches = history(world)
+        batches[2], batches[3] = batches[3], batches[2]
+
+    def lines(path: str, change: Callable[[list[str]], list[str]]) -> Callable[[World], object]:
+        def act(world: World) -> None:
+            file = world.run.root / path
+            file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+
+        return act
+
+    assert problems(lambda world: None) == set()
+    assert {oracle.STALE} <= problems(swap)
+    assert {oracle.PROMPTS, oracle.WEIGHTS} <= problems(lambda world: history(world).append(history(world)[0]))
+    assert oracle.PROMPTS in problems(lambda world: world.write_data(rows()[::-1]))
+    for path, category in (("metrics.jsonl", oracle.METRICS), ("report/samples.jsonl", oracle.SAMPLES)):
+        assert category in problems(lines(path, lambda found: found[:-1]))
+        assert category in problems(lines(path, lambda found: [*found, found[-1]]))
+    assert oracle.LEDGER in problems(lines("ledger.jsonl", lambda found: found[:-1]))
+    assert oracle.COUNTS in problems(
+        lines("metrics.jsonl", lambda found: [line.replace('bad_prompts": 1', 'bad_prompts": 3') for line in found])
+    )
+    newest = "checkpoints/iter_0000006/shard-0.json"
+    assert oracle.DESTROYED in problems(lambda world: (world.run.root / newest).write_text("{}"))
+    assert [line["step"] for line in metrics_lines(World(base, SETUPS["sync"]).run.metrics)] == []

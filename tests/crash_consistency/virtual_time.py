@@ -1,0 +1,268 @@
+"""Time and threads of an attempt: an event loop whose clock jumps, and threads that run one at a time.
+
+So a trial is deterministic and waits for nothing. A thread that an attempt starts runs when the thread that started it
+waits: in its event loop, or for a future. That one goes on when the other has ended, or hangs in storage. An event loop
+that waits for nothing, or for ever, ends with Hung.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import selectors
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.crash_consistency.interception import ROOM, Attempt, Hung, Killed
+
+MOST_TURNS = 15_000  # of an event loop in one attempt; an undisturbed one takes a few thousand
+REAL_THREAD, REAL_SLEEP, REAL_WAIT = threading.Thread, time.sleep, concurrent.futures.wait
+REAL_RESULT = concurrent.futures.Future.result
+LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
+
+
+class _Selector(selectors.SelectSelector):
+    """Has nothing to wait for: time passes at once."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__()
+        self._attempt, self._turns = attempt, 0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Let other threads run, or ``timeout`` seconds pass."""
+        self._turns += 1
+        if run_threads(self._attempt):
+            return []
+        if timeout is None:
+            raise _hung(self._attempt, "the event loop waits for what never comes")
+        if self._turns > MOST_TURNS:
+            self._attempt.waits = True
+            raise _hung(self._attempt, f"it waits still after {self._attempt.clock:.0f} s")
+        if timeout > 0:
+            self._attempt.clock += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time is the attempt's."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        super().__init__(_Selector(attempt))
+        self.set_exception_handler(lambda loop, context: None)
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._attempt.clock
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """In a thread that runs at once."""
+        future: asyncio.Future[Any] = self.create_future()
+
+        def run() -> None:
+            try:
+                self.call_soon_threadsafe(future.set_result, func(*args))
+            except BaseException as error:
+                self.call_soon_threadsafe(future.set_exception, error)
+
+        Thread(target=run).start()
+        return future
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """A virtual one where an attempt runs."""
+        attempt = getattr(ROOM, "attempt", None)
+        return super().new_event_loop() if attempt is None else VirtualLoop(attempt)
+
+
+class Thread(REAL_THREAD):
+    """One that runs while its starter waits: in the starter's own thread, unless storage may hang in it."""
+
+    def start(self) -> None:
+        """Be ready to run."""
+        self._attempt: Attempt | None = getattr(ROOM, "attempt", None)
+        if self._attempt is None:
+            super().start()
+            return
+        self._rests, self.hangs, self._is_real = threading.Event(), False, False
+        self._attempt.ready.append(self)
+
+    def run(self) -> None:
+        """As its starter's attempt."""
+        if self._attempt is None:
+            super().run()
+            return
+        before = getattr(ROOM, "thread", None)
+        ROOM.attempt, ROOM.thread = self._attempt, self
+        try:
+            super().run()
+        except (Killed, Exception):  # the starter sees it at its next operation, or has its own way to be told
+            pass
+        finally:
+            ROOM.thread = before
+            self._rests.set()
+
+    def proceed(self) -> None:
+        """Run to the end, or until it hangs."""
+        assert self._attempt is not None
+        self._attempt.ready.remove(self)
+        if not any(hook.may_hang for hook in self._attempt.hooks):
+            self.run()
+            return
+        self.daemon = self._is_real = True
+        self._attempt.workers.append(self)
+        super().start()
+        self._rests.wait(LONG_S)
+
+    def hang(self) -> None:
+        """Its starter need not wait for it."""
+        self.hangs = True
+        self._rests.set()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        if self._attempt is None:
+            return super().is_alive()
+        return self in self._attempt.ready or (self.hangs and super().is_alive())
+
+    def join(self, timeout: float | None = None) -> None:
+        """Let it run, or ``timeout`` seconds pass when it hangs."""
+        if self._attempt is None or self._attempt.is_dead:
+            if self._attempt is None or self._is_real:
+                super().join(timeout)
+            return
+        if self in self._attempt.ready:
+            self.proceed()
+        if self.hangs and timeout is None:
+            raise _hung(self._attempt, "it waits for a thread that hangs")
+        self._attempt.clock += (timeout or 0.0) if self.hangs else 0.0
+
+
+def run_threads(attempt: Attempt) -> bool:
+    """Let the threads run that the attempt has started; whether there were any."""
+    had_any = bool(attempt.ready)
+    while attempt.ready:
+        attempt.ready[0].proceed()
+    return had_any
+
+
+def end_threads(attempt: Attempt) -> None:
+    """The process has ended: threads that have not run never do, and those that hang end without an effect."""
+    assert attempt.is_dead
+    attempt.ready.clear()
+    for thread in attempt.workers:
+        thread.join(LONG_S)
+
+
+def _sleep(seconds: float) -> None:
+    attempt = getattr(ROOM, "attempt", None)
+    if attempt is None:
+        REAL_SLEEP(seconds)
+    else:
+        attempt.clock += seconds
+
+
+def _wait(futures: Any, timeout: float | None = None, **how: Any) -> Any:
+    """As concurrent.futures.wait."""
+    attempt = getattr(ROOM, "attempt", None)
+    if attempt is None:
+        return REAL_WAIT(futures, timeout, **how)
+    run_threads(attempt)
+    found = REAL_WAIT(futures, 0, **how)
+    if found.not_done and timeout is None:
+        raise _hung(attempt, "it waits for a thread that hangs")
+    attempt.clock += timeout if found.not_done and timeout else 0.0
+    return found
+
+
+def _hung(attempt: Attempt, why: str) -> Hung:
+    """The end of an attempt that would never end."""
+    attempt.is_dead, attempt.hung = True, attempt.hung or why
+    return Hung(why)
+
+
+def hang(attempt: Attempt, released: threading.Event) -> None:
+    """An operation that does not return. In the thread of an event loop that is the end of the attempt."""
+    thread = getattr(ROOM, "thread", None)
+    if thread is None:
+        frames = [frame for frame in traceback.extract_stack() if "/rlpost/" in frame.filename]
+        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1])
+        raise _hung(attempt, f"storage that does not answer blocks the event loop, in {where}")
+    thread.hang()
+    released.wait(LONG_S)
+    raise attempt.die()
+
+
+class InlineExecutor:
+    """A ThreadPoolExecutor whose work is done when it is handed over."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def __enter__(self) -> InlineExecutor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function: Callable[..., Any], *items: Any, **named: Any) -> Iterator[Any]:
+        """As map."""
+        return map(function, *items)
+
+    def submit(self, function: Callable[..., Any], *given: Any, **named: Any) -> concurrent.futures.Future[Any]:
+        """Done when it returns."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(function(*given, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, *given: Any, **named: Any) -> None:
+        """Nothing to end."""
+
+
+def _result(future: Any, timeout: float | None = None) -> Any:
+    """As Future.result of concurrent.futures."""
+    attempt = getattr(ROOM, "attempt", None)
+    if attempt is not None and not future.done():
+        run_threads(attempt)
+        if not future.done():
+            if timeout is None:
+                raise _hung(attempt, "it waits for a thread that hangs")
+            attempt.clock += timeout
+            raise TimeoutError
+    return REAL_RESULT(future, timeout)
+
+
+def _everywhere(stand_ins: dict[Any, Any]) -> Iterator[Any]:
+    """Patches of every module of the project that has one of these functions under any name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("rlpost.", "slurm.")):
+            for attribute, value in list(vars(module).items()):
+                if callable(value) and any(value is real for real in stand_ins):
+                    yield mock.patch.object(module, attribute, stand_ins[value])
+
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Event loops and threads of attempts are virtual within."""
+    before = asyncio.get_event_loop_policy()
+    stand_ins = {concurrent.futures.ThreadPoolExecutor: InlineExecutor, REAL_WAIT: _wait, REAL_SLEEP: _sleep}
+    with ExitStack() as undo:
+        undo.callback(asyncio.set_event_loop_policy, before)
+        asyncio.set_event_loop_policy(_Policy())
+        undo.enter_context(mock.patch.object(threading, "Thread", Thread))
+        undo.enter_context(mock.patch.object(time, "sleep", _sleep))
+        undo.enter_context(mock.patch.object(concurrent.futures.Future, "result", _result))
+        for patch in _everywhere(stand_ins):
+            undo.enter_context(patch)
+        yield
