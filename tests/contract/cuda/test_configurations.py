@@ -124,6 +124,6 @@ def test_single_settings_reach_megatron(observe):
 def test_what_is_slower_without_transformer_engine_is_said_once_with_its_cost(observe):
     """By the first rank, where nothing was asked for; and not at all where it is there."""
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
-    assert [line for line in said if "moe_grouped_gemm" in line and "several times slower" in line] == said[:1]
+    assert [line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line] == said[:1]
     assert [line for line in said if "waits for the GPU" in line] == said[1:]
     assert observe("transformer_engine")["settings"]["experts, no word of kernels"]["warnings"] == []
