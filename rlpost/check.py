@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,15 @@ from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
 from rlpost.config.checks.algorithm import algorithm_problems
-from rlpost.config.checks.arithmetic import (
-    batch_problems,
-    debug_problems,
-    eval_problems,
-    layout_problems,
-    model_problems,
-    rollout_problems,
-)
+from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
+from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.missing import image_problems, is_there, missing_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
 from rlpost.config.checks.sync import sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
@@ -40,6 +36,7 @@ from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_origins
 from rlpost.data.settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError, WeightError
@@ -53,16 +50,39 @@ from rlpost.weights.files import file_problems
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
 
 
-def check(config: Config, *, run: Path | None = None, mounted: Sequence[str] = ()) -> None:
-    """Raise ConfigError with one line for each problem, or return.
+def check(
+    config: Config,
+    *,
+    run: Path | None = None,
+    mounted: Sequence[str] = (),
+    recipe: str | None = None,
+    origins: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ConfigError with one line for each problem, root causes first, or return.
 
     Args:
         run: the folder of the run, None for one that is still to be made.
         mounted: folders that its container has beyond that one and ``container_mounts``.
+        recipe: what the command line calls the recipe, for remedies that are commands.
+        origins: where each ``group.key`` that was given comes from; messages then say so.
     """
-    if unset := variable_problems(config):
-        raise ConfigError("\n".join(unset))
-    problems = [
+    unset, no_image = variable_problems(config), image_problems(config)
+    problems = [*unset, *no_image, *_settings_problems(config)]
+    if not unset:  # else no path is known
+        problems += _file_problems(config, run, recipe)
+        always = (*mounted, *(() if run is None else (str(run.absolute()),)))
+        problems += [] if no_image else container_problems(config, always)
+    problems += _option_problems(config)
+    if option_names() is not None and config.cluster.container == "none":
+        problems += _package_problems(config)
+    if problems:
+        told = dict.fromkeys(problems)
+        raise ConfigError("\n".join(told if origins is None else (with_origins(one, config, origins) for one in told)))
+
+
+def _settings_problems(config: Config) -> list[str]:
+    """What the settings alone tell: the layout first, for sizes of a batch follow from it."""
+    return [
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
@@ -74,20 +94,22 @@ def check(config: Config, *, run: Path | None = None, mounted: Sequence[str] = (
         *debug_problems(config),
         *sync_problems(config),
         *observe_problems(config),
+        *_collect(lambda: check_reward(config.rollout)),
+        *environment_problems(config),
+        *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
+    ]
+
+
+def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list[str]:
+    """What the files say that the settings name. What is missing is told once, and nothing that follows from it."""
+    return [
+        *missing_problems(config, recipe),
         *_model_folder_problems(config),
         *_reference_problems(config),
         *_save_problems(config),
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
-        *_collect(lambda: check_reward(config.rollout)),
-        *container_problems(config, (*mounted, *(() if run is None else (str(run.absolute()),)))),
-        *environment_problems(config),
-        *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
-        *_option_problems(config),
-        *(_package_problems(config) if option_names() is not None and config.cluster.container == "none" else ()),
     ]
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def notes(config: Config) -> list[str]:
@@ -157,12 +179,12 @@ def _server_arg_problems(config: Config) -> list[str]:
 
 def _package_problems(config: Config) -> list[str]:
     wanted = [
-        (config.wandb.is_on, "wandb.use_wandb = true (--use-wandb)", "wandb"),
-        (config.observe.use_tensorboard, "observe.use_tensorboard = true (--use-tensorboard)", "tensorboard"),
-        (config.observe.use_prometheus, "observe.use_prometheus = true (--use-prometheus)", "prometheus-client"),
+        (config.wandb.is_on, "--use-wandb", "wandb"),
+        (config.observe.use_tensorboard, "--use-tensorboard", "tensorboard"),
+        (config.observe.use_prometheus, "--use-prometheus", "prometheus-client"),
     ]
     return [
-        f"{setting}: the package {package} is not installed; pip install {package}"
+        f"{setting} true: the package {package} is not installed; pip install {package}, or use {setting} false"
         for is_on, setting, package in wanted
         if is_on and importlib.util.find_spec(package.replace("-", "_")) is None
     ] + _transformer_engine_problems(config)
@@ -199,23 +221,22 @@ def _collect(probe: Any) -> list[str]:
 
 def _model_folder_problems(config: Config) -> list[str]:
     folder = config.checkpoint.hf_checkpoint
-    key = "checkpoint.hf_checkpoint (--hf-checkpoint)"
     if not folder:
-        return [f"{key} is not set: give the Hugging Face folder of the model to train"]
-    path = Path(folder)
+        return ["--hf-checkpoint is not given; give the Hugging Face folder of the model to train"]
+    path, key = Path(folder), f"--hf-checkpoint {folder}"
     if not os.path.isdir(path):  # False also where one may not look
-        return [f"{key} = {folder}: no such folder, or you may not look into the one that holds it"]
+        return []  # ``missing_problems`` tells
     problems = []
     try:
         problems += model_problems(config, json.loads((path / "config.json").read_text()))
-        problems += _collect(lambda: read_description(path, config.model.model_dump()))
+        problems += _of_file("--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump())))
     except FileNotFoundError:
-        problems.append(f"{key} = {folder}: has no config.json; is it a Hugging Face model folder?")
+        problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
     except json.JSONDecodeError as error:
-        problems.append(f"{key} = {folder}: config.json is not valid JSON: {error}")
+        problems.append(f"{key}: config.json is not valid JSON ({error}); fetch the model again")
     except OSError as error:
-        problems.append(f"{key} = {folder}: config.json cannot be read: {error.strerror}")
-    problems += [f"{key} = {problem}" for problem in file_problems(path)]
+        problems.append(f"{key}: config.json cannot be read: {error.strerror}; ask its owner for chmod a+r")
+    problems += [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
     return problems + _collect(lambda: check_tokenizer_folder(path))
 
 
@@ -223,9 +244,10 @@ def _reference_problems(config: Config) -> list[str]:
     folder = config.checkpoint.ref_load
     if folder is None or find_checkpoint(folder) is not None or any(Path(folder).glob("*.safetensors")):
         return []
+    what = "holds neither a torch_dist checkpoint nor *.safetensors" if os.path.isdir(folder) else "no such folder"
     return [
-        f"checkpoint.ref_load (--ref-load) = {folder}: holds neither a torch_dist checkpoint (make one with "
-        "tools/convert_hf_to_torch_dist.py) nor *.safetensors"
+        f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none: then "
+        "the weights of --hf-checkpoint are the reference"
     ]
 
 
@@ -234,24 +256,26 @@ def _save_problems(config: Config) -> list[str]:
     folder = config.checkpoint.save
     if folder is None:
         return []
-    key = f"checkpoint.save (--save) = {folder}"
     try:
         theirs = foreign(Path(folder))
     except RlpostError as error:
-        return [f"{key}: {error}"]
+        return [f"--save {folder}: {error}; give another folder"]
     if not theirs:
         return []
     return [
-        f"{key}: {theirs[0].name} in it is a checkpoint that no run of this program saved, and the name of one that "
-        "this run may save; give another folder (another trainer's weights go into --ref-load)"
+        f"--save {folder}: {theirs[0].name} in it is a checkpoint that no run of this program saved, under a name that "
+        "this run may save; use another folder, or --save none for RUN/checkpoints (another trainer's weights go into "
+        "--ref-load)"
     ]
 
 
 def _prompt_problems(config: Config) -> list[str]:
     rollout = config.rollout
     if not rollout.prompt_data:
-        return ["rollout.prompt_data (--prompt-data) is not set: give a JSONL file of prompts"]
-    problems = _collect(lambda: check_prompts(rollout.prompt_data, rollout))
+        return ["--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"]
+    problems = []
+    if is_there(rollout.prompt_data):
+        problems += _of_file("--prompt-data", _collect(lambda: check_prompts(rollout.prompt_data, rollout)))
     try:
         sets = eval_sets(config.eval)
     except ConfigError:  # told by another check
@@ -259,6 +283,14 @@ def _prompt_problems(config: Config) -> list[str]:
     for one in sets:
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         settings = rollout.model_copy(update=own)
-        problems += _collect(lambda one=one, settings=settings: check_prompts([one.path], settings))
-        problems += _collect(lambda settings=settings: check_reward(settings)) if own.keys() & REWARD_KEYS else []
+        if is_there([one.path]):
+            found = _collect(lambda one=one, settings=settings: check_prompts([one.path], settings))
+            problems += _of_file(f"--eval-prompt-data {one.name}", found)
+        if own.keys() & REWARD_KEYS:
+            problems += [f"{one.name}: {line}" for line in _collect(lambda settings=settings: check_reward(settings))]
     return problems
+
+
+def _of_file(setting: str, lines: Iterable[str]) -> list[str]:
+    """Messages about a file, which begin with its path, under the flag that names it."""
+    return [line if line.startswith("--") else f"{setting}: {line}" for line in lines]

@@ -71,7 +71,7 @@ def export_problems(settings: CheckpointConfig, run: Path | None) -> list[str]:
         problem = refusal(Path(template), identity, kept_folders(settings, run))
     except OSError as error:
         problem = f"it cannot be looked into: {error}"
-    return [] if problem is None else [f"checkpoint.save_hf (--save-hf) = {template}: {problem}"]
+    return [] if problem is None else [f"--save-hf {template}: {problem}"]
 
 
 def refusal(target: Path, identity: str | None, kept: Mapping[str, Path]) -> str | None:

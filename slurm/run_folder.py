@@ -134,7 +134,7 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
         raise RunFolderError(f"{folder.run_json} is not JSON ({error}); choose another --run-folder") from error
     new = json.loads(run_json)
     if there != new:
-        changed = ", ".join(_differences(there, new)[:5])
+        changed = ", ".join(_differences(there, new)[:5])  # as flags: the last part of a key is the flag
         raise RunFolderError(
             f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
             "--run-folder, or --resume to go on with that run under the new settings"
@@ -143,7 +143,8 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
 
 def _differences(there: Any, new: Any, key: str = "") -> list[str]:
     if not (isinstance(there, dict) and isinstance(new, dict)):
-        return [] if there == new else [f"{key or 'run.json'}: {there!r} there, {new!r} now"]
+        name = "--" + key.rpartition(".")[2].replace("_", "-") if key else "run.json"
+        return [] if there == new else [f"{name}: {there!r} there, {new!r} now"]
     keys = sorted(set(there) | set(new))
     found = (_differences(there.get(k), new.get(k), f"{key}.{k}" if key else k) for k in keys)
     return [line for lines in found for line in lines]

@@ -153,8 +153,8 @@ class JobSpec:
                 raise SpecError(f"{name}: {value!r}; give a whole number from {low}" + (f" to {high}" if high else ""))
         if self.time_limit_s <= self.signal_lead_s:
             raise SpecError(
-                f"time: {self.time!r} is not longer than signal_lead_s={self.signal_lead_s}; the warning would come "
-                "before the job begins: give more time or a shorter lead"
+                f"time: {self.time!r} is not longer than --signal-lead-s {self.signal_lead_s}, so the warning would "
+                "come before the job begins; use more time or a shorter lead"
             )
 
     def _check_paths(self) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlpost.config.wording import value_text
 from rlpost.weights.family import Family, HfConfig
 
 OVERRIDABLE = {
@@ -96,7 +97,7 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     """One line for each value of [model] that config.json contradicts and that is not allowed to win."""
     allowed = tuple(given.get("override_hf_config", ()))
     found = [
-        f"model.override_hf_config = {name}: cannot be overridden, the weights are made for it; only "
+        f"--override-hf-config {name}: cannot be overridden, the weights are made for it; only "
         f"{', '.join(OVERRIDABLE)} can"
         for name in allowed
         if name not in OVERRIDABLE
@@ -106,12 +107,11 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     for name, value in compared.items():
         if name in allowed or _equal(value, said.get(name)):
             continue
-        there = f"says {said[name]!r}" if said.get(name) is not None else "has no such thing"
+        there = f"says {value_text(said[name])}" if said.get(name) is not None else "has no such thing"
         way_out = f", or let it win with --override-hf-config {name}" if name in OVERRIDABLE else ""
         flag = "--" + name.replace("_", "-")
-        found.append(
-            f"model.{name} ({flag}) = {value!r}, but the checkpoint's config.json {there}; correct it{way_out}"
-        )
+        correct = f"{flag} none" if said.get(name) is None else f"{flag} {value_text(said[name])}"
+        found.append(f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{way_out}")
     return found
 
 

@@ -79,12 +79,12 @@ def _packages_missing(settings: ActorSettings) -> list[str]:
     problems = []
     if settings.model_args.get("moe_token_dispatcher_type") == "flex" and not _is_installed("deep_ep"):
         problems.append(
-            "model.moe_token_dispatcher_type (--moe-token-dispatcher-type) = flex: DeepEP (the package deep_ep) is not "
+            "--moe-token-dispatcher-type flex: DeepEP (the package deep_ep) is not "
             "installed on this node; install it or choose alltoall"
         )
     if settings.megatron.get("gradient_accumulation_fusion") and not _is_installed(APEX_KERNEL):
         problems.append(
-            "megatron.gradient_accumulation_fusion (--gradient-accumulation-fusion) = true: the output layer adds "
+            "--gradient-accumulation-fusion true: the output layer adds "
             f"gradients with a kernel of Apex ({APEX_KERNEL}), which is not installed on this node; install Apex with "
             "--cpp_ext and --cuda_ext or leave the option out"
         )
@@ -97,7 +97,7 @@ def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> l
     if not (settings.megatron.get("apply_rope_fusion") and description.fields.get("rotary_interleaved")):
         return []
     return [
-        "megatron.apply_rope_fusion (--apply-rope-fusion) = true: the kernel rotates the halves of a head with each "
+        "--apply-rope-fusion true: the kernel rotates the halves of a head with each "
         "other, this model's neighbours, so its logits would be wrong; leave the option out"
     ]
 

@@ -41,7 +41,7 @@ def chosen_implementation(given: str | None) -> str:
     """
     if given == TRANSFORMER_ENGINE and not has_transformer_engine():
         raise ConfigError(
-            "perf.transformer_impl (--transformer-impl) = transformer_engine: it is not installed on this node or "
+            "--transformer-impl transformer_engine: it is not installed on this node or "
             "there is no CUDA; install it or leave the setting out"
         )
     return given or (TRANSFORMER_ENGINE if has_transformer_engine() else LOCAL)

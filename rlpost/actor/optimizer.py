@@ -65,7 +65,7 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
     is_hybrid = bool(placement)
     if is_hybrid and dtype != torch.bfloat16:
         raise ConfigError(  # of float32 weights it gets views of leaves (distrib_optimizer.py of 0.16.1), not leaves
-            "optimizer.optimizer_cpu_offload (--optimizer-cpu-offload) = true needs weights in bfloat16: Megatron's "
+            "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
             "HybridDeviceOptimizer takes no float32; give --bf16 true, or leave --optimizer-cpu-offload out"
         )
     made = configured(OptimizerConfig, settings.megatron)(

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.check import check, notes
-from rlpost.cli.job import as_the_job_would, job_spec
+from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.settings import parser, settings
+from rlpost.config.checks.missing import image_problems
+from rlpost.config.load import Loaded
 from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_origins
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.units import count_text, size_text
@@ -34,21 +37,45 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--json", action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
     require_model(options.recipe, loaded.config)
-    problems = []
-    for look in (_as_in_a_job, job_spec):
-        try:
-            look(loaded.config)
-        except (ConfigError, SpecError) as error:
-            problems += str(error).splitlines()
+    problems = check_problems(loaded, options.recipe)
     if options.json:
         return _print_object(loaded.config, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
-    print("\n".join(f"{name:<{_INDENT}}{text}" for name, text in lines))
+    width = max(_INDENT, *(len(name) + 2 for name, _ in lines))
+    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
     return 0
+
+
+def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
+    """One line for each problem of the settings, and of the job that they ask of Slurm.
+
+    The container is that of a job from here; $RLPOST_HOME is what a batch file of jobs/ mounts.
+    """
+    problems: list[str] = []
+    home = os.environ.get("RLPOST_HOME")
+    mounted = (home,) if home else ()
+    seen = loaded.config
+    if not image_problems(seen):
+        try:
+            seen = as_the_job_would(seen)[0]
+        except ConfigError as error:
+            problems += str(error).splitlines()
+            seen = with_container(seen, "none")  # what a container lacks would follow from that
+    try:
+        check(seen, mounted=mounted, recipe=recipe, origins=loaded.origins)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if image_problems(loaded.config):  # told already, and a job without its image says the same
+        return problems
+    try:
+        job_spec(loaded.config)
+    except (ConfigError, SpecError) as error:
+        problems += (with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines())
+    return problems
 
 
 def _print_object(config: Config, problems: list[str]) -> int:
@@ -58,12 +85,6 @@ def _print_object(config: Config, problems: list[str]) -> int:
         content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0
-
-
-def _as_in_a_job(config: Config) -> None:
-    """All checks with the container of a job from here; $RLPOST_HOME is what a batch file of jobs/ mounts."""
-    home = os.environ.get("RLPOST_HOME")
-    check(as_the_job_would(config)[0], mounted=(home,) if home else ())
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.arguments import Parser
 from rlpost.cli.runs import add_runs_dir, find_run
 from rlpost.errors import ConfigError
 from rlpost.report.compare import compare_page, comparison
@@ -16,7 +16,7 @@ from slurm.run_folder import write_atomic
 
 def main(arguments: Sequence[str]) -> int:
     """``rlpost compare RUN RUN [RUN ...] [--out FILE | --json]``."""
-    made = argparse.ArgumentParser(prog="rlpost compare", description="Several runs over each other, as a page.")
+    made = Parser(prog="rlpost compare", description="Several runs over each other, as a page.")
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder, name or job id, two or more")
     add_runs_dir(made)
     output = made.add_mutually_exclusive_group()

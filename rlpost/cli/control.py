@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from rlpost.arguments import Parser
 from rlpost.cli.runs import (
     LOCAL,
     add_run_options,
@@ -24,7 +24,7 @@ from slurm.run_folder import RunFolder
 
 def cancel_main(arguments: Sequence[str]) -> int:
     """End a run for good: a job that was cancelled is never requeued. Its folder stays."""
-    made = argparse.ArgumentParser(prog="rlpost cancel", description="End a run; it does not come back.")
+    made = Parser(prog="rlpost cancel", description="End a run; it does not come back.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
@@ -58,14 +58,14 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
 
 def requeue_main(arguments: Sequence[str]) -> int:
     """Ask a run to commit a checkpoint, requeue itself and go on from there, as at a preemption."""
-    made = argparse.ArgumentParser(prog="rlpost requeue", description="Save, requeue and go on, as at a preemption.")
+    made = Parser(prog="rlpost requeue", description="Save, requeue and go on, as at a preemption.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     otherwise = "nobody would start it again: use rlpost cancel, then submit --resume"
     job_id = running_job(run, what_for=otherwise).job_id
     if settings_of(run).get("cluster", {}).get("requeue") == "never":
-        raise ConfigError(f"{run.root.name}: cluster.requeue = 'never', so {otherwise}")
+        raise ConfigError(f"{run.root.name}: --requeue never, so {otherwise}")
     ask_to_requeue(job_id)
     print(f"asked {run.root.name} (job {job_id}) to save and go on; see rlpost logs -f {run.root.name}")
     return 0

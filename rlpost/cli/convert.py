@@ -86,7 +86,7 @@ def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
 
     def target(namespace: argparse.Namespace, config: Config) -> str:
         if config.checkpoint.save is None:
-            raise ConfigError("checkpoint.save (--save) is not set: give the folder to write")
+            raise ConfigError("--save is not given; give the folder to write")
         return _unused("--save", config.checkpoint.save)
 
     def convert(namespace: argparse.Namespace, config: Config, converter: Any, target: str) -> None:

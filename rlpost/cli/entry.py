@@ -15,6 +15,8 @@ from slurm.errors import SlurmError
 
 EXIT_REFUSED = 1  # Slurm, or the state of the run, does not allow it
 EXIT_BAD_INPUT = 2
+MOST_LINES = 12
+"""Of one refusal: each takes two or three lines of a terminal, and together they should fit on it."""
 EXIT_NOBODY_READS = 128 + signal.SIGPIPE  # as programs end that do not look at it
 
 
@@ -26,8 +28,11 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         sys.stdout.flush()
         return code
     except (ConfigError, DataError) as error:
-        for line in str(error).splitlines():
+        lines = str(error).splitlines()
+        for line in lines[:MOST_LINES]:
             print(f"error: {line}", file=sys.stderr)
+        if len(lines) > MOST_LINES:
+            print(f"error: and {len(lines) - MOST_LINES} more; they are told when these are mended", file=sys.stderr)
         return EXIT_BAD_INPUT
     except SlurmError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     options, loaded = command_line.settings(made, arguments)
     assets = wanted(loaded.config)
     if not assets:
-        raise ConfigError("assets.hub_models and assets.hub_datasets name nothing: there is nothing to fetch")
+        raise ConfigError(
+            "nothing to fetch: the recipe names no repositories; name them with --hub-models or --hub-datasets"
+        )
     root = assets_folder(loaded.config.cluster.assets_dir)
     token = None if options.token_file is None else token_of(options.token_file)
     try:
@@ -96,7 +98,9 @@ def assets_folder(given: str | None) -> Path:
     """The folder of assets. Raises ConfigError when nobody names it."""
     named = given or os.environ.get(ASSETS)
     if not named:
-        raise ConfigError(f"where to? set cluster.assets_dir (--assets-dir, or in your profile), or export {ASSETS}")
+        raise ConfigError(
+            f"where to? give --assets-dir FOLDER (also in the profile of your cluster), or export {ASSETS}=FOLDER"
+        )
     return Path(named).absolute()
 
 

@@ -63,7 +63,7 @@ def words_of_recipes(words: Sequence[str]) -> list[str]:
 
 
 def _needs_of(config: Config) -> list[str]:
-    reasons = [need.flag for need in needs_transformer_engine(config) if need.is_required]
+    reasons = [need.setting for need in needs_transformer_engine(config) if need.is_required]
     return [f"--te-for={','.join(reasons)}"] if reasons else []
 
 

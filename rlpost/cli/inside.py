@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlpost.arguments import Parser
 from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
@@ -33,7 +34,7 @@ _DASHBOARD = re.compile(
 
 def attach_main(arguments: Sequence[str]) -> int:
     """A shell on a node of a run, the head unless named."""
-    made = argparse.ArgumentParser(prog="rlpost attach", description="A shell on a node of a running run.")
+    made = Parser(prog="rlpost attach", description="A shell on a node of a running run.")
     made.add_argument("node", nargs="?", metavar="NODE", help="host name; the head if not given")
     add_run_options(made, positional=False)
     options = made.parse_args(arguments)
@@ -46,7 +47,7 @@ def attach_main(arguments: Sequence[str]) -> int:
 
 def exec_main(arguments: Sequence[str]) -> int:
     """A command once on every node of a run, each line with the node's number before it; or on one node."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="rlpost exec",
         usage="rlpost exec [--run RUN] [--node HOST] [--] COMMAND...",
         description="Run a command on every node of a running run, beside what it does.",
@@ -67,7 +68,7 @@ def exec_main(arguments: Sequence[str]) -> int:
 
 def tunnel_main(arguments: Sequence[str]) -> int:
     """Print where Ray's dashboard is: the ssh command through the login node, or the address on this machine."""
-    made = argparse.ArgumentParser(prog="rlpost tunnel", description="The way to Ray's dashboard.")
+    made = Parser(prog="rlpost tunnel", description="The way to Ray's dashboard.")
     add_run_options(made)
     made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
     made.add_argument(

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
+from rlpost.config.wording import as_flag
 from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.container_choice import choose
@@ -27,13 +28,20 @@ def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
 
     Raises:
         ConfigError: a key is among the variables, which stand in the batch script.
-        SpecError: a value cannot go into a batch script.
+        SpecError: a value cannot go into a batch script; named by its flag.
     """
+    try:
+        return _job_spec(config, driver_args)
+    except SpecError as error:
+        raise SpecError(as_flag(str(error))) from error
+
+
+def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     cluster = config.cluster
     if keys := [name for name in KEYS if name in cluster.environment]:
         raise ConfigError(
-            f"cluster.environment (--environment) has {', '.join(keys)}, which would stand in the batch script; export "
-            "it where rlpost submit is called instead: then it goes into RUN/secrets.env alone"
+            f"--environment {keys[0]}=...: a key would stand in the batch script; export {', '.join(keys)} where "
+            "rlpost submit is called instead: then it goes into RUN/secrets.env alone"
         )
     agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
     agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]

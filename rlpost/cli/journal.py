@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.arguments import Parser
 from rlpost.checkpoint.commit import newest_committed
 from rlpost.checkpoint.state import RunState
 from rlpost.cli.runs import add_run_options, find_run, settings_of
@@ -32,7 +32,7 @@ COLUMNS = (
 
 def main(arguments: Sequence[str]) -> int:
     """``rlpost journal [RUN] [--records]``."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="rlpost journal", description="The journal of a run: what followed on its checkpoints, and its damage."
     )
     add_run_options(made)

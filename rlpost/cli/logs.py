@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlpost.arguments import Parser
 from rlpost.cli.follow import follow
 from rlpost.cli.log_lines import LEVELS, Wanted, merged, prefixed
 from rlpost.cli.runs import add_run_options, current_job, find_run
@@ -16,7 +17,7 @@ from slurm.run_folder import RunFolder
 
 def main(arguments: Sequence[str]) -> int:
     """Print logs; with -f, go on until the run is over and leave with its result."""
-    made = argparse.ArgumentParser(prog="rlpost logs", description="The logs of a run.")
+    made = Parser(prog="rlpost logs", description="The logs of a run.")
     add_run_options(made)
     made.add_argument("-f", "--follow", action="store_true", help="go on, over all attempts, until the run is over")
     made.add_argument("--node", metavar="HOST", help="the log of that node's agent instead of the driver's")

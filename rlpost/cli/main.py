@@ -79,7 +79,9 @@ def _verb(arguments: Sequence[str]) -> int:
         print("\nA run is named by its folder, its name or its job id; the newest is meant when none is named.")
         return 0
     verb, *rest = arguments
+    if verb.endswith(".toml"):
+        raise ConfigError(f"{verb}: a verb comes before the recipe; use rlpost check {verb} or rlpost submit {verb}")
     if verb not in known:
-        raise ConfigError(f"{verb}: no such verb{suggestion(verb, known)}; there are {', '.join(known)}")
+        raise ConfigError(f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}")
     module, _, function = VERBS[verb][0].partition(":")
     return getattr(importlib.import_module(module), function)(rest)

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.settings import parser, settings
-from rlpost.config.checks.arithmetic import layout_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
@@ -173,7 +173,9 @@ def on_gpus(config: Config, gpus: int) -> Config:
     """The recipe with so many GPUs that train. Raises ConfigError when they are no whole nodes."""
     a_node = min(gpus, config.cluster.num_gpus_per_node)
     if gpus < 1 or gpus % a_node:
-        raise ConfigError(f"--gpus {gpus}: no multiple of cluster.num_gpus_per_node = {a_node}; give whole nodes")
+        size = config.cluster.num_gpus_per_node
+        lower = max(1, gpus // size) * size
+        raise ConfigError(f"--gpus {gpus} is no multiple of --num-gpus-per-node {size}; use {lower} or {lower + size}")
     update = {"actor_num_nodes": gpus // a_node, "actor_num_gpus_per_node": a_node, "nodes": None}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from rlpost.arguments import Parser
 from rlpost.cli.follow import summary
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.cli.standing import statuses
@@ -21,7 +21,7 @@ from slurm.run_folder import RunFolder, write_atomic
 
 def main(arguments: Sequence[str]) -> int:
     """Write RUN/report/report.html, report.txt and, where there is matplotlib, reward.png; print the text."""
-    made = argparse.ArgumentParser(prog="rlpost report", description="A run as a page and as text.")
+    made = Parser(prog="rlpost report", description="A run as a page and as text.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)

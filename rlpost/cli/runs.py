@@ -84,7 +84,10 @@ def newest_job(run: RunFolder) -> str | None:
 def current_job(run: RunFolder) -> str:
     """The same; raises ConfigError when there never was one."""
     if (job_id := newest_job(run)) is None:
-        raise ConfigError(f"{run.root}: its ledger names no job; it was made, but never submitted")
+        raise ConfigError(
+            f"{run.root}: its ledger names no job, so it was never submitted; use rlpost submit RECIPE "
+            f"--resume --run-folder {run.root}"
+        )
     return job_id
 
 

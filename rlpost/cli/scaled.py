@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.actor.architecture import architecture
-from rlpost.config.load import FLAG as COMMAND_LINE
 from rlpost.config.load import Loaded
 from rlpost.config.scale_down import FOLDER, RANKS, Change, scale_down
 from rlpost.config.tree import Config
+from rlpost.config.wording import COMMAND_LINE
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import weight_bytes
 from rlpost.weights.families import family

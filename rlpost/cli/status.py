@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from rlpost.arguments import Parser
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
 from rlpost.cli.standing import STATE_COLOURS, Status, ago, headline, statuses
 from rlpost.metrics.progress import duration
@@ -74,7 +74,7 @@ def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
 
 def status_main(arguments: Sequence[str]) -> int:
     """``rlpost status [RUN] [--json | --watch]``."""
-    made = argparse.ArgumentParser(prog="rlpost status", description="Where a run stands.")
+    made = Parser(prog="rlpost status", description="Where a run stands.")
     add_run_options(made)
     how = made.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="for machines")
@@ -91,7 +91,7 @@ def status_main(arguments: Sequence[str]) -> int:
 
 def list_main(arguments: Sequence[str]) -> int:
     """``rlpost list [--json] [--num N]``."""
-    made = argparse.ArgumentParser(prog="rlpost list", description="The runs of a folder, the newest first.")
+    made = Parser(prog="rlpost list", description="The runs of a folder, the newest first.")
     add_runs_dir(made)
     made.add_argument("--num", type=int, default=20, metavar="N", help="how many at most (default: 20)")
     made.add_argument("--json", action="store_true", help="for machines")

@@ -22,9 +22,12 @@ from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.cli.settings import parser, settings
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
+from rlpost.config.wording import spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
 from slurm.environment import for_script
@@ -52,14 +55,17 @@ def submit_main(arguments: Sequence[str]) -> int:
     options, loaded = settings(made, arguments)
     config = loaded.config
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/tiny.toml")
+        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny")
+    given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
+    local = given is not None or not is_available()
+    if local and not (options.dry_run or options.test_only):
+        _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} asks for no Slurm")
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
-    local = options.local or options.debug or not is_available()
     if local and not options.dry_run:
         config = _without_slurm(config)
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
-    check(seen, run=root)
+    check(seen, run=root, recipe=options.recipe, origins=loaded.origins)
     if why:
         print(f"note: container {why}", file=sys.stderr)
     for note in notes(config):
@@ -73,8 +79,6 @@ def submit_main(arguments: Sequence[str]) -> int:
         if options.test_only:
             print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
             return 0
-        if local and config.num_nodes > 1:
-            raise ConfigError(f"cluster.nodes = {config.num_nodes}: without Slurm there is only this machine; use 1")
         _check_wandb_key(config, RunFolder(root))
         if options.resume:
             _check_it_has_ended(RunFolder(root.absolute()))
@@ -92,15 +96,29 @@ def submit_main(arguments: Sequence[str]) -> int:
     return follow(run, job_id, started_it=local) if wait else 0
 
 
-def _without_slurm(config: Config) -> Config:
-    """The settings of a run on this machine, where ``auto`` is no container. Raises ConfigError."""
-    backend = config.cluster.container
-    if backend not in ("none", "auto"):
-        raise ConfigError(
-            f"cluster.container (--container) = {backend!r}: a run without Slurm (none found, or --local) has no "
-            "container; use --container none"
+def _check_local(config: Config, why: str) -> None:
+    """Raises ConfigError for what a run on this machine cannot have, before anything is made."""
+    problems = []
+    if config.num_nodes > 1:
+        one_node = with_values(config, nodes=1, actor_num_nodes=None)
+        fits = not layout_problems(one_node) and not batch_problems(one_node)
+        one = "--nodes 1" + (" --actor-num-nodes 1" if config.cluster.actor_num_nodes else "")
+        problems.append(
+            f"--nodes {config.num_nodes}: {why}, so the run has this machine alone; use {one + ', or ' if fits else ''}"
+            "--scale-down without a number of nodes for the recipe in small, or submit where there is Slurm"
         )
-    return with_container(config, "none")
+    if config.cluster.container not in ("none", "auto"):
+        problems.append(
+            f"{spelled(config, 'container')}: {why}, so the run is in no container; use --container none, or submit "
+            "where there is Slurm"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _without_slurm(config: Config) -> Config:
+    """The settings of a run on this machine, where ``auto`` is no container."""
+    return with_container(config, "none") if config.cluster.container == "auto" else config
 
 
 def _check_it_has_ended(run: RunFolder) -> None:
@@ -113,7 +131,7 @@ def _check_it_has_ended(run: RunFolder) -> None:
         state = queue([job_id])[job_id].state
     if state in (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED):
         raise ConfigError(
-            f"--resume: job {job_id} of {run.root.name} is {state} and goes on by itself; for other settings "
+            f"--resume: job {job_id} of {run.root.name} is {state} and comes back by itself; to change its settings, "
             f"rlpost cancel {run.root.name} first"
         )
 
@@ -121,15 +139,15 @@ def _check_it_has_ended(run: RunFolder) -> None:
 def _check_wandb_key(config: Config, run: RunFolder) -> None:
     if config.wandb.is_on and config.wandb.wandb_mode == "online" and not has_wandb_key(run, os.environ):
         raise ConfigError(
-            "wandb.use_wandb = true (--use-wandb): no key for Weights & Biases; give --wandb-key, set WANDB_API_KEY, "
-            "or use --wandb-mode offline"
+            "--use-wandb true: no key for Weights & Biases; give --wandb-key, export WANDB_API_KEY, or use "
+            "--wandb-mode offline"
         )
 
 
 def _tested(spec: JobSpec) -> str:
     """What Slurm says about a job that it is not given."""
     if not is_available():
-        raise ConfigError("--test-only asks Slurm, and there is none here")
+        raise ConfigError("--test-only: asks Slurm, and there is none on this machine; use --dry-run to see the script")
     text = render_sbatch(spec)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(text)

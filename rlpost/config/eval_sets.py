@@ -121,7 +121,7 @@ def _read(file: Path) -> dict[str, Any]:
     except ImportError:
         raise ConfigError(f"{file}: reading YAML needs pyyaml; install it or write the file as TOML") from None
     except OSError as error:
-        raise ConfigError(f"eval.eval_config = {file}: {error.strerror}; is the path right?") from None
+        raise ConfigError(f"{file}: {error.strerror}; give the path of a TOML or YAML file") from None
     except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     except yaml.YAMLError as error:

@@ -14,11 +14,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from rlpost.arguments import Parser, alike
 from rlpost.config import pass_through
+from rlpost.config.abbreviations import meant
 from rlpost.config.groups.base import Group
 from rlpost.config.megatron_options import option_names
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError, suggestion
+from rlpost.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
 
@@ -39,7 +41,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     The recipe is the first word, before any flag: behind a flag of many values it could not be told from them.
     """
     usage = f"{prog} [RECIPE.toml] [--flag value ...]"
-    made = argparse.ArgumentParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    made = Parser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     made.set_defaults(recipe=None)
     for name, group in groups().items():
         section = made.add_argument_group(f"[{name}]", (group.__doc__ or "").strip().splitlines()[0])
@@ -66,7 +68,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     words, values = pass_through.split(words, known)
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], made._option_string_actions))
+        raise ConfigError(_unknown_word(unknown[0], words, made._option_string_actions))
     namespace.recipe = recipe
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
@@ -76,15 +78,20 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argp
     return namespace, values
 
 
-def _unknown_word(word: str, known: Mapping[str, argparse.Action]) -> str:
+def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.Action]) -> str:
+    if word.endswith(".toml"):
+        return f"{word}: a recipe is the first word, before any flag"
     if not word.startswith("-"):
-        return f"{word}: belongs to no flag; a recipe is the first word, before any flag"
+        before = [one for one in words[: words.index(word)] if one.startswith("-")]
+        return f"{word}: one word too many" + (f" behind {before[-1]}, which takes one value" if before else "")
     name = word.partition("=")[0]
+    if line := meant(name):
+        return line
     switch = name.replace("--no-", "--", 1)
     if switch in known and known[switch].metavar == "BOOL":
         return f"{name}: unknown setting; to turn it off write '{switch} false'"
     megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
-    return f"{name}: unknown setting{suggestion(name, [*known, *megatron])}; --help lists every setting"
+    return f"{name}: unknown setting{alike(name, [*known, *megatron]) or '; --help lists every setting'}"
 
 
 def _shape(field: FieldInfo) -> dict[str, Any]:

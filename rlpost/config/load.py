@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlpost.config import pass_through
-from rlpost.config.flags import Values, fields, flag, groups, kinds
+from rlpost.config.abbreviations import ABBREVIATIONS, DERIVED, meant
+from rlpost.config.faults import describe
+from rlpost.config.flags import Values, fields, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.tree import Config
+from rlpost.config.wording import COMMAND_LINE, listed, near_path
 from rlpost.errors import ConfigError, suggestion
 
-FLAG = "the command line"
 NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
 SITE = "site"
@@ -50,7 +52,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     merged: Values = {}
     origins: dict[str, str] = {}
     problems: list[str] = []
-    for values, origin in [*((read_toml(path), str(path)) for path in files), (flag_values, FLAG)]:
+    for values, origin in [*((read_toml(path), str(path)) for path in files), (flag_values, COMMAND_LINE)]:
         problems += unknown_keys(values, origin)
         for group, entries in values.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
@@ -62,7 +64,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(fault, origins) for fault in error.errors())) from None
+        raise ConfigError("\n".join(describe(fault, origins) for fault in error.errors())) from None
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
 
 
@@ -106,8 +108,29 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             word, base = str(named[table]), recipe.parent
         if word is not None:
             is_path = word.endswith(".toml") or "/" in word
-            found[table] = [base / Path(word).expanduser() if is_path else JOBS / folder / f"{word}.toml"]
+            what = "model" if table == "model" else "cluster profile"
+            found[table] = [base / Path(word).expanduser() if is_path else _of_name(Path(word), what, JOBS / folder)]
     return [*found.get("model", []), *([recipe] if recipe is not None else []), *found.get("cluster", [])]
+
+
+def _of_name(given: Path, what: str, folder: Path) -> Path:
+    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the names that there are."""
+    if given.name != str(given) or given.suffix == ".toml" or given.is_file():
+        return given
+    path = folder / f"{given}.toml"
+    if not path.is_file():
+        raise ConfigError(f"{given}: no such {what}{_near(str(given), folder)}")
+    return path
+
+
+def _near(name: str, folder: Path) -> str:
+    """The name most like one that is not there, and all names of its folder."""
+    names = {path.stem.replace("_", "-").lower(): path.stem for path in sorted(folder.glob("*.toml"))}
+    near = suggestion(name.replace("_", "-").replace(".", "").lower(), names)
+    for plain, own in names.items():
+        near = near.replace(f"'{plain}'", own)
+    there = f"{near_path(str(folder))} has {listed(names.values(), 'and')}; or " if names else ""
+    return f"{near} {there}give the path of a TOML file" if near else f"; {there}give the path of a TOML file"
 
 
 def site_profile(recipe: Path | None) -> str | None:
@@ -132,33 +155,34 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _recipe_file(recipe: Path | None) -> Path | None:
-    """The file of a recipe that may be named by its NAME."""
-    if recipe is None or recipe.name != str(recipe) or recipe.suffix or recipe.exists():
-        return recipe
-    return JOBS / "recipes" / f"{recipe}.toml"
+    """The file of a recipe that may be named by its NAME. Raises ConfigError for a name that there is not."""
+    return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
 
 
 def read_toml(path: Path) -> Values:
     """The tables of a TOML file. Raises ConfigError when it is missing or broken."""
+    shown = near_path(str(path))
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        known = f"; there are {', '.join(near)}" if near else ""
-        raise ConfigError(f"{path}: no such file{known}") from None
+        there = [file.name for file in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
+        known = f"; there is {listed(there, 'and')}" if there else "; give a name in jobs/recipes or a TOML file"
+        raise ConfigError(f"{shown}: no such file{suggestion(path.name, there) or known}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a TOML file is needed") from None
+        raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{shown}: not valid TOML: {error}") from None
 
 
 def unknown_keys(values: Values, origin: str) -> list[str]:
     """One line for each table or key of ``values`` that the tree does not have."""
     problems = []
     tables, owner = groups(), fields()
+    origin = near_path(origin)
     for group, entries in values.items():
         if group not in tables:
-            problems.append(f"{origin}: unknown table [{group}]{suggestion(group, tables)}; known: {', '.join(tables)}")
+            where = f"; {group} belongs into [{owner[group]}]" if group in owner else suggestion(group, tables)
+            problems.append(f"{origin}: unknown table [{group}]{where}; known: {', '.join(tables)}")
             continue
         if group in PROFILES and isinstance(entries, str):
             continue  # the file that holds the table: ``files_of``
@@ -171,7 +195,7 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
             if key in tables[group].model_fields or _goes_on(group, key, owner):
                 continue
             there = tables[group].model_fields or option_names() or ()
-            hint = f"; it belongs into [{owner[key]}]" if key in owner else suggestion(key, there)
+            hint = f"; it belongs into [{owner[key]}]" if key in owner else _hint(key, there)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
 
@@ -181,13 +205,14 @@ def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
     return group in ("sglang", "megatron") and key not in owner and pass_through.owner(key, ()) == group
 
 
-def _describe(fault: Any, origins: dict[str, str]) -> str:
-    where = [str(part) for part in fault["loc"][:2]]
-    name = ".".join(where)
-    origin = origins.get(name, "the defaults")
-    needed = fault["msg"].removeprefix("Value error, ")
-    spelled = f" ({flag(where[1])})" if len(where) > 1 else ""
-    return f"{name}{spelled} = {fault['input']!r} from {origin}: {needed[0].lower()}{needed[1:]}"
+def _hint(key: str, there: Iterable[str]) -> str:
+    """The key that was probably meant, by what it is called elsewhere or by its letters."""
+    if key.replace("_", "-") in DERIVED:
+        return "; " + (meant(key) or "").partition("; ")[2]
+    words = ABBREVIATIONS.get(key.replace("_", "-"))
+    if words is None:
+        return suggestion(key, there)
+    return f"; use {listed(word.removeprefix('--').replace('-', '_') for word in words)}"
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
@@ -197,6 +222,8 @@ def absolute_paths(config: Config, base: Path) -> Config:
     """
     update: dict[str, Any] = {}
     variables = variables_of(config.cluster, os.environ)
+    if (assets := variables.get(ASSETS)) and not assets.startswith("$"):
+        variables[ASSETS] = str(base / Path(assets).expanduser())  # a mount must be absolute too
 
     def absolute(path: str) -> str:
         known = expanded(path, variables)

@@ -79,10 +79,10 @@ def option_problems(options: Mapping[str, Any]) -> list[str]:
         if name in OURS:
             problems.append(f"{flag}: this follows from {OURS[name]}; leave it out")
         elif name in NO_EFFECT and value:
-            problems.append(f"megatron.{name} ({flag}) = {value}: has no effect, {NO_EFFECT[name]}; leave it out")
+            problems.append(f"{flag} {str(value).lower()}: has no effect, {NO_EFFECT[name]}; leave it out")
         elif known is not None and name not in known:
             near = suggestion(name, known - OURS.keys())
-            problems.append(f"megatron.{name} ({flag}): the installed Megatron-core has no such field{near}")
+            problems.append(f"{flag}: the installed Megatron-core has no such field{near}")
     return problems
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from rlpost.config.abbreviations import meant
 from rlpost.config.megatron_options import ALIASES, OURS, option_names
 from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
@@ -47,6 +48,8 @@ def owner(key: str, known: Collection[str]) -> str | None:
     if key.startswith("sglang_"):
         return "sglang"
     names = option_names()
+    if meant(key) is not None:  # what other programs call a setting of ours
+        return None
     if names is None:
         return None if suggestion("--" + key.replace("_", "-"), known, cutoff=ALIKE) else "megatron"
     return "megatron" if key in names or key in ALIASES or key in OURS else None

@@ -7,7 +7,7 @@ has none. ``cluster.assets_dir`` gives RLPOST_ASSETS its value before the enviro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rlpost.config.groups.base import Group, path_keys
 from rlpost.config.groups.cluster import ClusterConfig
@@ -52,12 +52,23 @@ def variable_problems(config: Config) -> list[str]:
     missing: dict[str, list[str]] = {}
     for key, path in _paths(config):
         if found := VARIABLE.match(path):
-            missing.setdefault(found[1], []).append(key)
-    return [
-        f"${name} is not set and {', '.join(dict.fromkeys(keys))} begin with it: export {name}"
-        + (", or set cluster.assets_dir (--assets-dir, or in the profile of your cluster)" if name == ASSETS else "")
-        for name, keys in missing.items()
-    ]
+            missing.setdefault(found[1], []).append("--" + key.replace("_", "-"))
+    return [_unset(name, list(dict.fromkeys(flags))) for name, flags in missing.items()]
+
+
+def _unset(name: str, flags: Sequence[str]) -> str:
+    """A variable that is not set: who needs it, and how else the value can be given."""
+    begin = "begins" if len(flags) == 1 else "begin"
+    names = f"{', '.join(flags[:-1])} and {flags[-1]}" if len(flags) > 1 else flags[0]
+    line = f"${name} is not set, and {names} {begin} with it; export {name}="
+    if name == ASSETS:
+        return (
+            f"{line}FOLDER, or give --assets-dir FOLDER (also in the profile of your cluster): the folder on the "
+            "shared file system that holds models and data, or that rlpost fetch is to fill"
+        )
+    if flags == ["--container-image"]:
+        return f"{line}/PATH/IMAGE.sqsh, or give --container-image with that path or the image's name in a registry"
+    return f"{line}FOLDER, or give {'another path' if len(flags) == 1 else 'other paths'}"
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -65,13 +76,13 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         node: Group = getattr(config, group)
         paths = {key: getattr(node, key) for key in path_keys(type(node))}
         for key, value in {**paths, **(node.model_extra or {})}.items():
-            yield from ((f"{group}.{key}", one) for one in _texts(value))
-    yield from (("eval.eval_prompt_data", one) for one in config.eval.eval_prompt_data)
+            yield from ((key, one) for one in _texts(value))
+    yield from (("eval_prompt_data", one) for one in config.eval.eval_prompt_data)
     cluster = config.cluster
     if cluster.container not in ("none", "auto"):  # a job that chooses its container says what it lacks
-        yield from (("cluster.container_image", one) for one in _texts(cluster.container_image))
+        yield from (("container_image", one) for one in _texts(cluster.container_image))
     if cluster.container != "none":
-        yield from (("cluster.container_mounts", one) for one in cluster.container_mounts)
+        yield from (("container_mounts", one) for one in cluster.container_mounts)
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.flags import flag
 from rlpost.config.plan.shape import NEEDED, Layout, layout_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -83,8 +84,8 @@ def scale_down(
         raise ConfigError(f"--scale-down {ranks}: give how many ranks may train, 1 or more")
     if missing := [name for name in NEEDED if words.get(name) is None]:
         raise ConfigError(
-            f"--scale-down: model.{', model.'.join(missing)} not known; the model's config.json is not there, so name "
-            "a file of jobs/models with --model or in the recipe"
+            f"--scale-down: {', '.join(flag(name) for name in missing)} not known, and the model's config.json is not "
+            "there; give --model with a name of jobs/models, or fetch the model"
         )
     layout = folded(layout_of(config), ranks)
     model = scaled_model(words, layout)
@@ -101,7 +102,8 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
     Experts are no factor of the product; they are spread over as many ranks of a stage as there are.
     """
-    sizes = {"data": layout.data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    data = max(1, layout.data)  # 0 where the recipe's own layout has more ranks than GPUs
+    sizes = {"data": data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
     for smallest in (2, 1):
         for name in sizes:
             while _product(sizes) > ranks and sizes[name] > smallest:

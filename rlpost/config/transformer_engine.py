@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import value_text
 
 PAGE = "docs/actor.md"
 RULED_OUT = "which --transformer-impl local rules out"
@@ -23,7 +24,7 @@ class Need:
     """A setting that TransformerEngine serves."""
 
     setting: str
-    """``table.key (--flag) = value``."""
+    """``--flag value``, or ``--flag, not given``."""
     reason: str
     """What TransformerEngine does for it."""
     otherwise: str
@@ -31,15 +32,9 @@ class Need:
     is_required: bool
 
     @property
-    def flag(self) -> str:
-        """The setting as it is given: ``--flag value``."""
-        flag, _, value = self.setting.partition("(")[2].partition(")")
-        return f"{flag} {value.removeprefix(' = ')}"
-
-    @property
     def is_of_layers(self) -> bool:
         """Whether its layers serve it, which ``--transformer-impl local`` rules out; its Adam is had all the same."""
-        return not self.setting.startswith("optimizer.")
+        return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
         """A message that refuses the setting; ``lack`` says why TransformerEngine is not there."""
@@ -108,7 +103,7 @@ def needs(
 def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
     if transformer_impl == "transformer_engine":
         yield Need(
-            "perf.transformer_impl (--transformer-impl) = transformer_engine",
+            "--transformer-impl transformer_engine",
             "its modules make the layers",
             "leave the setting out",
             is_required=True,
@@ -122,7 +117,7 @@ def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
     for name in OPTIMIZER_TYPES:
         if (given := getattr(optimizer, name)) != "fp32":
             yield Need(
-                f"optimizer.{name} (--{_dashed(name)}) = {given}",
+                f"--{_dashed(name)} {given}",
                 "its Adam keeps other types than float32",
                 f"give --{_dashed(name)} fp32",
                 is_required=True,
@@ -134,28 +129,28 @@ def _of_model(model: Mapping[str, Any]) -> Iterable[Need]:
     grouped = model.get("moe_grouped_gemm")
     if grouped:
         yield Need(
-            "model.moe_grouped_gemm (--moe-grouped-gemm) = true",
+            "--moe-grouped-gemm true",
             "its kernel computes the experts of a rank together",
             f"give --moe-grouped-gemm false: {one_by_one}",
             is_required=True,
         )
     elif grouped is None and model.get("num_experts"):
         yield Need(
-            "model.moe_grouped_gemm (--moe-grouped-gemm), not given",
+            "--moe-grouped-gemm, not given",
             "its kernel computes the experts of a rank together",
             one_by_one,
             is_required=False,
         )
     if model.get("moe_permute_fusion"):
         yield Need(
-            "model.moe_permute_fusion (--moe-permute-fusion) = true",
+            "--moe-permute-fusion true",
             "its kernel sorts tokens by expert",
             "give --moe-permute-fusion false: torch then sorts them, in more kernels and with more memory",
             is_required=True,
         )
     if not model.get("no_rope_fusion") and not model.get("rotary_interleaved"):
         yield Need(
-            "model.no_rope_fusion (--no-rope-fusion) = false",
+            "--no-rope-fusion false",
             "its kernel rotates queries and keys",
             "without it each layer waits for the GPU to read the lengths of the sequences",
             is_required=False,
@@ -167,7 +162,7 @@ def _of(megatron: Mapping[str, Any]) -> Iterable[Need]:
         value = megatron.get(name)
         if value in _OFF:
             continue
-        yield Need(f"megatron.{name} (--{_dashed(name)}) = {value}", reason, "leave it out", is_required=True)
+        yield Need(f"--{_dashed(name)} {value_text(value)}", reason, "leave it out", is_required=True)
 
 
 def _dashed(name: str) -> str:

@@ -35,7 +35,8 @@ def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
     weights = rollout.prompt_data_weights
     if weights and tuple(sources) == rollout.prompt_data and len(weights) != len(sources):
         raise ConfigError(
-            f"--prompt-data-weights: {len(weights)} weights for {len(rollout.prompt_data)} files of --prompt-data; "
+            f"--prompt-data-weights {' '.join(f'{weight:g}' for weight in weights)}: {len(weights)} weights for "
+            f"{len(rollout.prompt_data)} --prompt-data; "
             "give one for each, in their order, or none"
         )
     for source in sources:

@@ -36,7 +36,7 @@ class TensorBoardWriter:
         try:
             self._file = EventFileWriter(str(folder), flush_secs=FLUSH_S)
         except OSError as error:
-            raise ConfigError(f"observe.tensorboard_dir (--tensorboard-dir) {folder}: {error}") from error
+            raise ConfigError(f"--tensorboard-dir {folder}: {error}") from error
         self._begun = False
         logger.info("tensorboard: events in %s", folder)
 

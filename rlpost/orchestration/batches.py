@@ -17,7 +17,7 @@ from typing import Any
 from rlpost.algorithm.advantage import Advantage, Masks, Penalties, custom_advantages, estimate
 from rlpost.algorithm.answers import answer_weights, estimate_by_answer
 from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
-from rlpost.config.checks.arithmetic import EXPERT_KEYS
+from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.hf_shape import hf_shape

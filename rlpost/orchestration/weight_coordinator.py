@@ -107,7 +107,7 @@ class WeightCoordinator:
         if self._config.sync.update_weight_transport == "disk":
             if any(dtype.startswith("float8") for bucket in buckets for dtype in bucket.dtypes):
                 raise ConfigError(
-                    "sync.update_weight_transport = 'disk': the checkpoint is in FP8, and files hold the trainer's "
+                    "--update-weight-transport disk: the checkpoint is in FP8, and files hold the trainer's "
                     "precision; use 'memory'"
                 )
             is_delta = self._config.sync.update_weight_mode == "delta"

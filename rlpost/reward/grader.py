@@ -184,15 +184,20 @@ def check_reward(settings: RolloutConfig) -> None:
         ConfigError: no such reward, or settings of it that miss or contradict each other.
     """
     if settings.group_rm and settings.custom_rm_path is None:
-        raise ConfigError("--group-rm needs --custom-rm-path: the rewards by name score one answer at a time")
+        raise ConfigError(
+            "--group-rm true needs --custom-rm-path, for rewards by name score one answer at a time; add it, or use "
+            "--group-rm false"
+        )
     if settings.rm_url is not None and not settings.rm_url.startswith(("http://", "https://")):
         raise ConfigError(f"--rm-url {settings.rm_url!r}: must start with http:// or https://")
     if settings.custom_rm_path is not None:
         file = settings.custom_rm_path.rpartition(":")[0]
         if file and not Path(file).is_file():
-            raise ConfigError(f"--custom-rm-path {settings.custom_rm_path}: no such file")
+            raise ConfigError(
+                f"--custom-rm-path {settings.custom_rm_path}: no such file; give FILE.py:FUNCTION or module.function"
+            )
         return
     if settings.rm_type != REMOTE:
         is_isolated(settings.rm_type)
     elif settings.rm_url is None:
-        raise ConfigError(f"--rm-type {REMOTE} needs --rm-url: the address of the reward model")
+        raise ConfigError(f"--rm-type {REMOTE} needs the address of the reward model; add --rm-url http://HOST:PORT")

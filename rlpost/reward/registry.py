@@ -89,5 +89,5 @@ def _named(name: str) -> Reward:
     if plain not in REWARDS:
         known = ", ".join([*sorted(REWARDS), REMOTE])
         near = suggestion(plain, [*REWARDS, REMOTE])
-        raise ConfigError(f"--rm-type {name!r}: no such reward{near}; known: {known}, and each with {BOXED} before it")
+        raise ConfigError(f"--rm-type {name}: no such reward{near}; known: {known}, and each with {BOXED} before it")
     return REWARDS[plain]

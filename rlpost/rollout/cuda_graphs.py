@@ -51,7 +51,7 @@ def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *
     """Settings of the user that contradict each other, one line each. ``offloads``: engines give up memory."""
     value = environ.get(VARIABLE, "")
     if value and value.lower() not in (*_TRUE, *_FALSE):
-        return [f"cluster.environment (--environment) {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
+        return [f"--environment {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
     if not offloads or value.lower() not in _TRUE or not server_args.get("enable_memory_saver", True):
         return []
     return [

@@ -6,45 +6,58 @@ In: a ``Config``. Out: one line for each problem.
 from __future__ import annotations
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed, spelled
+
+_OFF = {
+    "kl_coef": "--kl-coef 0",
+    "use_kl_loss": "--use-kl-loss false",
+    "entropy_coef": "--entropy-coef 0",
+    "use_tis": "--use-tis false",
+    "custom_advantage_function_path": "--custom-advantage-function-path none",
+}
+"""What only a policy loss has a use for, and how it is switched off."""
 
 
 def algorithm_problems(config: Config) -> list[str]:
     """Of the table [grpo]."""
-    grpo = config.grpo
+    grpo, rollout = config.grpo, config.rollout
     is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.loss_type == "sft_loss"
-    without_meaning = [
-        name
-        for name in ("kl_coef", "use_kl_loss", "entropy_coef", "use_tis", "custom_advantage_function_path")
-        if is_sft and getattr(grpo, name)
-    ]
+    without_meaning = [name for name in _OFF if is_sft and getattr(grpo, name)]
+    unused = listed([spelled(config, name) for name in without_meaning], "and")
+    needs_messages = is_sft and rollout.label_key is None and not rollout.apply_chat_template
     rules = [
         (
             bool(grpo.kl_coef and grpo.kl_loss_coef),
-            f"kl_coef = {grpo.kl_coef} and kl_loss_coef = {grpo.kl_loss_coef} count the divergence twice: choose one",
+            f"{spelled(config, 'kl_coef')} and {spelled(config, 'kl_loss_coef')} count the divergence twice; use "
+            "--kl-coef 0 or --kl-loss-coef 0",
         ),
         (
             is_custom and grpo.custom_loss_function_path is None,
-            "loss_type = custom_loss needs custom_loss_function_path",
+            "--loss-type custom_loss needs the function; add --custom-loss-function-path FILE.py:FUNCTION, or use "
+            "--loss-type policy_loss",
         ),
         (
             not is_custom and grpo.custom_loss_function_path is not None,
-            f"custom_loss_function_path is not used with loss_type = {grpo.loss_type}; set loss_type = custom_loss",
+            f"{spelled(config, 'custom_loss_function_path')} is not used with {spelled(config, 'loss_type')}; use "
+            "--loss-type custom_loss, or --custom-loss-function-path none",
         ),
         (
             grpo.tis_clip_low >= grpo.tis_clip,
-            f"tis_clip_low = {grpo.tis_clip_low} must be below tis_clip = {grpo.tis_clip}",
+            f"{spelled(config, 'tis_clip_low')} must be below {spelled(config, 'tis_clip')}; use --tis-clip-low 0",
         ),
-        (bool(without_meaning), f"loss_type = sft_loss has no use for {', '.join(without_meaning)}; leave them out"),
+        (
+            bool(without_meaning),
+            f"--loss-type sft_loss has no use for {unused}; use {' '.join(_OFF[name] for name in without_meaning)}",
+        ),
+        (
+            is_sft and rollout.n_samples_per_prompt != 1,
+            f"{spelled(config, 'n_samples_per_prompt')}: with --loss-type sft_loss a line of --prompt-data has one "
+            "response; use --n-samples-per-prompt 1",
+        ),
+        (
+            needs_messages,
+            "--loss-type sft_loss needs a response in each line; add --label-key KEY, where a line has it, or "
+            "--apply-chat-template true for lines of messages that end with one of an assistant",
+        ),
     ]
-    problems = [f"grpo.{problem}" for broken, problem in rules if broken]
-    if is_sft and config.rollout.n_samples_per_prompt != 1:
-        problems.append(
-            f"rollout.n_samples_per_prompt = {config.rollout.n_samples_per_prompt}: with grpo.loss_type = sft_loss a "
-            "line of --prompt-data has one response; leave it at 1"
-        )
-    if is_sft and config.rollout.label_key is None and not config.rollout.apply_chat_template:
-        problems.append(
-            "grpo.loss_type = sft_loss needs rollout.label_key (where a line has its response), or "
-            "rollout.apply_chat_template with messages that end with one of an assistant"
-        )
-    return problems
+    return [problem for is_broken, problem in rules if is_broken]

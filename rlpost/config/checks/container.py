@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
 
 
@@ -20,20 +22,36 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
         always: folders that are mounted at their own path: the run's, and the code where it is known.
 
     Returns:
-        One line for each path; none without a container, or while it is not chosen.
+        One line for all that no mount holds, and one for each that is moved; none without a container, or while it is
+        not chosen.
     """
     if config.cluster.container in ("none", "auto"):
         return []
-    mounts = [_ends(mount) for mount in (*config.cluster.container_mounts, *always)]
-    listed = ", ".join(config.cluster.container_mounts) or "none given"
-    problems = []
+    given = config.cluster.container_mounts
+    mounts = [_ends(mount) for mount in (*given, *always)]
+    shown = f"--container-mounts {' '.join(given)}" if given else "--container-mounts is not given"
+    lost, moved = [], []
     for name, path in _paths(config):
         if any(_is_below(path, target) for _, target in mounts):
             continue
-        moved = next((target for source, target in mounts if _is_below(path, source)), None)
-        way = f"in the container that folder is {moved}" if moved else f"mount its folder, SOURCE or SOURCE:{path}"
-        problems.append(f"{name} = {path}: below no target of cluster.container_mounts ({listed}); {way}")
-    return problems
+        inside = next((target for source, target in mounts if _is_below(path, source)), None)
+        if inside is None:
+            lost.append((name, path))
+        else:
+            moved.append(f"{name} {path}: with {shown} that folder is {inside} in the container; use its path there")
+    if not lost:
+        return moved
+    names = listed([f"{name} {path}" for name, path in lost], "and")
+    folders = dict.fromkeys(_mounted(path) for _, path in lost)
+    return [
+        *moved,
+        f"{names}: not seen in the container ({shown}); use --container-mounts {' '.join([*given, *folders])}",
+    ]
+
+
+def _mounted(path: str) -> str:
+    """The folder to mount for a path: the one that holds it."""
+    return str(PurePosixPath(path).parent)
 
 
 def interpreter_note(config: Config) -> str | None:
@@ -57,9 +75,10 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         for key, value in {**dict(node), **(node.model_extra or {})}.items():
             for path in value if key == "prompt_data" and isinstance(value, tuple) else (value,):
                 if group != "cluster" and isinstance(path, str) and path.startswith("/"):
-                    yield f"{group}.{key}", path
+                    yield flag(key), path
     with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
-        yield from ((f"eval.eval_prompt_data ({name})", path) for name, path in config.eval_sets)
+        named = "--eval-config" if config.eval.eval_config else "--eval-prompt-data"
+        yield from ((f"{named} {name}", path) for name, path in config.eval_sets)
 
 
 def _ends(mount: str) -> tuple[str, str]:

@@ -78,7 +78,7 @@ def environment_problems(config: Config) -> list[str]:
     """Values outside of what the library takes."""
     environment = config.cluster.environment
     return [
-        f"cluster.environment (--environment) {name}={environment[name]}: {problem}"
+        f"--environment {name}={environment[name]}: {problem}"
         for name in environment
         for problem in _problems(name, environment[name])
     ]

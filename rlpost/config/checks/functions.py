@@ -17,7 +17,9 @@ from pathlib import Path
 from rlpost.compat.slime.names import lacking
 from rlpost.compat.slime.signatures import Kind, problem, signature_of
 from rlpost.config.eval_sets import eval_sets
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed
 from rlpost.errors import ConfigError, suggestion
 
 SETTINGS: tuple[tuple[str, str, Kind], ...] = (
@@ -54,10 +56,10 @@ class _Named:
 
 def function_problems(config: Config) -> list[str]:
     """One line for each function that is not there or cannot be called."""
-    given = [(f"{table}.{key}", getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS]
+    given = [(flag(key), getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS]
     with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
         given += [
-            (f"{config.eval.eval_config}: {one.name}.{key}", getattr(one, key), kind)
+            (f"--eval-config {config.eval.eval_config}: {one.name}.{key}", getattr(one, key), kind)
             for one in eval_sets(config.eval)
             for key, kind in OF_A_SET
         ]
@@ -67,11 +69,17 @@ def function_problems(config: Config) -> list[str]:
         try:
             problems = _problems(named, config)
         except OSError as error:
-            problems = ["no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error))]
+            problems = [_unreadable(error)]
         except (SyntaxError, ValueError) as error:
-            problems = [f"not valid Python: {error}"]
-        lines += [f"{named.setting} = {named.path}: {each}" for each in problems]
+            problems = [f"not valid Python: {error}; python -m py_compile shows the place"]
+        lines += [f"{named.setting} {named.path}: {each}" for each in problems]
     return lines
+
+
+def _unreadable(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file; give FILE.py:FUNCTION, as seen from here, or module.function"
+    return f"{error.strerror or error}; give a file that can be read"
 
 
 def whole_rollout_problems(config: Config) -> list[str]:
@@ -81,19 +89,21 @@ def whole_rollout_problems(config: Config) -> list[str]:
     """
     given = {"--loss-type": config.grpo.loss_type, "--rollout-mode": config.rollout.rollout_mode}
     found = []
-    for flag, path in (
+    for name, path in (
         ("--rollout-function-path", config.rollout.rollout_function_path),
         ("--eval-function-path", config.eval.eval_function_path),
     ):
         if path is not None and path not in WHOLE_ROLLOUTS:
             found.append(
-                f"{flag} {path}: a whole rollout is not replaced here{suggestion(path, WHOLE_ROLLOUTS)}; use "
+                f"{name} {path}: a whole rollout is not replaced here{suggestion(path, WHOLE_ROLLOUTS)}; use "
                 "--custom-generate-function-path for how an answer is written, --custom-rm-path for its reward, "
                 "--dynamic-sampling-filter-path for which groups are trained; an --eval-config has them for each set"
             )
         needed = WHOLE_ROLLOUTS.get(path or "")
-        if needed is not None and flag == "--rollout-function-path" and given[needed[0]] != needed[1]:
-            found.append(f"{flag} {path} is {' '.join(needed)} here, and {needed[0]} is {given[needed[0]]}; add it")
+        if needed is not None and name == "--rollout-function-path" and given[needed[0]] != needed[1]:
+            found.append(
+                f"{name} {path} is {' '.join(needed)} here, but {needed[0]} {given[needed[0]]}; use {' '.join(needed)}"
+            )
     return found
 
 
@@ -103,11 +113,14 @@ def _kind(kind: Kind, config: Config) -> Kind:
 
 def _problems(named: _Named, config: Config) -> list[str]:
     file, colon, name = named.path.rpartition(":")
+    if not colon and Path(named.path).is_file():  # FILE.py reads as a module FILE with a function py
+        there = listed(sorted(set(_names(ast.parse(Path(named.path).read_bytes()))))) or "FUNCTION"
+        return [f"is a file and names no function in it; write {named.path}:{there}"]
     if colon:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
         if name not in names and "*" not in names:
-            return [f"{file} has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"]
+            return [f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"]
         return _problems_of(tree, name, named.kind, config)
     module, _, name = named.path.rpartition(".")
     source = _source(module)

@@ -1,4 +1,4 @@
-"""Steps that are to be looked at and do not exist. Pure.
+"""Steps that are to be observed and do not exist. Pure.
 
 In: a ``Config``. Out: one line a problem.
 """
@@ -6,30 +6,36 @@ In: a ``Config``. Out: one line a problem.
 from __future__ import annotations
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed, spelled
 
 
 def observe_problems(config: Config) -> list[str]:
     """What of [observe] would leave nothing behind."""
     observe, last = config.observe, config.rollout.num_rollout
+    behind_last = f"comes after the last step, {spelled(config, 'num_rollout')}"
     problems = []
     if observe.profile or observe.record_memory_history:
         start, end = observe.profile_step_start, observe.profile_step_end
+        first, behind = spelled(config, "profile_step_start"), spelled(config, "profile_step_end")
         if end <= start:
             problems.append(
-                f"observe.profile_step_end = {end}: the step before which the profile ends; it must be above "
-                f"profile_step_start = {start}"
+                f"{behind} is the step before which the profile ends, and must be above {first}; use "
+                f"--profile-step-end {start + 1} or more"
             )
         elif start > last:
             problems.append(
-                f"observe.profile_step_start = {start}: the run has {last} steps (--num-rollout), so nothing would be "
-                "profiled"
+                f"{first} {behind_last}; use --profile-step-start {last} --profile-step-end "
+                f"{last + 1}, or a larger --num-rollout"
             )
         ranks = [rank for rank in observe.profile_ranks if rank >= config.actor_world_size]
         if ranks:
             problems.append(
-                f"observe.profile_ranks: there is no rank {', '.join(map(str, ranks))}; the trainer has "
-                f"{config.actor_world_size} ranks"
+                f"{spelled(config, 'profile_ranks')}: there is no rank {listed(ranks)}; use ranks from 0 to "
+                f"{config.actor_world_size - 1}, for instance --profile-ranks 0"
             )
     if observe.traced and observe.traced[0] > last:
-        problems.append(f"observe.trace_steps = {observe.trace_steps}: the run has {last} steps (--num-rollout)")
+        problems.append(
+            f"{spelled(config, 'trace_steps')} {behind_last}; use steps from 1 to {last}, for "
+            f"instance --trace-steps {last}"
+        )
     return problems

@@ -5,57 +5,117 @@ In: a ``Config``. Out: one line for each problem with the numbers.
 
 from __future__ import annotations
 
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed, spelled
 
 
 def optimizer_problems(config: Config) -> list[str]:
     """What Megatron's scheduler and optimizers would refuse, or quietly do otherwise."""
+    rules = [*_rate_rules(config), *_decay_rules(config), *_memory_rules(config), *_dtype_rules(config)]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _rate_rules(config: Config) -> list[tuple[bool, str]]:
+    """The learning rate over the steps."""
     given, end = config.optimizer, config.lr_decay_iters
     warmup = given.lr_warmup_iters if given.lr_warmup_fraction is None else given.lr_warmup_fraction * end
+    return [
+        (
+            given.min_lr > given.lr,
+            f"{spelled(config, 'min_lr')} is above {spelled(config, 'lr')}; use --min-lr 0, or at most {given.lr:g}",
+        ),
+        (
+            given.lr_warmup_init > given.lr,
+            f"{spelled(config, 'lr_warmup_init')} is above {spelled(config, 'lr')}; use --lr-warmup-init 0, or at most "
+            f"{given.lr:g}",
+        ),
+        (
+            given.lr_warmup_iters > 0 and given.lr_warmup_fraction is not None,
+            f"{spelled(config, 'lr_warmup_iters')} and {spelled(config, 'lr_warmup_fraction')} both give the length of "
+            "the warm-up; use --lr-warmup-iters 0 or --lr-warmup-fraction none",
+        ),
+        (
+            given.lr_decay_style != "constant" and warmup >= end,
+            f"{_warmup(config)}: a warm-up of {warmup:g} steps leaves nothing of {_end(config)}; use a shorter one, "
+            f"such as {_shorter(config)}",
+        ),
+        (
+            given.lr_decay_style == "WSD" and given.lr_wsd_decay_iters is None,
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of the decay at the end; add it, for instance "
+            f"--lr-wsd-decay-iters {max(1, end // 10)}",
+        ),
+        (
+            (given.lr_wsd_decay_iters or 0) > end,
+            f"{spelled(config, 'lr_wsd_decay_iters')} is more than {_end(config)}; use --lr-wsd-decay-iters "
+            f"{max(1, end // 10)}, or at most {end}",
+        ),
+    ]
+
+
+def _decay_rules(config: Config) -> list[tuple[bool, str]]:
+    """The weight decay over the steps."""
+    given = config.optimizer
     start_decay, end_decay = given.start_weight_decay, given.end_weight_decay
     changes = given.weight_decay_incr_style != "constant"
     low = given.weight_decay if start_decay is None else start_decay
     high = given.weight_decay if end_decay is None else end_decay
-    rules = [
-        (given.min_lr > given.lr, f"min_lr = {given.min_lr} is above lr = {given.lr}"),
-        (given.lr_warmup_init > given.lr, f"lr_warmup_init = {given.lr_warmup_init} is above lr = {given.lr}"),
+    both = (("start_weight_decay", start_decay), ("end_weight_decay", end_decay))
+    decays = [key for key, value in both if value is not None]
+    given_decays = listed([spelled(config, key) for key in decays], "and")
+    return [
         (
-            given.lr_warmup_iters > 0 and given.lr_warmup_fraction is not None,
-            f"lr_warmup_iters = {given.lr_warmup_iters} and lr_warmup_fraction = {given.lr_warmup_fraction} are two "
-            "words for one thing; give one",
+            changes and low > high,
+            f"{spelled(config, 'weight_decay_incr_style')} goes from --start-weight-decay {low:g} down to "
+            f"--end-weight-decay {high:g}; use --end-weight-decay {low:g} or more (--weight-decay where not given)",
         ),
-        (
-            given.lr_decay_style != "constant" and warmup >= end,
-            f"a warm-up of {warmup:g} steps leaves nothing of lr_decay_iters = {end}; shorten it",
-        ),
-        (
-            given.lr_decay_style == "WSD" and given.lr_wsd_decay_iters is None,
-            "lr_decay_style = WSD needs lr_wsd_decay_iters (steps of the fall at the end)",
-        ),
-        (
-            (given.lr_wsd_decay_iters or 0) > end,
-            f"lr_wsd_decay_iters = {given.lr_wsd_decay_iters} is more than lr_decay_iters = {end}",
-        ),
-        (changes and low > high, f"start_weight_decay = {low} is above end_weight_decay = {high}"),
         (
             not changes and (start_decay is not None or end_decay is not None),
-            "start_weight_decay and end_weight_decay need weight_decay_incr_style = linear or cosine",
+            f"{given_decays} needs --weight-decay-incr-style linear or cosine, and "
+            f"{spelled(config, 'weight_decay_incr_style')}; add one, or use "
+            f"{' '.join(f'{flag(key)} none' for key in decays)}",
         ),
+    ]
+
+
+def _memory_rules(config: Config) -> list[tuple[bool, str]]:
+    """Where the state lies, and in which types."""
+    given = config.optimizer
+    return [
         (
             given.use_precision_aware_optimizer and not config.perf.use_distributed_optimizer,
-            "use_precision_aware_optimizer needs perf.use_distributed_optimizer",
+            "--use-precision-aware-optimizer true needs --use-distributed-optimizer; use --use-distributed-optimizer "
+            "true",
         ),
         (
             given.optimizer_cpu_offload and not config.perf.use_distributed_optimizer,
-            "optimizer_cpu_offload needs perf.use_distributed_optimizer (Megatron's HybridDeviceOptimizer does)",
+            "--optimizer-cpu-offload true needs --use-distributed-optimizer, as Megatron's HybridDeviceOptimizer does; "
+            "use --use-distributed-optimizer true",
         ),
         (
             given.overlap_cpu_optimizer_d2h_h2d and not given.optimizer_cpu_offload,
-            "overlap_cpu_optimizer_d2h_h2d needs optimizer_cpu_offload",
+            "--overlap-cpu-optimizer-d2h-h2d true needs --optimizer-cpu-offload; add --optimizer-cpu-offload true, or "
+            "use --overlap-cpu-optimizer-d2h-h2d false",
         ),
-        *_dtype_rules(config),
     ]
-    return [f"optimizer.{problem}" for broken, problem in rules if broken]
+
+
+def _warmup(config: Config) -> str:
+    by_fraction = config.optimizer.lr_warmup_fraction is not None
+    return spelled(config, "lr_warmup_fraction" if by_fraction else "lr_warmup_iters")
+
+
+def _shorter(config: Config) -> str:
+    if config.optimizer.lr_warmup_fraction is not None:
+        return "--lr-warmup-fraction 0.1"
+    return f"--lr-warmup-iters {config.lr_decay_iters // 10}"
+
+
+def _end(config: Config) -> str:
+    """The steps over which the learning rate changes, and which setting they are from."""
+    if config.optimizer.lr_decay_iters is not None:
+        return spelled(config, "lr_decay_iters")
+    return f"the {config.lr_decay_iters} optimizer steps of {spelled(config, 'num_rollout')}"
 
 
 def _dtype_rules(config: Config) -> list[tuple[bool, str]]:
@@ -65,14 +125,15 @@ def _dtype_rules(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             not given.use_precision_aware_optimizer,
-            f"{name} = {getattr(given, name)} needs use_precision_aware_optimizer",
+            f"{spelled(config, name)} needs --use-precision-aware-optimizer; add --use-precision-aware-optimizer true, "
+            f"or use {flag(name)} fp32",
         )
         for name in narrow
     ] + [
         (
             given.optimizer_cpu_offload,
-            f"{name} = {getattr(given, name)}: optimizer_cpu_offload keeps float32 in host memory; give fp32 or leave "
-            "optimizer_cpu_offload out",
+            f"{spelled(config, name)} with --optimizer-cpu-offload true, which keeps float32 in host memory; use "
+            f"{flag(name)} fp32 or --optimizer-cpu-offload false",
         )
         for name in narrow
     ]

@@ -6,30 +6,35 @@ In: a ``Config``. Out: one line for each problem.
 from __future__ import annotations
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import spelled
 
 
 def sync_problems(config: Config) -> list[str]:
     """Of the table [sync]."""
     sync, is_delta = config.sync, config.sync.update_weight_mode == "delta"
-    local = sync.update_weight_local_checkpoint_dir
-    mode = f"update_weight_mode = {sync.update_weight_mode}"
+    is_local = sync.update_weight_local_checkpoint_dir is not None
+    mode, local = spelled(config, "update_weight_mode"), spelled(config, "update_weight_local_checkpoint_dir")
     rules = [
         (
-            is_delta and sync.update_weight_transport != "disk",
-            f"{mode}: SGLang takes a change through files alone; set update_weight_transport = disk",
-        ),
-        (
             is_delta and config.cluster.colocate,
-            f"{mode}: with cluster.colocate = True engines read the trainer's memory and nothing travels; leave it out",
+            f"{mode} with --colocate true: engines read the trainer's memory and nothing is sent; use "
+            "--update-weight-mode full",
         ),
         (
-            local is not None and not is_delta,
-            f"update_weight_local_checkpoint_dir = {local} is not used with {mode}; set update_weight_mode = delta",
+            is_delta and sync.update_weight_transport != "disk",
+            f"{mode} with {spelled(config, 'update_weight_transport')}: SGLang takes a change through files alone; use "
+            "--update-weight-transport disk, or --update-weight-mode full",
         ),
         (
-            local is not None and bool(config.sglang.rollout_external_engine_addrs),
-            f"update_weight_local_checkpoint_dir = {local}: the hosts of sglang.rollout_external_engine_addrs have no "
-            "process of the run; leave it out, and the copy lies in update_weight_disk_dir, which they must see",
+            is_local and not is_delta,
+            f"{local} is not used with {mode}; use --update-weight-mode delta with --update-weight-transport disk, or "
+            "--update-weight-local-checkpoint-dir none",
+        ),
+        (
+            is_local and bool(config.sglang.rollout_external_engine_addrs),
+            f"{local} with {spelled(config, 'rollout_external_engine_addrs')}: on the hosts of those engines this run "
+            "has no process that could write it; use --update-weight-local-checkpoint-dir none, and a "
+            "--update-weight-disk-dir that they see",
         ),
     ]
-    return [f"sync.{problem}" for broken, problem in rules if broken]
+    return [problem for is_broken, problem in rules if is_broken]

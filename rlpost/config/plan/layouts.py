@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.config.checks.arithmetic import batch_problems, layout_problems
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
 from rlpost.config.plan.shape import Layout, Shape
 from rlpost.config.tree import Config

@@ -33,8 +33,8 @@ def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_f
     found = observe("local")["recipes"][recipe]
     if recipe in OF_EXPERTS:
         grouped, permuted = found["error"].splitlines()
-        assert grouped.startswith("ConfigError: model.moe_grouped_gemm (--moe-grouped-gemm) = true needs Transformer")
-        assert permuted.startswith("model.moe_permute_fusion (--moe-permute-fusion) = true needs TransformerEngine")
+        assert grouped.startswith("ConfigError: --moe-grouped-gemm true needs Transformer")
+        assert permuted.startswith("--moe-permute-fusion true needs TransformerEngine")
         assert all("not installed on this node; install it (docs/actor.md) or" in line for line in (grouped, permuted))
         return
     assert found["implementation"] == "local"
@@ -78,21 +78,21 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
 
 
 REFUSED = {  # settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
-    "adam in narrow types": ("optimizer.exp_avg_dtype (--exp-avg-dtype) = fp8 needs TransformerEngine", None),
-    "adam in narrow types, local layers": ("(--exp-avg-dtype) = fp8 needs TransformerEngine", None),
+    "adam in narrow types": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
+    "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "experts, every kernel, local layers": (
-        "= true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
-        "= true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
+        "true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
+        "true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
     ),
     "adam on the host": (None, None),
     "adam on the host, types of its own": ("no optimizer_cpu_offload, which keeps float32",) * 2,
-    "the engine": ("perf.transformer_impl (--transformer-impl) = transformer_engine: it is not installed", None),
+    "the engine": ("--transformer-impl transformer_engine: it is not installed", None),
     "experts, no word of kernels": (None, None),
-    "experts, every kernel": ("model.moe_permute_fusion (--moe-permute-fusion) = true needs TransformerEngine", None),
+    "experts, every kernel": ("--moe-permute-fusion true needs TransformerEngine", None),
     "no rope fusion": (None, None),
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
     "fused gradients": ("a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",) * 2,
-    "fp8": ("megatron.fp8 (--fp8) = hybrid needs TransformerEngine", None),
+    "fp8": ("--fp8 hybrid needs TransformerEngine", None),
     "unfused swiglu": (None, None),
     "what Megatron refuses": ("TransformerConfig refuses these settings: DeepEP backend is only supported",) * 2,
 }
@@ -124,6 +124,6 @@ def test_single_settings_reach_megatron(observe):
 def test_what_is_slower_without_transformer_engine_is_said_once_with_its_cost(observe):
     """By the first rank, where nothing was asked for; and not at all where it is there."""
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
-    assert [line for line in said if "moe_grouped_gemm" in line and "several times slower" in line] == said[:1]
+    assert [line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line] == said[:1]
     assert [line for line in said if "waits for the GPU" in line] == said[1:]
     assert observe("transformer_engine")["settings"]["experts, no word of kernels"]["warnings"] == []

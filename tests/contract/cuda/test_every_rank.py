@@ -160,7 +160,7 @@ def test_a_folder_with_config_json_says_what_the_model_is(tmp_path, sixteen):
     assert made.problems == []
     assert made.ranks == sixteen.ranks
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HF | {"n_routed_experts": 16}))
-    with pytest.raises(ConfigError, match=r"--num-experts.*= 8, but the checkpoint's config.json says 16"):
+    with pytest.raises(ConfigError, match=r"--num-experts 8, but the model's config.json says 16"):
         rehearse(sixteen.expected.config, settings)
 
 

@@ -41,5 +41,5 @@ def test_weights_in_float32_are_refused(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert optimizer_config(ActorSettings("", optimizer_cpu_offload=True, bf16=None)).optimizer_cpu_offload
-    with pytest.raises(ConfigError, match=r"\(--optimizer-cpu-offload\) = true needs weights in bfloat16.*--bf16 true"):
+    with pytest.raises(ConfigError, match=r"--optimizer-cpu-offload true needs weights in bfloat16.*--bf16 true"):
         optimizer_config(ActorSettings("", optimizer_cpu_offload=True, bf16=False))

@@ -72,23 +72,23 @@ def test_every_name_of_the_table_is_compared_or_known_to_say_nothing_about_the_w
     [
         ({"num_layers": 46}, "92"),
         ({"rotary_base": 10000}, "1000000"),
-        ({"moe_layer_freq": "[0]*1+[1]*91"}, "(0, 0, 0, 1"),
-        ({"add_qkv_bias": False}, "True"),
-        ({"moe_router_score_function": "softmax"}, "'sigmoid'"),
+        ({"moe_layer_freq": "[0]*1+[1]*91"}, "0 0 0 1"),
+        ({"add_qkv_bias": False}, "true"),
+        ({"moe_router_score_function": "softmax"}, "sigmoid"),
         ({"moe_router_topk_scaling_factor": 1.0}, "2.5"),
-        ({"post_mlp_layernorm": True}, "False"),
+        ({"post_mlp_layernorm": True}, "false"),
     ],
 )
 def test_a_value_of_another_model_is_named_with_both_values(change, theirs):
     (problem,) = problems(given(**change), GLM_FAMILY, GLM)
     ((name, _),) = change.items()
-    assert f"model.{name} (--{name.replace('_', '-')})" in problem and f"says {theirs}" in problem
+    assert problem.startswith(f"--{name.replace('_', '-')} ") and f"says {theirs}" in problem
 
 
 def test_experts_where_the_model_has_none_are_named():
     dense = GLM | {"architectures": ["Qwen3ForCausalLM"]}
     (problem,) = problems({"num_experts": 8}, family("Qwen3ForCausalLM"), dense)
-    assert "num_experts" in problem and "has no such thing" in problem
+    assert "--num-experts 8" in problem and "has no such thing" in problem
 
 
 def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_its_shape():

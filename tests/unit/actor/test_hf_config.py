@@ -34,5 +34,5 @@ def test_every_architecture_has_the_name_of_its_configuration():
 
 def test_what_no_family_has_is_named():
     words = architecture(family("Qwen3ForCausalLM"), PUBLISHED["qwen3_4b"]) | {"post_mlp_layernorm": True}
-    with pytest.raises(ConfigError, match=r"nearest is Qwen3ForCausalLM:\nmodel.post_mlp_layernorm"):
+    with pytest.raises(ConfigError, match=r"nearest is Qwen3ForCausalLM:\n--post-mlp-layernorm"):
         hf_config(words)

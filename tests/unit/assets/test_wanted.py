@@ -48,7 +48,7 @@ def test_two_repositories_of_one_last_name_are_refused():
     "bad", ["X", "a/b/c", "../x/y", "a/..", "https://huggingface.co/a/b", "a/b@", "a/b@../c", "-a/b"]
 )
 def test_what_is_no_name_of_a_repository_is_refused_on_the_login_node(bad):
-    with pytest.raises(ConfigError, match=r"assets\.hub_models.*write ORGANISATION/NAME"):
+    with pytest.raises(ConfigError, match=r"--hub-models .*write ORGANISATION/NAME"):
         config(assets={"hub_models": [bad]})
 
 

@@ -102,7 +102,7 @@ def test_a_key_among_the_variables_of_the_script_is_refused_unseen(project, caps
 
 def test_without_a_recipe_it_says_how_to_name_one(project, capsys):
     assert main([]) == 2
-    assert "jobs/recipes/tiny.toml" in capsys.readouterr().err
+    assert "rlpost submit tiny" in capsys.readouterr().err
 
 
 def test_flags_alone_are_a_run_as_well(project, capsys):
@@ -117,7 +117,7 @@ def test_flags_alone_are_a_run_as_well(project, capsys):
 def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, capsys):
     container = ["--container", "pyxis", "--container-image", "/images/a.sqsh"]
     message = refused(capsys, *container, "--container-mounts", "/shared")
-    assert f"checkpoint.hf_checkpoint = {project}/model" in message and "rollout.prompt_data" in message
+    assert f"--hf-checkpoint {project}/model" in message and "--prompt-data" in message
     assert main(["recipe.toml", "--dry-run", *container, "--container-mounts", str(project)]) == 0
 
 
@@ -125,13 +125,13 @@ def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, c
     ("arguments", "words"),
     [
         (["--num-rolout", "3"], ["--num-rolout", "--num-rollout"]),
-        (["--nodes", "0"], ["cluster.nodes", "--nodes", "'0'", "greater than 0"]),
-        (["--tensor-model-parallel-size", "3"], ["tensor_model_parallel_size = 3", "2 GPUs", "1 or 2"]),
+        (["--nodes", "0"], ["--nodes 0: must be 1 or more"]),
+        (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "2 GPUs", "1 or 2"]),
         (["--prompt-data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-        (["--hf-checkpoint", "nowhere"], ["hf_checkpoint", "nowhere", "no such folder"]),
+        (["--hf-checkpoint", "nowhere"], ["--hf-checkpoint", "nowhere", "no such folder"]),
         (["--rm-type", "exact"], ["--rm-type", "exact_match"]),
         (["--sglang-mem-fraction-statik", "1"], ["--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"]),
-        (["--job-name", "a'; touch x"], ["job_name"]),
+        (["--job-name", "a'; touch x"], ["--job-name"]),
         (["--time", "soon"], ["time", "soon"]),
     ],
 )
@@ -142,8 +142,24 @@ def test_bad_input_is_named_with_what_was_got_and_what_is_needed(project, capsys
 
 def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, capsys):
     assert main(["recipe.toml", "--local", "--nodes", "2"]) == 2
-    assert "cluster.nodes = 2" in capsys.readouterr().err
+    assert "--nodes 2: " in capsys.readouterr().err
     assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("given", [["--nodes", "2"], ["--container", "pyxis", "--container-image", "/i.sqsh"]])
+def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for(project, capsys, given):
+    """Nobody should fetch a model for a run that is refused anyway; and no run folder is left."""
+    assert main(["recipe.toml", "--local", *given, "--hf-checkpoint", "nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {given[0]} {given[1]}: --local asks for no Slurm, so the run ")
+    assert not (project / "runs").exists()
+
+
+def test_a_run_of_several_nodes_is_not_sent_to_one_that_is_too_small(project, capsys):
+    layout = ["--nodes", "2", "--actor-num-nodes", "2", "--tensor-model-parallel-size", "4"]
+    assert main(["recipe.toml", "--local", *layout]) == 2
+    message = capsys.readouterr().err
+    assert "--scale-down" in message and "--nodes 1" not in message
 
 
 def test_a_broken_line_of_the_prompts_is_named(project, capsys):
@@ -186,7 +202,7 @@ def test_an_export_onto_what_is_there_is_refused(project, capsys, target):
     (project / "link").symlink_to(project / "model")
     (project / "file").touch()
     line = refused(capsys, "--save-hf", target, "--run-folder", "run/a")
-    assert "checkpoint.save_hf (--save-hf) = " in line and "such as RUN/hf/{step}" in line
+    assert "--save-hf " in line and "such as RUN/hf/{step}" in line
 
 
 def test_an_export_to_a_new_folder_or_one_of_each_step_is_fine(project, capsys):

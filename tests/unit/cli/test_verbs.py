@@ -166,7 +166,7 @@ def test_a_run_that_nobody_would_start_again_is_not_asked_to_requeue(tmp_path, m
     monkeypatch.setattr(runs, "queue", lambda ids: {"7": QueueEntry("7", JobState.RUNNING)})
     monkeypatch.setattr(control, "ask_to_requeue", lambda job_id: pytest.fail("it would end for good"))
     assert main(["requeue", str(run.root)]) == 2
-    assert "cluster.requeue = 'never'" in capsys.readouterr().err
+    assert "--requeue never" in capsys.readouterr().err
 
 
 def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_path):
@@ -284,7 +284,7 @@ def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(t
 
 def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
     assert main(["check", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}: cannot be read (Is a directory); a TOML file is needed\n"
+    assert capsys.readouterr().err == f"error: {tmp_path}: cannot be read (Is a directory); give a TOML file\n"
 
 
 def test_the_help_lists_every_verb(capsys):
@@ -308,7 +308,16 @@ def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):
     assert main(["check", "recipe.toml", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert [word in captured.err for word in ("tensor_model", "soon", "--rm-type")] == [True] * 3
+    assert [word in captured.err for word in ("--tensor-model-parallel-size 3", "--time soon", "--rm-type x")] == [
+        True
+    ] * 3
+
+
+def test_the_name_of_a_set_of_prompts_stands_apart_from_its_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_project(tmp_path / "project"))
+    assert main(["check", "recipe.toml", "--eval-prompt-data", "held-out-2026", "prompts.jsonl"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval ")]
+    assert line.split(maxsplit=2)[:2] == ["eval", "held-out-2026"] and line.split()[2].startswith("/")
 
 
 def without_the_stack(tmp_path, *words):

@@ -15,6 +15,7 @@ from rlpost.algorithm.plugin import load_function
 from rlpost.compat.slime import modules, names
 from rlpost.compat.slime.signatures import FORMS, Kind, interface, problem, signature_of
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +116,7 @@ def test_a_function_that_cannot_be_called_is_refused_on_the_login_node(
 ) -> None:
     (tmp_path / "mine.py").write_text(code)
     (line,) = function_problems(config(**{key: f"{tmp_path}/mine.py:f"}))
-    assert line.startswith(f"rollout.{key} = {tmp_path}/mine.py:f: ")
+    assert line.startswith(f"{flag(key)} {tmp_path}/mine.py:f: ")
     assert said in line
 
 
@@ -158,7 +159,10 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
     whole = "slime.rollout.{}".format
     assert whole_rollout_problems(config(rollout_function_path=whole("sglang_rollout.generate_rollout"))) == []
     sft = config(rollout_function_path=whole("sft_rollout.generate_rollout"))
-    assert "is --loss-type sft_loss here, and --loss-type is policy_loss; add it" in whole_rollout_problems(sft)[0]
+    assert (
+        "is --loss-type sft_loss here, but --loss-type policy_loss; use --loss-type sft_loss"
+        in whole_rollout_problems(sft)[0]
+    )
     given = {"rollout_function_path": whole("fully_async_rollout.generate_rollout_fully_async")}
     assert whole_rollout_problems(config(**given, rollout_mode="fully_async")) == []
     (line,) = whole_rollout_problems(config(rollout_function_path="mine.generate_rollout"))

@@ -2,13 +2,9 @@
 
 import pytest
 
-from rlpost.config.checks.arithmetic import (
-    batch_problems,
-    debug_problems,
-    eval_problems,
-    layout_problems,
-    model_problems,
-)
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.rollout import debug_problems, eval_problems
 from rlpost.config.load import load
 
 
@@ -30,23 +26,47 @@ def test_settings_that_fit_have_no_problems():
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({"perf": {"tensor_model_parallel_size": 3}}, ["tensor_model_parallel_size = 3", "2 GPUs", "1 or 2"]),
-        ({"cluster": {"actor_num_nodes": 2}}, ["actor_num_nodes = 2", "cluster.nodes = 1"]),
-        ({"cluster": {"actor_num_gpus_per_node": 8}}, ["actor_num_gpus_per_node = 8", "num_gpus_per_node = 4"]),
-        ({"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}}, ["does not divide", "3"]),
-        ({"cluster": {"rollout_num_gpus": 3}}, ["3 engines of 1 GPUs", "room for 2"]),
-        ({"perf": {"sequence_parallel": True}}, ["sequence_parallel", "2 or more"]),
+        ({"perf": {"tensor_model_parallel_size": 3}}, ["--tensor-model-parallel-size 3", "2 GPUs", "use 1 or 2"]),
+        (
+            {"cluster": {"actor_num_nodes": 2}},
+            ["--actor-num-nodes 2", "--nodes 1", "use --nodes 2 or --actor-num-nodes 1"],
+        ),
+        ({"cluster": {"actor_num_gpus_per_node": 8}}, ["--actor-num-gpus-per-node 8", "--num-gpus-per-node 4"]),
+        (
+            {"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}},
+            ["--rollout-num-gpus 3 is no multiple of", "use --rollout-num-gpus 2 or 4"],
+        ),
+        (
+            {"cluster": {"rollout_num_gpus": 3}},
+            ["3 engines of 1 GPU", "room for 2", "use --rollout-num-gpus 2 or --nodes 2"],
+        ),
+        ({"perf": {"sequence_parallel": True}}, ["--sequence-parallel true", "2 or more"]),
         (
             {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
-            ["context_parallel_size = 2", "2 GPUs", "1 of them", "choose 1"],
+            ["TP 2 x CP 2 = 4 GPUs, but 2 train", "use --nodes 2, ", "--context-parallel-size 1"],
         ),
-        ({"perf": {"expert_model_parallel_size": 4}}, ["expert_model_parallel_size = 4", "the 2 GPUs of a pipeline"]),
-        ({"perf": {"num_layers_per_virtual_pipeline_stage": 1}}, ["virtual", "pipeline_model_parallel_size of 2"]),
-        ({"perf": {"decoder_last_pipeline_num_layers": 1}}, ["pipeline_model_parallel_size of 2"]),
-        ({"perf": {"recompute_granularity": "full"}}, ["recompute_method and recompute_num_layers"]),
-        ({"perf": {"recompute_num_layers": 1}}, ["recompute_granularity = full"]),
-        ({"perf": {"overlap_param_gather": True}}, ["use_distributed_optimizer and overlap_grad_reduce"]),
-        ({"perf": {"log_probs_max_tokens_per_gpu": 8}}, ["log_probs_max_tokens_per_gpu = 8", "use_dynamic_batch_size"]),
+        (
+            {"perf": {"expert_model_parallel_size": 4}},
+            ["--expert-model-parallel-size 4", "the 2 GPUs of a pipeline", "use --expert-model-parallel-size 1 or 2"],
+        ),
+        (
+            {"perf": {"num_layers_per_virtual_pipeline_stage": 1}},
+            ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"],
+        ),
+        (
+            {"perf": {"decoder_last_pipeline_num_layers": 1}},
+            ["--pipeline-model-parallel-size 2 or more", "use --decoder-last-pipeline-num-layers none"],
+        ),
+        ({"perf": {"recompute_granularity": "full"}}, ["--recompute-method uniform --recompute-num-layers 1"]),
+        ({"perf": {"recompute_num_layers": 1}}, ["--recompute-num-layers 1 needs --recompute-granularity full"]),
+        (
+            {"perf": {"overlap_param_gather": True}},
+            ["--use-distributed-optimizer and --overlap-grad-reduce", "add --overlap-grad-reduce true"],
+        ),
+        (
+            {"perf": {"log_probs_max_tokens_per_gpu": 8}},
+            ["--log-probs-max-tokens-per-gpu 8", "--use-dynamic-batch-size"],
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
@@ -57,12 +77,21 @@ def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({"rollout": {"global_batch_size": 3}}, ["global_batch_size = 3", "8 samples"]),
-        ({"rollout": {"num_steps_per_rollout": 3}}, ["num_steps_per_rollout = 3", "8 samples"]),
-        ({"rollout": {"rollout_batch_size": 3, "n_samples_per_prompt": 3}}, ["9 samples", "2 data-parallel ranks"]),
-        ({"perf": {"use_dynamic_batch_size": True}}, ["max_tokens_per_gpu"]),
-        ({"rollout": {"n_samples_per_prompt": 1}}, ["n_samples_per_prompt = 1", "grpo compares", "2 or more"]),
-        ({"grpo": {"kl_loss_coef": 0.1}}, ["kl_loss_coef = 0.1", "use_kl_loss"]),
+        (
+            {"rollout": {"global_batch_size": 3}},
+            ["--global-batch-size 3", "8 samples", "use --global-batch-size 2, 4 or 8"],
+        ),
+        (
+            {"rollout": {"num_steps_per_rollout": 3}},
+            ["--num-steps-per-rollout 3", "8 samples", "use --num-steps-per-rollout 1, 2 or 4"],
+        ),
+        (
+            {"rollout": {"rollout_batch_size": 3, "n_samples_per_prompt": 3}},
+            ["9 samples", "2 data-parallel ranks", "use --rollout-batch-size 2 or 4, "],
+        ),
+        ({"perf": {"use_dynamic_batch_size": True}}, ["--max-tokens-per-gpu 8192"]),
+        ({"rollout": {"n_samples_per_prompt": 1}}, ["--n-samples-per-prompt 1", "grpo compares", "2 or more"]),
+        ({"grpo": {"kl_loss_coef": 0.1}}, ["--kl-loss-coef 0.1", "--use-kl-loss true"]),
     ],
 )
 def test_batches_that_do_not_fit_are_named_with_their_numbers(groups, words):
@@ -91,13 +120,21 @@ def test_any_vocabulary_is_padded_for_tensor_parallelism():
 @pytest.mark.parametrize(
     ("perf", "sizes", "words"),
     [
-        ({"pipeline_model_parallel_size": 2}, {}, ["num_hidden_layers = 5", "2 stages"]),
+        (
+            {"pipeline_model_parallel_size": 2},
+            {},
+            ["--pipeline-model-parallel-size 2", "num_hidden_layers = 5", "size 1"],
+        ),
         (
             {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
             {"num_hidden_layers": 6},
-            ["chunks of 2"],
+            ["in --num-layers-per-virtual-pipeline-stage 2", "stage 1 or 3"],
         ),
-        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 6}, {}, ["5 less 6"]),
+        (
+            {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 6},
+            {},
+            ["5 less --decoder-first-pipeline-num-layers 6", "use --decoder-first-pipeline-num-layers 1, 2, 3 or 4"],
+        ),
         ({"expert_model_parallel_size": 2}, {}, ["the model has no experts"]),
         ({"expert_model_parallel_size": 2}, {"num_experts": 3}, ["num_experts = 3"]),
         ({"expert_tensor_parallel_size": 2}, {"num_experts": 4, "moe_intermediate_size": 9}, ["moe_intermediate_size"]),
@@ -119,14 +156,14 @@ def test_samples_fill_an_interleaved_pipeline_in_whole_rounds():
     perf = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 3}
     (problem,) = batch_problems(config(perf=perf, rollout=rollout))
-    assert "9 samples" in problem and "rounds of 2 micro-batches" in problem
+    assert "9 samples" in problem and "2 micro-batches of a round" in problem
 
 
 def test_evaluation_sets_come_in_pairs():
     (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "b", "c"]}))
-    assert "pairs NAME PATH" in problem
+    assert "3 words are no pairs" in problem
     (problem,) = eval_problems(config(eval={"eval_interval": 5}))
-    assert "eval.eval_prompt_data" in problem
+    assert "--eval-prompt-data NAME PATH" in problem
 
 
 def test_a_recording_path_needs_a_place_for_the_step():

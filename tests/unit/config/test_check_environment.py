@@ -40,7 +40,7 @@ def problems(**variables: str) -> list[str]:
 )
 def test_a_value_that_does_harm_is_named_with_what_to_give_instead(name, value, words):
     (problem,) = problems(**{name: value})
-    assert f"--environment) {name}={value}" in problem
+    assert f"--environment {name}={value}: " in problem
     assert all(word in problem for word in words), problem
 
 

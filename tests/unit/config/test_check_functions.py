@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.config.checks.functions import SETTINGS, function_problems
 from rlpost.config.eval_sets import EvalSet
-from rlpost.config.flags import fields, groups
+from rlpost.config.flags import fields, flag, groups
 from rlpost.config.groups.base import FunctionPath
 from rlpost.config.tree import Config
 
@@ -38,7 +38,7 @@ def test_what_a_file_names_is_there(tmp_path, name):
 def test_what_it_does_not_name_is_a_problem_that_says_what_there_is(tmp_path, name):
     (tmp_path / "mine.py").write_text(CODE)
     (problem,) = function_problems(reward(f"{tmp_path}/mine.py:{name}"))
-    assert problem.startswith(f"rollout.custom_rm_path = {tmp_path}/mine.py:{name}: {tmp_path}/mine.py has no function")
+    assert problem.startswith(f"--custom-rm-path {tmp_path}/mine.py:{name}: the file has no function {name}")
     assert "it has Callable, generate, made, nothing_that_is_installed, np, score, spare" in problem
     assert ("did you mean 'score'?" in problem) == (name == "scores")
 
@@ -96,7 +96,7 @@ def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(tmp
         assert found == []
     else:
         (problem,) = found
-        assert problem.startswith(f"rollout.{key} = ") and words in problem
+        assert problem.startswith(f"{flag(key)} ") and words in problem
 
 
 def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
@@ -106,7 +106,9 @@ def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
     lines = [f'{key} = "{tmp_path}/mine.py:lost"' for key in keys]
     file.write_text("\n".join(["[[datasets]]", 'name = "a"', 'path = "a.jsonl"', *lines]))
     found = function_problems(Config.model_validate({"eval": {"eval_config": str(file)}}))
-    assert [line.partition(" = ")[0] for line in found] == [f"{file}: a.{key}" for key in keys]
+    assert [line.partition(f" {tmp_path}/mine.py")[0] for line in found] == [
+        f"--eval-config {file}: a.{key}" for key in keys
+    ]
 
 
 def test_every_setting_that_names_a_function_is_looked_at():

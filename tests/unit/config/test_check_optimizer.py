@@ -28,27 +28,33 @@ def test_the_settings_of_published_recipes_have_no_problems():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"min_lr": 1.0}, ["min_lr = 1.0", "lr = 1e-06"]),
-        ({"lr_warmup_init": 1.0}, ["lr_warmup_init = 1.0", "lr = 1e-06"]),
-        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, ["lr_warmup_iters = 2", "lr_warmup_fraction = 0.1"]),
-        ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, ["warm-up of 10", "lr_decay_iters = 10"]),
-        ({"lr_decay_style": "WSD"}, ["needs lr_wsd_decay_iters"]),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, ["lr_wsd_decay_iters = 11", "lr_decay_iters = 10"]),
-        ({"end_weight_decay": 0.1}, ["weight_decay_incr_style"]),
-        ({"weight_decay_incr_style": "linear", "end_weight_decay": 0.001}, ["= 0.01 is above", "= 0.001"]),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs optimizer_cpu_offload"]),
-        ({"exp_avg_dtype": "bf16"}, ["exp_avg_dtype = bf16", "use_precision_aware_optimizer"]),
+        ({"min_lr": 1.0}, ["--min-lr 1 is above --lr 1e-06"]),
+        ({"lr_warmup_init": 1.0}, ["--lr-warmup-init 1 is above --lr 1e-06"]),
+        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters 2 and --lr-warmup-fraction 0.1"]),
+        (
+            {"lr_decay_style": "cosine", "lr_warmup_iters": 10},
+            ["warm-up of 10", "the 10 optimizer steps", "such as --lr-warmup-iters 1"],
+        ),
+        ({"lr_decay_style": "WSD"}, ["needs --lr-wsd-decay-iters"]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, ["--lr-wsd-decay-iters 11", "the 10 optimizer steps"]),
+        ({"end_weight_decay": 0.1}, ["--end-weight-decay 0.1 needs --weight-decay-incr-style linear or cosine"]),
+        (
+            {"weight_decay_incr_style": "linear", "end_weight_decay": 0.001},
+            ["--start-weight-decay 0.01 down to --end-weight-decay 0.001"],
+        ),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs --optimizer-cpu-offload"]),
+        ({"exp_avg_dtype": "bf16"}, ["--exp-avg-dtype bf16", "--use-precision-aware-optimizer true"]),
         (
             {"use_precision_aware_optimizer": True, "perf": {"use_distributed_optimizer": False}},
-            ["perf.use_distributed_optimizer"],
+            ["use --use-distributed-optimizer true"],
         ),
         (
             {"optimizer_cpu_offload": True, "perf": {"use_distributed_optimizer": False}},
-            ["optimizer_cpu_offload needs perf.use_distributed_optimizer"],
+            ["--optimizer-cpu-offload true needs --use-distributed-optimizer"],
         ),
         (
             {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
-            ["exp_avg_dtype = bf16", "optimizer_cpu_offload keeps float32", "give fp32 or leave"],
+            ["--exp-avg-dtype bf16 with --optimizer-cpu-offload true", "use --exp-avg-dtype fp32 or"],
         ),
     ],
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.checks.algorithm import algorithm_problems
-from rlpost.config.checks.arithmetic import debug_problems, eval_problems, layout_problems, rollout_problems
+from rlpost.config.checks.layout import layout_problems
+from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
 from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.load import load, parse_dump
@@ -22,14 +23,20 @@ def config(**groups: object):
 @pytest.mark.parametrize(
     ("groups", "key"),
     [
-        ({"rollout": {"rollout_batch_size": 8, "over_sampling_batch_size": 7}}, "over_sampling_batch_size = 7"),
-        ({"rollout": {"over_sampling_batch_size": 7, "rollout_mode": "fully_async"}}, "over_sampling_batch_size = 7"),
-        ({"rollout": {"max_staleness": 2}}, "max_staleness = 2"),
-        ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "partial_rollout = True"),
-        ({"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}}, "cluster.colocate"),
-        ({"debug": {"debug_train_only": True}}, "load_debug_rollout_data"),
-        ({"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}"}}, "debug_rollout_only"),
-        ({"eval": {"eval_config": "a.toml", "eval_prompt_data": ["a.jsonl"]}}, "eval_config"),
+        ({"rollout": {"rollout_batch_size": 8, "over_sampling_batch_size": 7}}, "--over-sampling-batch-size 7 is less"),
+        (
+            {"rollout": {"over_sampling_batch_size": 7, "rollout_mode": "fully_async"}},
+            "--over-sampling-batch-size 7 has no",
+        ),
+        ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no meaning"),
+        ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "add --partial-rollout true"),
+        ({"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}}, "with --colocate true"),
+        ({"debug": {"debug_train_only": True}}, "add --load-debug-rollout-data"),
+        (
+            {"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}"}},
+            "--debug-rollout-only true",
+        ),
+        ({"eval": {"eval_config": "a.toml", "eval_prompt_data": ["a.jsonl"]}}, "use --eval-config none"),
     ],
 )
 def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str) -> None:
@@ -45,7 +52,7 @@ def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> No
     assert (settings.num_engines, settings.num_nodes) == (0, 1)
     assert not layout_problems(settings)
     (problem,) = layout_problems(config(cluster={**alone, "colocate": True}, sglang=external))
-    assert "rollout_external_engine_addrs" in problem
+    assert "--colocate true with --rollout-external-engine-addrs 10.0.0.9:30000" in problem
 
 
 def test_what_fits_is_no_problem(tmp_path: Path) -> None:
@@ -117,18 +124,18 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, tex
 
 def test_two_sets_of_one_name_would_write_the_same_metrics() -> None:
     (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}))
-    assert "eval.eval_prompt_data: two sets are called a" in problem
+    assert ": two sets are called a, " in problem and problem.startswith("--eval-prompt-data ")
 
 
 @pytest.mark.parametrize("table", [{"rollout": {"rollout_top_k": 0}}, {"eval": {"eval_top_k": -2}}])
 def test_a_top_k_that_engines_would_refuse_is_refused(table: dict[str, dict[str, int]]) -> None:
-    with pytest.raises(ConfigError, match=r"top-k\) = (0|-2) from .*: must be 1 or more, or -1 for off"):
+    with pytest.raises(ConfigError, match=r"top-k (0|-2): must be 1 or more, or -1 for off"):
         load([], table)
 
 
 def test_supervised_lines_need_a_place_for_their_response() -> None:
     (problem,) = algorithm_problems(config(grpo={"loss_type": "sft_loss"}))
-    assert "rollout.label_key" in problem and "rollout.apply_chat_template" in problem
+    assert "--label-key" in problem and "--apply-chat-template" in problem
     for given in ({"label_key": "answer"}, {"apply_chat_template": True}):
         assert not algorithm_problems(config(grpo={"loss_type": "sft_loss"}, rollout=given))
 

@@ -23,22 +23,22 @@ def test_what_goes_together_has_no_problem(fine):
 @pytest.mark.parametrize(
     ("sync", "groups", "words"),
     [
-        ({"update_weight_mode": "delta"}, {}, ["mode = delta", "set update_weight_transport = disk"]),
-        (DELTA, {"cluster": {"colocate": True}}, ["mode = delta", "cluster.colocate = True"]),
+        ({"update_weight_mode": "delta"}, {}, ["--update-weight-mode delta", "use --update-weight-transport disk"]),
+        (DELTA, {"cluster": {"colocate": True}}, ["--update-weight-mode delta", "--colocate true"]),
         (
             {"update_weight_transport": "disk", "update_weight_local_checkpoint_dir": "/dev/shm"},
             {},
-            ["= /dev/shm", "mode = full", "set update_weight_mode = delta"],
+            ["dir /dev/shm", "mode full", "use --update-weight-mode delta"],
         ),
         (
             {**DELTA, "update_weight_local_checkpoint_dir": "/dev/shm"},
             {"sglang": {"rollout_external_engine_addrs": ["10.0.0.1:30000"]}},
-            ["= /dev/shm", "rollout_external_engine_addrs", "update_weight_disk_dir"],
+            ["dir /dev/shm", "--rollout-external-engine-addrs 10", "--update-weight-disk-dir"],
         ),
     ],
 )
 def test_what_does_not_is_named(sync, groups, words):
     (problem,) = problems(sync, **groups)
-    assert problem.startswith("sync.")
+    assert problem.startswith("--update-weight-")
     for word in words:
         assert word in problem

@@ -26,12 +26,12 @@ def test_without_a_container_every_path_is_seen():
 @pytest.mark.parametrize("mount", ["/shared/model", "/shared/models/m2", "/other:ro"])
 def test_a_path_below_no_mount_is_named_with_the_mounts(mount):
     (problem,) = problems(mount, **MODEL)
-    assert "checkpoint.hf_checkpoint = /shared/models/m" in problem and mount in problem
+    assert "--hf-checkpoint /shared/models/m" in problem and mount in problem
 
 
 def test_a_folder_that_is_mounted_elsewhere_is_named_with_its_place_inside():
     (problem,) = problems("/shared:/data", **MODEL)
-    assert "in the container that folder is /data" in problem
+    assert "that folder is /data in the container" in problem
 
 
 def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
@@ -42,11 +42,11 @@ def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
         sglang={"sglang_chat_template": "/t/chat.jinja"},
         checkpoint={"save": "/m/save"},
     )
-    assert [line.split(" = ")[0] for line in found] == [
-        "rollout.prompt_data",
-        "sglang.sglang_chat_template",
-        "eval.eval_prompt_data (x)",
-    ]
+    (problem,) = found
+    assert problem.startswith(
+        "--prompt-data /p/a.jsonl, --sglang-chat-template /t/chat.jinja and --eval-prompt-data x /e/x.jsonl: not seen"
+    )
+    assert problem.endswith("; use --container-mounts /m /p /t /e")
 
 
 def test_the_run_folder_and_the_code_are_mounted_without_being_listed():
@@ -54,7 +54,7 @@ def test_the_run_folder_and_the_code_are_mounted_without_being_listed():
     config = load([], {"cluster": {"container": "pyxis", "container_image": "/i.sqsh"}, **MODEL}).config
     assert container_problems(config, ("/shared", "/runs/a")) == []
     (problem,) = container_problems(config, ("/shared/other", "/runs/a"))
-    assert "checkpoint.hf_checkpoint = /shared/models/m" in problem
+    assert "--hf-checkpoint /shared/models/m" in problem
 
 
 def test_a_container_that_the_job_chooses_is_not_judged_before():
@@ -64,7 +64,7 @@ def test_a_container_that_the_job_chooses_is_not_judged_before():
 def test_a_file_of_sets_that_cannot_be_used_does_not_hide_the_rest():
     """It is told with the settings of the evaluation."""
     found = problems("/m", eval={"eval_config": "/m/nowhere.toml"}, **MODEL)
-    assert [line.split(" = ")[0] for line in found] == ["checkpoint.hf_checkpoint"]
+    assert [line.split(" ")[0] for line in found] == ["--hf-checkpoint"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rlpost.cli import plan
-from rlpost.config.checks.arithmetic import layout_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
 from rlpost.config.plan.estimate import RankMemory, estimate, held_memory

@@ -9,7 +9,9 @@ import pytest
 from rlpost.actor.architecture import architecture
 from rlpost.actor.hf_config import hf_config
 from rlpost.config.checks.algorithm import algorithm_problems
-from rlpost.config.checks.arithmetic import batch_problems, layout_problems, model_problems, rollout_problems
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.rollout import rollout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.shape import Layout, layout_of
 from rlpost.config.scale_down import FOLDER, LENGTHS, PROMPTS, Scaled, folded, scale_down
@@ -153,5 +155,13 @@ def test_what_cannot_be_scaled_is_named():
     config = recipe("qwen3_4b")
     with pytest.raises(ConfigError, match="--scale-down 0: give how many ranks"):
         scale_down(config, config.model.model_dump(), ranks=0)
-    with pytest.raises(ConfigError, match=r"model.hidden_size, .*not known.*--model"):
+    with pytest.raises(ConfigError, match=r"--hidden-size, .*not known.*--model"):
         scale_down(config, {"num_layers": 2}, ranks=2)
+
+
+def test_a_recipe_on_fewer_gpus_than_its_layout_has_ranks_is_scaled_all_the_same():
+    """The layout is what scaling changes; it must not begin from a data-parallel size of 0."""
+    config = load([JOBS / "recipes/glm45_355b.toml"], {"cluster": {"actor_num_nodes": 4}}).config
+    words = load(files_of(JOBS / "recipes/glm45_355b.toml", {}), {}).config.model.model_dump()
+    assert config.data_parallel_size == 0
+    assert layout_problems(scale_down(config, words, ranks=2).config) == []

@@ -13,7 +13,7 @@ import pytest
 from rlpost.cli.key_words import take_keys
 from rlpost.cli.settings import parser
 from rlpost.config import flags
-from rlpost.config.checks.arithmetic import layout_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import load
 from rlpost.config.megatron_options import option_problems
 from rlpost.rollout.server_args import check_server_args

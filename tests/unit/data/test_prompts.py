@@ -193,7 +193,7 @@ def test_a_bad_row_of_parquet_is_named_and_what_is_no_parquet_too(tmp_path: Path
 def test_the_check_of_settings_reads_every_file_and_counts_the_weights(tmp_path: Path) -> None:
     paths = tuple(str(numbered(tmp_path / f"{name}.jsonl", 2)) for name in "ab")
     check_prompts(paths, RolloutConfig(prompt_data=paths, prompt_data_weights=(1, 2)))
-    with pytest.raises(ConfigError, match="1 weights for 2 files"):
+    with pytest.raises(ConfigError, match="1 weights for 2 --prompt-data"):
         check_prompts(paths, RolloutConfig(prompt_data=paths, prompt_data_weights=(1,)))
     Path(paths[1]).write_text("{")
     with pytest.raises(DataError, match=r"b\.jsonl, line 1"):

@@ -121,7 +121,7 @@ def test_a_file_that_a_flag_replaces_is_not_looked_for(call: Call, tmp_path: Pat
 def test_with_the_environment_the_settings_are_checked_in_full(call: Call, home: Path, tmp_path: Path, assets) -> None:
     make_environment(home)
     wrong = call("qwen3_4b", "--tensor-model-parallel-size", "3", RLPOST_ASSETS=str(assets))
-    assert wrong.returncode == 78 and "tensor_model_parallel_size = 3" in wrong.stderr, wrong
+    assert wrong.returncode == 78 and "--tensor-model-parallel-size 3" in wrong.stderr, wrong
     assert submitted(tmp_path) is None
     assert call("qwen3_4b", RLPOST_ASSETS=str(assets)).returncode == 0
     # A container sees the assets and the project; nothing else of this machine.

@@ -97,7 +97,7 @@ def test_a_recipe_without_its_assets_says_which_variable_is_missing(name, monkey
     with pytest.raises(ConfigError) as caught:
         check(config)
     (line,) = str(caught.value).splitlines()
-    assert line.startswith("$RLPOST_ASSETS is not set") and "--assets-dir" in line and "rollout.prompt_data" in line
+    assert line.startswith("$RLPOST_ASSETS is not set") and "--assets-dir" in line and "--prompt-data" in line
 
 
 def test_assets_dir_is_the_variable(assets, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_plan_is_made_from_the_command_line(assets, monkeypatch, capsys):
         == 2
     )
     assert "does not fit: train" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--gpus 12: no multiple of"):
+    with pytest.raises(ConfigError, match=r"--gpus 12 is no multiple of .*; use 8 or 16"):
         plan.main([recipe, "--gpus", "12"])
 
 

@@ -45,7 +45,7 @@ def test_the_same_settings_may_enter_the_folder_again(tmp_path: Path) -> None:
 def test_other_settings_do_not_take_over_a_run_and_are_named(tmp_path: Path) -> None:
     create_run_folder(tmp_path / "a", SETTINGS)
     other = json.dumps({"grpo": {"eps_clip": 0.3}, "seed": 1})
-    with pytest.raises(RunFolderError, match=r"grpo\.eps_clip: 0\.2 there, 0\.3 now.*--resume"):
+    with pytest.raises(RunFolderError, match=r"--eps-clip: 0\.2 there, 0\.3 now.*--resume"):
         create_run_folder(tmp_path / "a", other)
     assert json.loads((tmp_path / "a/run.json").read_text()) == json.loads(SETTINGS)
 

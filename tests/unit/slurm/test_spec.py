@@ -51,7 +51,7 @@ def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str)
         ("home", "/a:b", "PYTHONPATH"),
         ("run_folder", "/a\\b", "backslash"),
         ("agent_args", ("--", "x"), "driver_args"),
-        ("time", "1", "signal_lead_s=120"),
+        ("time", "1", "--signal-lead-s 120"),
         ("time", "soon", "D-H"),
         ("time", "1:2:3:4", "D-H"),
         ("output", " ", "leave it out"),

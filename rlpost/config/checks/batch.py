@@ -1,0 +1,134 @@
+"""Sizes of a batch that do not fit together or do not spread evenly over the ranks, with values that do. Pure.
+
+Input: a ``Config``. Output: one line for each problem with the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rlpost.config.checks.layout import layout_problems
+from rlpost.config.tree import Config
+from rlpost.config.wording import divisors, listed, nearest, spelled
+
+PROMPTS, ANSWERS = "rollout_batch_size", "n_samples_per_prompt"
+GLOBAL, STEPS = "global_batch_size", "num_steps_per_rollout"
+
+
+def batch_problems(config: Config) -> list[str]:
+    """Batch sizes that do not fit together or do not spread evenly over the data-parallel ranks."""
+    rollout = config.rollout
+    samples, steps = config.samples_per_rollout, config.num_steps_per_rollout
+    problems = []
+    if samples % steps or (rollout.global_batch_size is not None and rollout.global_batch_size * steps != samples):
+        problems.append(_not_the_samples(config))
+    elif not layout_problems(config) and (samples // steps) % _unit(config):
+        problems.append(_uneven(config))
+    if config.perf.use_dynamic_batch_size and config.perf.max_tokens_per_gpu is None:
+        problems.append(
+            "--use-dynamic-batch-size true needs --max-tokens-per-gpu, the tokens of a micro-batch; add it, for "
+            "instance --max-tokens-per-gpu 8192, or use --use-dynamic-batch-size false"
+        )
+    if config.grpo.kl_loss_coef and not config.grpo.use_kl_loss:
+        problems.append(
+            f"{spelled(config, 'kl_loss_coef')} weighs a divergence that is not measured without --use-kl-loss; add "
+            "--use-kl-loss true, or use --kl-loss-coef 0"
+        )
+    compares = config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
+    if compares and rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
+        problems.append(
+            f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the answers to one prompt "
+            "with each other and learns nothing from a single one; use --n-samples-per-prompt 2 or more, or "
+            "--advantage-estimator reinforce_plus_plus"
+        )
+    return problems
+
+
+def _unit(config: Config) -> int:
+    """What the samples of an optimizer step must be a multiple of."""
+    return max(1, config.data_parallel_size * config.micro_batch_multiple)
+
+
+def _samples(config: Config) -> str:
+    return f"{config.samples_per_rollout} samples of a rollout, {spelled(config, PROMPTS)} x {spelled(config, ANSWERS)}"
+
+
+def _whole_steps(config: Config) -> list[int]:
+    """Samples of an optimizer step with which a rollout has whole steps, each even over the ranks."""
+    unit = 1 if layout_problems(config) else _unit(config)
+    return [size for size in divisors(config.samples_per_rollout) if size % unit == 0]
+
+
+def _not_the_samples(config: Config) -> str:
+    """The samples of a rollout are no whole number of optimizer steps of the given size."""
+    rollout = config.rollout
+    samples, given, steps = config.samples_per_rollout, rollout.global_batch_size, rollout.num_steps_per_rollout
+    sizes = _whole_steps(config)
+    if given is None:
+        counts = sorted(samples // size for size in sizes)
+        remedy = (
+            f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}" if counts else _other_prompts(config)
+        )
+        return f"{spelled(config, STEPS)} does not divide the {_samples(config)}; {remedy}"
+    near = nearest(sizes, given)
+    if steps is None:
+        why = f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}"
+        if not near:
+            return f"{why}; {_other_prompts(config)}"
+        counts = [samples // size for size in near]
+        plural = "step" if counts == [1] else "steps"
+        return f"{why}; use --global-batch-size {listed(near)}, which is {listed(counts)} optimizer {plural} a rollout"
+    remedies = []
+    if samples % steps == 0 and samples // steps in sizes:
+        remedies.append(f"--global-batch-size {samples // steps}")
+    if given in sizes:
+        remedies.append(f"--num-steps-per-rollout {samples // given}")
+    remedies += [f"--global-batch-size {size} --num-steps-per-rollout {samples // size}" for size in near[:1]]
+    return (
+        f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {given * steps}, not the {_samples(config)}; use "
+        f"{listed(remedies[:2])}"
+        if remedies
+        else f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}; {_other_prompts(config)}"
+    )
+
+
+def _uneven(config: Config) -> str:
+    """The samples of an optimizer step do not spread evenly over the data-parallel ranks."""
+    steps, rollout = config.num_steps_per_rollout, config.rollout
+    a_step = config.samples_per_rollout // steps
+    rounds = ""
+    if config.micro_batch_multiple > 1:
+        rounds = f" x {config.micro_batch_multiple} micro-batches of a round of the pipeline"
+    divided = f" / {spelled(config, STEPS)}" if rollout.num_steps_per_rollout is not None else ""
+    line = (
+        f"{spelled(config, PROMPTS)} x {spelled(config, ANSWERS)}{divided} = {a_step} samples an "
+        f"optimizer step, no multiple of {config.data_parallel_size} data-parallel ranks{rounds}"
+    )
+    if rollout.global_batch_size is None:
+        return f"{line}; {_other_prompts(config)}"
+    sizes = _whole_steps(config)
+    remedy = f"use --global-batch-size {listed(nearest(sizes, rollout.global_batch_size))}"
+    if rollout.num_steps_per_rollout is not None:
+        remedy += " --num-steps-per-rollout none"
+    of_ranks = f"no multiple of the {config.data_parallel_size} data-parallel ranks{rounds}"
+    return f"{spelled(config, GLOBAL)} is {of_ranks}; {remedy if sizes else _other_prompts(config)}"
+
+
+def _other_prompts(config: Config) -> str:
+    """The nearest numbers of prompts, or of answers, that make whole optimizer steps on every rank."""
+    rollout, needed = config.rollout, config.num_steps_per_rollout
+    unit = 1 if layout_problems(config) else _unit(config)
+    if rollout.global_batch_size is not None:
+        needed, also = 1, " --global-batch-size none --num-steps-per-rollout 1"
+    else:
+        also = ""
+    remedies = []
+    for flag, value, other, least in (
+        ("--rollout-batch-size", rollout.rollout_batch_size, rollout.n_samples_per_prompt, 1),
+        ("--n-samples-per-prompt", rollout.n_samples_per_prompt, rollout.rollout_batch_size, 2),
+    ):
+        multiple = needed * unit // math.gcd(needed * unit, other)
+        lower = value // multiple * multiple
+        near = [number for number in (lower, lower + multiple) if number >= least]
+        remedies.append(f"{flag} {listed(near)}{also}")
+    return f"use {', or '.join(remedies)}"

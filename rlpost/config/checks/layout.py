@@ -1,0 +1,374 @@
+"""The layout of trainer and engines: sizes that do not divide GPUs, layers or heads, and settings that need others.
+
+Input: a ``Config`` and, where there is one, the model's own ``config.json``. Output: one line for each problem, with
+the arithmetic and values that work. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlpost.config.flags import flag
+from rlpost.config.tree import Config
+from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
+
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Where families write the number of experts."""
+TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+_SHORT = {TENSOR: "TP", PIPELINE: "PP", CONTEXT: "CP"}
+_IN_SMALL = "--scale-down without a number of nodes for a trial on one machine"
+_MORE_NODES = 64
+"""How far a number of nodes is looked for."""
+
+
+def layout_problems(config: Config) -> list[str]:
+    """Nodes, GPUs and parallel sizes that do not fit together."""
+    cluster = config.cluster
+    problems = []
+    if config.actor_num_nodes > config.num_nodes:
+        problems.append(_too_many_nodes(config))
+    elif cluster.actor_num_gpus_per_node > cluster.num_gpus_per_node:
+        problems.append(
+            f"{spelled(config, 'actor_num_gpus_per_node')} is more than {spelled(config, 'num_gpus_per_node')}; use "
+            f"--actor-num-gpus-per-node {cluster.num_gpus_per_node} or --num-gpus-per-node "
+            f"{cluster.actor_num_gpus_per_node}"
+        )
+    else:
+        problems += parallel_problems(config)
+    if cluster.colocate and config.sglang.rollout_external_engine_addrs:
+        problems.append(
+            f"--colocate true with {spelled(config, 'rollout_external_engine_addrs')}: those engines are not on the "
+            "GPUs of the trainer; use --colocate false, or leave the addresses out"
+        )
+    size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
+    if config.rollout_num_gpus % size or (size > a_node and size % a_node):
+        problems.append(_engine_size(config))
+    elif not problems and not cluster.colocate:
+        problems += _room_problems(config)
+    return problems
+
+
+def _too_many_nodes(config: Config) -> str:
+    """More nodes train than there are: the number that is wrong is either."""
+    nodes, trains = config.num_nodes, config.actor_num_nodes
+    line = f"{spelled(config, 'actor_num_nodes')} is more than {spelled(config, 'nodes')}"
+    fewer = with_values(config, actor_num_nodes=nodes)
+    if _fits(fewer):
+        return f"{line}; use --nodes {trains} or --actor-num-nodes {nodes}"
+    smaller = [f"--actor-num-nodes {nodes} {words}" for words in _smaller(fewer)]
+    remedies = [f"--nodes {trains}", *smaller, _IN_SMALL]
+    have = f"{nodes} nodes have" if nodes > 1 else "1 node has"
+    return f"{line}, and {_product(config)} GPUs, but {have} {fewer.actor_world_size}; use {listed(remedies)}"
+
+
+def _engine_size(config: Config) -> str:
+    """The GPUs that generate are no whole number of engines, or an engine no whole number of nodes."""
+    cluster = config.cluster
+    size, a_node, generate = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node, config.rollout_num_gpus
+    sizes = [one for one in divisors(generate) if one <= a_node or one % a_node == 0]
+    engine = spelled(config, "rollout_num_gpus_per_engine")
+    if size > a_node and size % a_node:
+        return (
+            f"{engine} is more than a node and no multiple of {spelled(config, 'num_gpus_per_node')}, and such an "
+            f"engine takes whole nodes; use {listed(sizes)}"
+        )
+    if cluster.colocate:
+        return (
+            f"{engine} does not divide the {generate} GPUs of the trainer, on which the engines run with --colocate; "
+            f"use {listed(sizes)}"
+        )
+    lower = generate // size * size
+    totals = [total for total in (lower, lower + size) if total]
+    also = f", or --rollout-num-gpus-per-engine {listed(sizes)}" if generate > 1 else ""
+    return (
+        f"{spelled(config, 'rollout_num_gpus')} is no multiple of {engine}; use --rollout-num-gpus {listed(totals)}"
+        f"{also}"
+    )
+
+
+def _fits(config: Config) -> bool:
+    """Whether the parallel sizes divide the GPUs that train."""
+    perf, world = config.perf, config.actor_world_size
+    expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+    stage = world // perf.pipeline_model_parallel_size
+    return world % config.model_parallel_size == 0 and stage % (expert_tensor * perf.expert_model_parallel_size) == 0
+
+
+def parallel_problems(config: Config) -> list[str]:
+    """Sizes of the trainer's layout that do not divide its GPUs, and settings that need each other."""
+    perf, world = config.perf, config.actor_world_size
+    if world % config.model_parallel_size:
+        return [_world_problem(config)]
+    problems = []
+    expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+    stage = world // perf.pipeline_model_parallel_size
+    product = expert_tensor * perf.expert_model_parallel_size
+    if stage % product:
+        given = EXPERT_TENSOR if perf.expert_tensor_parallel_size else TENSOR
+        tried = [(key, _that_fit(config, key)) for key in (EXPERT, EXPERT_TENSOR)]
+        remedies = [f"{flag(key)} {listed(sizes)}" for key, sizes in tried if sizes]
+        problems.append(
+            f"{spelled(config, EXPERT)} x {spelled(config, given)} = {product} does not divide the {stage} GPUs of a "
+            f"pipeline stage; use {remedies[0] if remedies else f'{flag(EXPERT)} 1 {flag(EXPERT_TENSOR)} 1'}"
+        )
+    return problems + _needs(config)
+
+
+def _that_fit(config: Config, key: str) -> list[int]:
+    """The values of a size with which the layout divides the GPUs and goes with --sequence-parallel."""
+    least = 2 if key == TENSOR and config.perf.sequence_parallel else 1
+    sizes = (size for size in divisors(config.actor_world_size) if size >= least)
+    return [size for size in sizes if _fits(with_values(config, **{key: size}))]
+
+
+def _product(config: Config) -> str:
+    """``TP 8 x PP 4 x CP 2 = 64``, without sizes of 1."""
+    sizes = [f"{name} {value_of(config, key)}" for key, name in _SHORT.items() if value_of(config, key) > 1]
+    return f"{' x '.join(sizes)} = {config.model_parallel_size}"
+
+
+def _world_problem(config: Config) -> str:
+    """A size alone, or the product of all, does not divide the GPUs that train."""
+    world = config.actor_world_size
+    plural = "node" if config.actor_num_nodes == 1 else "nodes"
+    trains = f"{config.actor_num_nodes} {plural} x {config.cluster.actor_num_gpus_per_node}"
+    alone = [key for key in _SHORT if value_of(config, key) > 1]
+    wrong = next((key for key in alone if world % value_of(config, key)), None)
+    if wrong is not None and (choices := _that_fit(config, wrong)):
+        line = f"{spelled(config, wrong)} does not divide the {world} GPUs that train ({trains}); use {listed(choices)}"
+        gpus = _gpus_for(config, value_of(config, wrong))
+        return f"{line}, or --actor-num-gpus-per-node {listed(gpus)}" if gpus else line
+    remedies = [*_nodes_for(config), *_smaller(config)]
+    if world < config.model_parallel_size:
+        remedies.append(_IN_SMALL)
+    if len(alone) > 1:
+        line = f"{_product(config)} GPUs, but {world} train ({trains})"
+    else:
+        line = f"{spelled(config, alone[0])} does not divide the {world} GPUs that train ({trains})"
+    return f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
+
+
+def _gpus_for(config: Config, size: int) -> list[int]:
+    """The nearest numbers of GPUs on a node that the layout divides, where rather they are odd than the size."""
+    cluster = config.cluster
+    if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
+        return []
+    numbers = range(1, cluster.num_gpus_per_node + 1)
+    fit = [number for number in numbers if _fits(with_values(config, actor_num_gpus_per_node=number))]
+    return nearest(fit, cluster.actor_num_gpus_per_node, 2)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _smaller(config: Config) -> list[str]:
+    """The flags that mend the layout by making one size smaller, as little as possible."""
+    found = []
+    for key in _SHORT:
+        sizes = [size for size in _that_fit(config, key) if size < value_of(config, key)]
+        found += [f"{flag(key)} {max(sizes)}"] if sizes else []
+    return found
+
+
+def _nodes_for(config: Config) -> list[str]:
+    """The flags for the least number of nodes, of those that are more, whose GPUs the layout divides; or nothing."""
+    cluster = config.cluster
+    for nodes in range(config.actor_num_nodes + 1, config.actor_num_nodes + _MORE_NODES + 1):
+        values = {"actor_num_nodes": nodes} if cluster.actor_num_nodes else {"nodes": nodes}
+        if cluster.nodes is not None and cluster.nodes < nodes:
+            values["nodes"] = nodes
+        if _fits(with_values(config, **values)):
+            return [" ".join(f"{flag(key)} {value}" for key, value in values.items())]
+    return []
+
+
+def _needs(config: Config) -> list[str]:
+    """Settings that only work with others: each rule with the constraint and its remedy."""
+    perf = config.perf
+    tensor, pipeline = perf.tensor_model_parallel_size, perf.pipeline_model_parallel_size
+    uneven = [spelled(config, key) for key in (FIRST, LAST) if value_of(config, key) is not None]
+    interleaved = perf.num_layers_per_virtual_pipeline_stage is not None
+    chunk = spelled(config, "num_layers_per_virtual_pipeline_stage")
+    full, recompute = perf.recompute_granularity == "full", ("recompute_method", "recompute_num_layers")
+    given = [key for key in recompute if value_of(config, key) is not None]
+    lacking = {"recompute_method": "--recompute-method uniform", "recompute_num_layers": "--recompute-num-layers 1"}
+    missing = [text for key, text in lacking.items() if key not in given]
+    gather = [key for key in ("use_distributed_optimizer", "overlap_grad_reduce") if not value_of(config, key)]
+    rules = [
+        (
+            perf.sequence_parallel and tensor == 1,
+            f"--sequence-parallel true shards along tensor parallelism, of which {spelled(config, TENSOR)} has none; "
+            "use --sequence-parallel false, or --tensor-model-parallel-size 2 or more",
+        ),
+        (
+            perf.expert_model_parallel_size > 1 and tensor > 1 and not perf.sequence_parallel,
+            f"{spelled(config, EXPERT)} with {spelled(config, TENSOR)} needs the sequence split too; use "
+            "--sequence-parallel true",
+        ),
+        (
+            interleaved and pipeline == 1,
+            f"{chunk} needs --pipeline-model-parallel-size 2 or more; use "
+            "--num-layers-per-virtual-pipeline-stage none, or more stages",
+        ),
+        (
+            bool(uneven) and pipeline == 1,
+            f"{listed(uneven, 'and')} needs --pipeline-model-parallel-size 2 or more: there is one stage, with all "
+            f"layers; {_without(uneven)}",
+        ),
+        (
+            bool(uneven) and interleaved,
+            f"{listed(uneven, 'and')} does not go with {chunk}: interleaved stages are equal; {_without(uneven)}, or "
+            "--num-layers-per-virtual-pipeline-stage none",
+        ),
+        (
+            full and len(given) < len(recompute),
+            f"--recompute-granularity full needs --recompute-method and --recompute-num-layers; add "
+            f"{' '.join(missing)}",
+        ),
+        (
+            not full and bool(given),
+            f"{listed([spelled(config, key) for key in given], 'and')} needs --recompute-granularity full; add it, or "
+            "leave the others out",
+        ),
+        (
+            perf.overlap_param_gather and bool(gather),
+            f"--overlap-param-gather true needs --use-distributed-optimizer and --overlap-grad-reduce; add "
+            f"{' '.join(f'{flag(key)} true' for key in gather)}",
+        ),
+        (
+            perf.log_probs_max_tokens_per_gpu is not None and not perf.use_dynamic_batch_size,
+            f"{spelled(config, 'log_probs_max_tokens_per_gpu')} needs --use-dynamic-batch-size; add it with "
+            "--max-tokens-per-gpu, or use --log-probs-max-tokens-per-gpu none",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _without(uneven: Sequence[str]) -> str:
+    return "use " + " ".join(f"{text.split()[0]} none" for text in uneven)
+
+
+def _room_problems(config: Config) -> list[str]:
+    """Engines that have no GPUs beside the trainer."""
+    fits = _room(config)
+    if fits >= config.num_engines:
+        return []
+    cluster = config.cluster
+    size = cluster.rollout_num_gpus_per_engine
+    remedies = [f"--rollout-num-gpus {fits * size}"] if fits else []
+    trains = config.actor_num_nodes  # those of --nodes unless given: then more of them must not train too
+    numbers = range(config.num_nodes + 1, config.num_nodes + _MORE_NODES + 1)
+    tried = ((nodes, with_values(config, nodes=nodes, actor_num_nodes=trains)) for nodes in numbers)
+    enough = next((nodes for nodes, other in tried if _room(other) >= other.num_engines), None)
+    also = "" if cluster.actor_num_nodes else f" --actor-num-nodes {trains}"
+    remedies += [f"--nodes {enough}{also}"] if enough else []
+    fewer = cluster.actor_num_gpus_per_node // 2
+    if not remedies and fewer:
+        remedies = [f"fewer --actor-num-gpus-per-node, such as {fewer}"]
+    free = ", ".join(map(str, _free(config)))
+    return [
+        f"{spelled(config, 'rollout_num_gpus')} is {_engines(config.num_engines)} of {_gpus(size)}, but beside the "
+        f"trainer the {_nodes(config.num_nodes)} {'has' if config.num_nodes == 1 else 'have'} room for {fits} (free "
+        f"GPUs on each: {free}); use {listed(remedies)}"
+    ]
+
+
+def _free(config: Config) -> list[int]:
+    """GPUs of each node beside the trainer's."""
+    cluster = config.cluster
+    return [
+        cluster.num_gpus_per_node - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
+        for node in range(config.num_nodes)
+    ]
+
+
+def _room(config: Config) -> int:
+    """Engines that fit on those."""
+    size, a_node, free = config.cluster.rollout_num_gpus_per_engine, config.cluster.num_gpus_per_node, _free(config)
+    if size <= a_node:
+        return sum(gpus // size for gpus in free)
+    return sum(gpus == a_node for gpus in free) * a_node // size
+
+
+def _engines(count: int) -> str:
+    return f"{count} engine" if count == 1 else f"{count} engines"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def _nodes(count: int) -> str:
+    return "node" if count == 1 else f"{count} nodes"
+
+
+def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Sizes of the model, as in its ``config.json``, that its layout does not divide; once the layout fits the GPUs."""
+    if layout_problems(config):
+        return []
+    perf = config.perf
+    tensor, expert_tensor = perf.tensor_model_parallel_size, perf.expert_tensor_parallel_size
+    by_tensor = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sharded: list[tuple[str, int, tuple[str, ...]]] = [(TENSOR, tensor, by_tensor)]
+    experts = next((key for key in EXPERT_KEYS if key in hf_config), None)
+    problems = _layer_problems(config, hf_config.get("num_hidden_layers"))
+    if experts is not None:
+        sharded.append((EXPERT, perf.expert_model_parallel_size, (experts,)))
+        sharded.append(
+            (EXPERT_TENSOR if expert_tensor else TENSOR, expert_tensor or tensor, ("moe_intermediate_size",))
+        )
+    elif perf.expert_model_parallel_size > 1:
+        problems.append(f"{spelled(config, EXPERT)}: the model has no experts; use --expert-model-parallel-size 1")
+    for name, value, keys in sharded:
+        sizes = {key: hf_config[key] for key in keys if isinstance(hf_config.get(key), int)}
+        wrong = [f"{key} = {size}" for key, size in sizes.items() if size % value]
+        if wrong:
+            common = divisors(math.gcd(*sizes.values()))
+            choices = [size for size in _that_fit(config, name) if size in common]
+            problems.append(
+                f"{spelled(config, name)} does not divide the model's {listed(wrong, 'and')}; use "
+                f"{listed(choices) if choices else f'{flag(name)} 1 --sequence-parallel false'}"
+            )
+    return problems
+
+
+def _layer_problems(config: Config, num_layers: int | None) -> list[str]:
+    if num_layers is None or _shares_layers(config, num_layers):
+        return []
+    uneven = [key for key in (FIRST, LAST) if value_of(config, key) is not None]
+    per_chunk = config.perf.num_layers_per_virtual_pipeline_stage or 1
+    chunks = f" in {spelled(config, 'num_layers_per_virtual_pipeline_stage')}" if per_chunk > 1 else ""
+    taken = f" less {' and '.join(spelled(config, key) for key in uneven)}" if uneven else ""
+    tried = [uneven[0]] if uneven else [PIPELINE]
+    if per_chunk > 1:
+        tried.append("num_layers_per_virtual_pipeline_stage")
+    remedies = []
+    for key in tried:
+        values = range(1, num_layers + 1)
+        works = [one for one in values if _works(with_values(config, **{key: one}), num_layers)]
+        if works:
+            remedies.append(f"{flag(key)} {listed(nearest(works, value_of(config, key), 6))}")
+    return [
+        f"{spelled(config, PIPELINE)} cannot share the model's num_hidden_layers = {num_layers}{taken} "
+        f"evenly{chunks}; use {listed(remedies) if remedies else '--pipeline-model-parallel-size 1'}"
+    ]
+
+
+def _works(config: Config, num_layers: int) -> bool:
+    return _shares_layers(config, num_layers) and _fits(config) and not _needs(config)
+
+
+def _shares_layers(config: Config, num_layers: int) -> bool:
+    """Whether the stages that are not given get the same number of layers, in whole chunks."""
+    perf = config.perf
+    uneven = [layers for key in (FIRST, LAST) if (layers := value_of(config, key)) is not None]
+    stages = perf.pipeline_model_parallel_size - len(uneven)
+    rest = num_layers - sum(uneven)
+    if rest < 0 or (rest > 0) != (stages > 0):
+        return False
+    return stages <= 0 or rest % (stages * (perf.num_layers_per_virtual_pipeline_stage or 1)) == 0

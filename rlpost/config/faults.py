@@ -1,0 +1,102 @@
+"""What pydantic refuses, as our messages say it: the flag, its value, where that is from, what it must be. Pure.
+
+Input: a fault of a validation, the origins of the values. Output: a line.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from rlpost.config.flags import flag, groups, kinds
+from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
+from rlpost.errors import suggestion
+
+_PLAIN = {
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+}
+"""pydantic's types of faults, and what is needed."""
+_OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+def describe(fault: Any, origins: Mapping[str, str]) -> str:
+    """A value that the tree does not take: its flag, the value, where it is from, what is needed."""
+    where = [str(part) for part in fault["loc"][:2]]
+    origin = origins.get(".".join(where), COMMAND_LINE)
+    named = flag(where[1]) if len(where) > 1 else f"[{where[0]}]"
+    given = fault["input"]
+    text = value_text(given) if isinstance(given, (str, int, float, tuple, list)) else repr(given)
+    source = "" if origin == COMMAND_LINE else f" ({near_path(origin)})"
+    return f"{named} {text or repr(text)}{source}: {_needed(fault)}"
+
+
+def _needed(fault: Any) -> str:
+    """What a value must be, in the words of a person instead of pydantic's."""
+    field = _field(fault["loc"])
+    limits = _limits(field) if field is not None else ""
+    if limits and fault["type"] in _OUT_OF_BOUNDS:
+        return f"must be {limits}"
+    plain = _PLAIN.get(fault["type"])
+    if plain is not None:
+        return plain + (f", {limits}" if limits else "")
+    if fault["type"] == "literal_error" and field is not None:
+        words = _words(field)
+        return f"must be {listed(words)}{suggestion(str(fault['input']), words)}"
+    message: str = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return message[0].lower() + message[1:]
+
+
+def _field(place: Sequence[Any]) -> FieldInfo | None:
+    """The setting at a place of the tree."""
+    group = groups().get(str(place[0])) if len(place) > 1 else None
+    return None if group is None else group.model_fields.get(str(place[1]))
+
+
+def _words(field: FieldInfo) -> list[str]:
+    literal = [kind for kind in kinds(field.annotation) if typing.get_origin(kind) is typing.Literal]
+    return [str(word) for kind in literal for word in typing.get_args(kind)]
+
+
+def _limits(field: FieldInfo) -> str:
+    """``1 or more``, ``more than 0 and at most 1``: the bounds that a number has."""
+    found = _bounds([*field.metadata, field.annotation])
+    is_whole = int in _numbers(field.annotation)
+    texts = []
+    if (low := found.get("gt")) is not None:
+        texts.append(f"{low + 1} or more" if is_whole else f"more than {low:g}")
+    if (low := found.get("ge")) is not None:
+        texts.append(f"{low:g} or more")
+    if (high := found.get("lt")) is not None:
+        texts.append(f"at most {high - 1}" if is_whole else f"less than {high:g}")
+    if (high := found.get("le")) is not None:
+        texts.append(f"at most {high:g}")
+    return " and ".join(texts)
+
+
+def _bounds(parts: Iterable[Any]) -> dict[str, Any]:
+    """The bounds in the metadata of a field, or of a part of its annotation."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        inner = [*getattr(part, "__metadata__", ()), *typing.get_args(part), *getattr(part, "metadata", ())]
+        found |= _bounds([one for one in inner if not isinstance(one, str)]) if inner else {}
+        for name in ("gt", "ge", "lt", "le"):
+            if (bound := getattr(part, name, None)) is not None and not callable(bound):
+                found[name] = bound
+    return found
+
+
+def _numbers(annotation: Any) -> set[Any]:
+    """The plain types within an annotation."""
+    inner = typing.get_args(annotation)
+    return set().union(*map(_numbers, inner)) if inner else {annotation} if isinstance(annotation, type) else set()

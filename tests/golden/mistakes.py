@@ -1,0 +1,609 @@
+"""Mistakes of newcomers, by subject: the command, what else it needs, and the remedies that its message proposes.
+
+Data for ``test_mistakes``. Each command runs in a folder that has ``recipe.toml``, a model, prompts, and in ``assets``
+what the recipes of jobs/recipes name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PROMPT = '{"prompt": "1+1=", "label": "2"}\n'
+ASSETS = {"RLPOST_ASSETS": "assets"}
+NO_ASSETS: Mapping[str, str] = {}
+FILTER = "def keep(group):\n    return True\n"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One command that is refused.
+
+    Attributes:
+        fixed: commands that follow the remedies of the message; each must run.
+        then: what a fixed command is refused for next, where a remedy takes two steps.
+        files: texts of files by path, made before; None removes the file or folder.
+        environ: variables; paths are seen from the folder, and what begins with '=' is no path.
+        lacking: packages that count as not installed.
+        on_gpus: whether torch counts as built for GPUs.
+    """
+
+    title: str
+    command: str
+    fixed: tuple[str, ...] = ()
+    then: str | None = None
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=lambda: ASSETS)
+    lacking: tuple[str, ...] = ()
+    on_gpus: bool = False
+
+
+def _of_check(title: str, words: str, *fixed: str, recipe: str = "recipe.toml", **more: object) -> Mistake:
+    """A mistake of ``rlpost check``; ``fixed`` are the words of the remedies."""
+    command = f"rlpost check {recipe} {words}".rstrip()
+    return Mistake(title, command, tuple(f"rlpost check {recipe} {one}".rstrip() for one in fixed), **more)
+
+
+COMMAND_LINE = [
+    _of_check(
+        "An abbreviation of the field",
+        "--tp 4",
+        "--tensor-model-parallel-size 4",
+        recipe="qwen3_4b",
+    ),
+    _of_check("A learning rate under its long name", "--learning-rate 1e-6", "--lr 1e-6"),
+    _of_check("A batch size that could be two", "--bs 8", "--rollout-batch-size 8", "--global-batch-size 8"),
+    _of_check("The data-parallel size", "--dp 2"),
+    _of_check("A short option", "-n 8", "--n-samples-per-prompt 8"),
+    _of_check("A misspelt flag", "--n-sample-per-prompt 8", "--n-samples-per-prompt 8"),
+    _of_check("A flag that is like no other", "--frobnicate 1"),
+    _of_check("A switch with no- before it", "--no-colocate", "--colocate false"),
+    _of_check("A flag without its value", "--nodes", "--nodes 1"),
+    _of_check("A word behind a switch that is neither true nor false", "--colocate maybe", "--colocate true"),
+    _of_check("A number that is none", "--lr fast", "--lr 1e-5"),
+    _of_check("A number out of range", "--rollout-top-p 1.5", "--rollout-top-p 1"),
+    _of_check("A count of zero", "--nodes 0", "--nodes 1"),
+    _of_check("A misspelt choice", "--advantage-estimator grp", "--advantage-estimator grpo"),
+    _of_check("A recipe behind the flags", "--nodes 1 recipe.toml", "--nodes 1"),
+    _of_check("Two values for a flag of one", "--nodes 1 2", "--nodes 1"),
+    Mistake("A misspelt verb", "rlpost chek recipe.toml", ("rlpost check recipe.toml",)),
+    Mistake("No verb but a recipe", "rlpost recipe.toml", ("rlpost check recipe.toml",)),
+    Mistake("No recipe at all", "rlpost check", ("rlpost check qwen3_4b",)),
+]
+
+FILES = [
+    Mistake("A recipe's name misspelt", "rlpost check qwen3-4b", ("rlpost check qwen3_4b",)),
+    Mistake("A recipe's name that is like no other", "rlpost check mistral"),
+    Mistake("A recipe's path misspelt", "rlpost check recipes.toml", ("rlpost check recipe.toml",)),
+    _of_check("A cluster profile misspelt", "--cluster sit", "--cluster local"),
+    _of_check("A model's file misspelt", "--model qwen3-4b"),
+    Mistake(
+        "Tables and keys of a recipe misspelt",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[clutser]\nnodes = 2\n[cluster]\nnods = 2\nlr = 1\n[perf]\ntp = 2\n"},
+    ),
+    Mistake("A recipe that is no TOML", "rlpost check mine.toml", files={"mine.toml": "[cluster\nnodes = 2\n"}),
+    Mistake(
+        "A wrong value in a recipe",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[cluster]\nnodes = 'two'\n[optimizer]\nlr = -1.0\n"},
+    ),
+]
+
+LAYOUT = [
+    _of_check(
+        "A tensor-parallel size that does not divide the GPUs",
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 8",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "An odd number of GPUs",
+        "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
+        "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
+        "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
+    ),
+    _of_check(
+        "GLM-4.5 on half of its nodes",
+        "--actor-num-nodes 4",
+        "--actor-num-nodes 8",
+        "--actor-num-nodes 4 --pipeline-model-parallel-size 2",
+        recipe="glm45_355b",
+    ),
+    _of_check(
+        "GLM-4.5 in an allocation of half its nodes",
+        "--nodes 4",
+        "--nodes 8",
+        "--nodes 4 --actor-num-nodes 4 --pipeline-model-parallel-size 2",
+        recipe="glm45_355b",
+    ),
+    _of_check(
+        "More GPUs that train than a node has",
+        "--actor-num-gpus-per-node 8",
+        "--actor-num-gpus-per-node 4",
+        "--actor-num-gpus-per-node 8 --num-gpus-per-node 8",
+    ),
+    _of_check(
+        "Experts over more GPUs than a pipeline stage has",
+        "--expert-model-parallel-size 32",
+        "--expert-model-parallel-size 16",
+        recipe="glm45_355b",
+    ),
+    _of_check(
+        "No tensor parallelism left for --sequence-parallel",
+        "--tensor-model-parallel-size 1",
+        "--tensor-model-parallel-size 1 --sequence-parallel false",
+        "--tensor-model-parallel-size 2",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "More tensor parallelism than the model has heads for",
+        "--tensor-model-parallel-size 16 --actor-num-nodes 2",
+        "--tensor-model-parallel-size 8 --actor-num-nodes 2",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "Layers that the stages cannot share",
+        "--pipeline-model-parallel-size 8 --tensor-model-parallel-size 1 --sequence-parallel false",
+        "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1 --sequence-parallel false",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "Experts in a model that has none",
+        "--expert-model-parallel-size 2",
+        "--expert-model-parallel-size 1",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "A first stage of its own size without stages",
+        "--decoder-first-pipeline-num-layers 1",
+        "--decoder-first-pipeline-num-layers none",
+    ),
+    _of_check(
+        "Recomputation said by halves",
+        "--recompute-granularity full",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    _of_check(
+        "An overlap that needs another",
+        "--overlap-param-gather",
+        "--overlap-param-gather --overlap-grad-reduce true",
+    ),
+    _of_check(
+        "--colocate switched off alone",
+        "--colocate false",
+        "--colocate false --rollout-num-gpus 32",
+        recipe="glm45_355b",
+    ),
+    _of_check(
+        "Engines whose size does not divide the GPUs of the trainer",
+        "--rollout-num-gpus-per-engine 3",
+        "--rollout-num-gpus-per-engine 2",
+        "--rollout-num-gpus-per-engine 8",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "An engine of a node and a half",
+        "--rollout-num-gpus-per-engine 12 --rollout-num-gpus 24 --colocate false",
+        "--rollout-num-gpus-per-engine 8 --rollout-num-gpus 24 --colocate false",
+        "--rollout-num-gpus-per-engine 24 --rollout-num-gpus 24 --colocate false",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "More engines than there is room for",
+        "--nodes 1 --rollout-num-gpus 6",
+        "--nodes 1 --rollout-num-gpus 2",
+        "--nodes 2 --actor-num-nodes 1 --rollout-num-gpus 6",
+    ),
+]
+
+BATCH = [
+    _of_check(
+        "A batch that does not spread over the ranks",
+        "--rollout-batch-size 33 --n-samples-per-prompt 7",
+        "--rollout-batch-size 32 --n-samples-per-prompt 7",
+        "--rollout-batch-size 36 --n-samples-per-prompt 7",
+        "--rollout-batch-size 33 --n-samples-per-prompt 4",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "A smaller --global-batch-size, as guides advise against NCCL errors",
+        "--global-batch-size 100",
+        "--global-batch-size 64",
+        "--global-batch-size 128",
+        recipe="glm_z1_9b",
+    ),
+    _of_check(
+        "--global-batch-size against the optimizer steps of the recipe",
+        "--global-batch-size 64",
+        "--global-batch-size 64 --num-steps-per-rollout 4",
+        "--global-batch-size 256",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "Optimizer steps that do not divide a rollout",
+        "--num-steps-per-rollout 3",
+        "--num-steps-per-rollout 2",
+        "--num-steps-per-rollout 4",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "A --global-batch-size that is no multiple of the ranks",
+        "--global-batch-size 2 --num-steps-per-rollout none",
+        "--global-batch-size 4 --num-steps-per-rollout none",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "Dynamic batches without a size",
+        "--use-dynamic-batch-size",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 8192",
+    ),
+    _of_check(
+        "One answer to each prompt",
+        "--n-samples-per-prompt 1",
+        "--n-samples-per-prompt 2",
+        "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus",
+    ),
+]
+
+ALGORITHM = [
+    _of_check(
+        "A KL coefficient without a KL loss",
+        "--kl-loss-coef 0.01",
+        "--kl-loss-coef 0.01 --use-kl-loss true",
+        "--kl-loss-coef 0",
+    ),
+    _of_check(
+        "The KL divergence twice",
+        "--kl-coef 0.01 --kl-loss-coef 0.01 --use-kl-loss",
+        "--kl-coef 0 --kl-loss-coef 0.01 --use-kl-loss",
+        "--kl-coef 0.01 --kl-loss-coef 0 --use-kl-loss",
+    ),
+    _of_check("A custom loss without its function", "--loss-type custom_loss", "--loss-type policy_loss"),
+    _of_check("Bounds of the importance ratio the wrong way round", "--tis-clip-low 3", "--tis-clip-low 0"),
+    _of_check(
+        "Several answers to a line of supervised data",
+        "--loss-type sft_loss",
+        "--loss-type sft_loss --n-samples-per-prompt 1",
+    ),
+    _of_check(
+        "A coefficient that supervised training has no use for",
+        "--loss-type sft_loss --n-samples-per-prompt 1 --entropy-coef 0.1",
+        "--loss-type sft_loss --n-samples-per-prompt 1 --entropy-coef 0",
+    ),
+    _of_check(
+        "A warm-up longer than the run",
+        "--lr-decay-style cosine --lr-warmup-iters 5 --num-rollout 3",
+        "--lr-decay-style cosine --lr-warmup-iters 0 --num-rollout 3",
+    ),
+    _of_check("A smallest learning rate above the largest", "--min-lr 1", "--min-lr 0"),
+    _of_check(
+        "A decay without its length",
+        "--lr-decay-style WSD --num-rollout 20",
+        "--lr-decay-style WSD --num-rollout 20 --lr-wsd-decay-iters 2",
+    ),
+    _of_check(
+        "Narrow moments without the optimizer for them",
+        "--exp-avg-dtype bf16",
+        "--exp-avg-dtype fp32",
+        "--exp-avg-dtype bf16 --use-precision-aware-optimizer true",
+    ),
+    _of_check(
+        "The optimizer in host memory without sharding",
+        "--optimizer-cpu-offload --use-distributed-optimizer false",
+        "--optimizer-cpu-offload --use-distributed-optimizer true",
+    ),
+]
+
+FUNCTIONS = [
+    _of_check("A function in a file that is not there", "--dynamic-sampling-filter-path mine.py:keep"),
+    _of_check(
+        "A function's name misspelt",
+        "--dynamic-sampling-filter-path mine.py:kep",
+        "--dynamic-sampling-filter-path mine.py:keep",
+        files={"mine.py": FILTER},
+    ),
+    _of_check("A function with other arguments", "--custom-rm-path mine.py:keep", files={"mine.py": FILTER}),
+    _of_check("A path that names no function", "--custom-rm-path mine.py", files={"mine.py": FILTER}),
+    _of_check(
+        "A whole rollout of slime's",
+        "--rollout-function-path fully_async_rollout.generate_rollout_fully_async",
+        "--rollout-function-path fully_async_rollout.generate_rollout_fully_async --rollout-mode fully_async",
+    ),
+    _of_check("A rollout function of one's own", "--rollout-function-path mine.rollout"),
+]
+
+ROLLOUT = [
+    _of_check(
+        "Over-sampling that is none",
+        "--over-sampling-batch-size 2",
+        "--over-sampling-batch-size 4",
+        "--over-sampling-batch-size none",
+    ),
+    _of_check(
+        "Generation beside training on the same GPUs",
+        "--rollout-mode fully_async",
+        "--rollout-mode sync",
+        "--rollout-mode fully_async --colocate false --rollout-num-gpus 8",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "A bound on staleness where nothing is stale",
+        "--max-staleness 2",
+        "--max-staleness none",
+        "--max-staleness 2 --rollout-mode fully_async",
+    ),
+    _of_check(
+        "Masking of tokens that are never kept",
+        "--mask-offpolicy-in-partial-rollout",
+        "--mask-offpolicy-in-partial-rollout --partial-rollout true",
+    ),
+    _of_check(
+        "Evaluation without prompts",
+        "--eval-interval 5",
+        "--eval-interval 5 --eval-prompt-data x prompts.jsonl",
+        "--eval-interval none",
+    ),
+    _of_check(
+        "Evaluation sets that are no pairs",
+        "--eval-prompt-data a prompts.jsonl b",
+        "--eval-prompt-data prompts.jsonl",
+        "--eval-prompt-data a prompts.jsonl b prompts.jsonl",
+    ),
+    _of_check(
+        "Two evaluation sets of one name",
+        "--eval-prompt-data a prompts.jsonl a prompts.jsonl",
+        "--eval-prompt-data a prompts.jsonl a-2 prompts.jsonl",
+    ),
+    _of_check(
+        "A key of a file of evaluation sets misspelt",
+        "--eval-config sets.toml",
+        files={"sets.toml": "[[datasets]]\nname = 'a'\npath = 'prompts.jsonl'\ntemperatur = 1\n"},
+    ),
+    _of_check(
+        "A recording without a place for the step",
+        "--save-debug-rollout-data recorded.jsonl",
+        "--save-debug-rollout-data recorded.jsonl.{rollout_id}",
+    ),
+    _of_check(
+        "Training on recordings that are not named",
+        "--debug-train-only",
+        "--debug-train-only false",
+        "--debug-train-only --load-debug-rollout-data recorded-{rollout_id}",
+    ),
+    _of_check(
+        "Changes of weights through memory",
+        "--update-weight-mode delta",
+        "--update-weight-mode full",
+        "--update-weight-mode delta --update-weight-transport disk",
+    ),
+]
+
+OBSERVE = [
+    _of_check(
+        "A profile of steps that never come",
+        "--profile --num-rollout 3",
+        "--profile --num-rollout 3 --profile-step-start 3 --profile-step-end 4",
+    ),
+    _of_check(
+        "A profile that ends before it begins",
+        "--profile --profile-step-end 5 --num-rollout 20",
+        "--profile --profile-step-end 11 --num-rollout 20",
+    ),
+    _of_check(
+        "A profile of a rank that is not there",
+        "--profile --profile-ranks 0 7 --num-rollout 20",
+        "--profile --profile-ranks 0 --num-rollout 20",
+    ),
+    _of_check(
+        "Traces of steps that never come", "--trace-steps 5:6 --num-rollout 3", "--trace-steps 3 --num-rollout 3"
+    ),
+    _of_check(
+        "A writer whose package is not installed",
+        "--use-tensorboard",
+        "--use-tensorboard false",
+        lacking=("tensorboard",),
+    ),
+]
+
+MODEL = [
+    Mistake("Models and data that were not fetched", "rlpost check qwen3_4b", environ={"RLPOST_ASSETS": "elsewhere"}),
+    Mistake(
+        "Models and data that were not fetched to the folder that a flag names",
+        "rlpost check qwen3_4b --assets-dir elsewhere --ref-load none",
+        environ=NO_ASSETS,
+    ),
+    Mistake(
+        "The folder of models and data not named",
+        "rlpost check qwen3_4b",
+        ("rlpost check qwen3_4b --assets-dir assets",),
+        environ=NO_ASSETS,
+    ),
+    Mistake(
+        "A flag with a mistake and the folder not named",
+        "rlpost check qwen3_4b --global-batch-size 64",
+        environ=NO_ASSETS,
+    ),
+    _of_check("A model's folder that is not there", "--hf-checkpoint nowhere/model", "--hf-checkpoint model"),
+    _of_check("A repository's name in place of a folder", "--hf-checkpoint Qwen/Qwen3-4B"),
+    _of_check("A model's folder without its config.json", "", files={"model/config.json": None}),
+    _of_check("A model's folder without weights", "", files={"model/model.safetensors": None}),
+    _of_check("A model's file that is cut off", "", files={"model/model.safetensors": "abc"}),
+    _of_check("A model's folder without a tokenizer", "", files={"model/tokenizer.json": None}),
+    _of_check(
+        "A model of a family that is not known",
+        "",
+        files={"model/config.json": '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}'},
+    ),
+    _of_check("A model's sizes in the recipe that are another model's", "--num-layers 3", "--num-layers 2"),
+    Mistake(
+        "A reference that was not converted",
+        "rlpost check qwen3_4b",
+        ("rlpost check qwen3_4b --ref-load none",),
+        files={"assets/Qwen3-4B_torch_dist": None},
+    ),
+    _of_check(
+        "Another trainer's checkpoints in --save",
+        "--save saved",
+        "--save none",
+        "--save other",
+        files={"saved/iter_0000019/common.pt": ""},
+    ),
+    _of_check("An export onto the model itself", "--save-hf model", "--save-hf hf/{step}"),
+]
+
+PROMPTS = [
+    _of_check("Prompts that are not there", "--prompt-data promts.jsonl", "--prompt-data prompts.jsonl"),
+    _of_check("A wrong key of the prompt", "--input-key question", "--input-key prompt"),
+    _of_check("A line that is no JSON", "", "--bad-prompts skip", files={"prompts.jsonl": PROMPT + '{"prompt": \n'}),
+    _of_check(
+        "Messages without a chat template",
+        "",
+        "--apply-chat-template",
+        files={"prompts.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n'},
+    ),
+    _of_check("Weights that are not one for each file", "--prompt-data-weights 1 2", "--prompt-data-weights 1"),
+    _of_check("A slice that is none", "--prompt-data prompts.jsonl@[1]", "--prompt-data prompts.jsonl@[1:]"),
+    _of_check("A misspelt reward", "--rm-type exact", "--rm-type exact_match"),
+    _of_check(
+        "A reward model without its address",
+        "--rm-type remote_rm",
+        "--rm-type remote_rm --rm-url http://localhost:8000",
+    ),
+    _of_check("A grading of groups without a function", "--group-rm", "--group-rm false"),
+]
+
+JOB = [
+    _of_check("A container without an image", "--container enroot", "--container none"),
+    _of_check(
+        "The image's variable not set",
+        "--container enroot --container-image '$RLPOST_IMAGE' --container-mounts {here}",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
+    ),
+    Mistake(
+        "No image where the job chooses its container",
+        "rlpost check qwen3_4b",
+        environ={**ASSETS, "RLPOST_CONTAINER": "=enroot"},
+    ),
+    _of_check(
+        "Paths that the container does not see",
+        "--container enroot --container-image /images/train.sqsh",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
+    ),
+    _of_check(
+        "An image that is a relative path",
+        "--container enroot --container-image ./train.sqsh --container-mounts {here}",
+        "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
+    ),
+    _of_check("A time limit that Slurm cannot read", "--time soon", "--time 10"),
+    _of_check("A time limit shorter than its warning", "--time 1", "--time 1 --signal-lead-s 30"),
+    _of_check("A job's name with blanks", "--job-name 'my run'", "--job-name my-run"),
+    _of_check(
+        "A timeout of InfiniBand that means never",
+        "--environment NCCL_IB_TIMEOUT=50",
+        "--environment NCCL_IB_TIMEOUT=22",
+    ),
+    _of_check(
+        "A pattern where an interface is named",
+        "--environment GLOO_SOCKET_IFNAME==eth0",
+        "--environment GLOO_SOCKET_IFNAME=eth0",
+    ),
+    _of_check("A variable without a value", "--environment NCCL_DEBUG", "--environment NCCL_DEBUG=INFO"),
+    _of_check("A key among the variables of the job", "--environment WANDB_API_KEY=hush"),
+    Mistake(
+        "Eight nodes without Slurm",
+        "rlpost submit glm45_355b --local",
+        ("rlpost submit glm45_355b --local --scale-down",),
+        then="--scale-down: the model in small is not here yet; make it with: python tools/make_tiny_model.py --recipe",
+    ),
+    Mistake(
+        "Two nodes without Slurm",
+        "rlpost submit recipe.toml --local --nodes 2",
+        ("rlpost submit recipe.toml --nodes 1 --dry-run",),
+    ),
+    Mistake(
+        "A container without Slurm",
+        "rlpost submit recipe.toml --local --container enroot --container-image /i.sqsh",
+        ("rlpost submit recipe.toml --container none --dry-run",),
+    ),
+    Mistake(
+        "A question to Slurm where there is none",
+        "rlpost submit recipe.toml --test-only",
+        ("rlpost submit recipe.toml --dry-run",),
+    ),
+    Mistake("Weights & Biases without a key", "rlpost submit recipe.toml --local --use-wandb"),
+    Mistake("A run folder that is taken", "rlpost submit recipe.toml --local --run-folder runs/first --num-rollout 9"),
+]
+
+OPTIONS = [
+    _of_check("An option of SGLang misspelt", "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static 0.7"),
+    _of_check("An option of SGLang that follows from ours", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
+    _of_check(
+        "A backend of CUDA graphs that cannot be released",
+        "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill breakable",
+        "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill full",
+        "--sglang-cuda-graph-backend-prefill breakable",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "A switch of CUDA graphs that is no number",
+        "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=yes",
+        "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
+    ),
+    _of_check("An option of Megatron-core misspelt", "--moe-z-loss-coef 0.001"),
+    _of_check("An option of Megatron-core that follows from ours", "--num-layers-in-first-pipeline-stage 1"),
+    _of_check(
+        "An option of Megatron-core without an effect", "--masked-softmax-fusion", "--masked-softmax-fusion false"
+    ),
+    _of_check("FP8 without TransformerEngine", "--fp8 hybrid", "", on_gpus=True),
+]
+
+RUNS = [
+    Mistake("The state of a run that is not there", "rlpost status frist", ("rlpost status first",)),
+    Mistake("A flag of status misspelt", "rlpost status first --jsn", ("rlpost status first --json",)),
+    Mistake("A number of runs that is none", "rlpost list --num all", ("rlpost list --num 5",)),
+    Mistake("Runs of another folder", "rlpost status --runs-dir nowhere", ("rlpost status --runs-dir runs",)),
+    Mistake("The logs of a run that is not there", "rlpost logs 4711"),
+    Mistake("A command on a run that never ran", "rlpost exec hostname"),
+    Mistake("No command to run", "rlpost exec"),
+    Mistake("A node of a run that is not there", "rlpost attach --run frist"),
+    Mistake("An end to a run that is not there", "rlpost cancel frist"),
+    Mistake("A comparison of one run", "rlpost compare first"),
+    Mistake(
+        "A plan for GPUs that are no whole nodes", "rlpost plan qwen3_4b --gpus 12", ("rlpost plan qwen3_4b --gpus 16",)
+    ),
+    Mistake("Nothing to fetch", "rlpost fetch recipe.toml --sizes-only"),
+    Mistake("Nowhere to fetch to", "rlpost fetch qwen3_4b --sizes-only", environ=NO_ASSETS),
+]
+
+MANY = [
+    _of_check(
+        "Several mistakes at once",
+        "--tensor-model-parallel-size 3 --prompt-data nowhere.jsonl --rm-type x --kl-loss-coef 1",
+    ),
+    _of_check(
+        "More mistakes than a screen holds",
+        "--kl-coef 1 --kl-loss-coef 1 --min-lr 1 --lr-warmup-init 1 --tis-clip-low 3 --max-staleness 2 "
+        "--eval-interval 5 --profile --trace-steps 7 --debug-train-only --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16 --update-weight-mode delta --rm-type x --sequence-parallel",
+    ),
+]
+
+MISTAKES: Mapping[str, list[Mistake]] = {
+    "Words of the command line": COMMAND_LINE,
+    "Recipes and other files": FILES,
+    "Layout": LAYOUT,
+    "Batch": BATCH,
+    "Algorithm and optimizer": ALGORITHM,
+    "Functions of one's own": FUNCTIONS,
+    "Rollout, evaluation, debugging, weights": ROLLOUT,
+    "Observing a run": OBSERVE,
+    "Models, references, checkpoints": MODEL,
+    "Prompts and rewards": PROMPTS,
+    "Jobs, containers, variables": JOB,
+    "Options of SGLang and Megatron-core": OPTIONS,
+    "Runs": RUNS,
+    "Several at once": MANY,
+}

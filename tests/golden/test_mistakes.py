@@ -1,0 +1,168 @@
+"""What the commands say about mistakes of newcomers, as a catalogue; and that the remedies in it work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import main
+from rlpost.config.flags import fields
+from rlpost.config.load import dump, load
+from tests.golden.mistakes import MISTAKES, Mistake
+from tests.unit.cli.projects import make_project
+from tests.unit.jobs.assets import make_assets
+
+LEAST = 60
+COMMANDS = ("bash", "cat", "date", "dirname", "env", "git", "grep", "hostname", "sed", "sh", "tr", "uname")
+PROPOSAL = re.compile(r"; (use|add|give) --[a-z-]+ (?!for )[a-z0-9]")
+"""A flag with a value, as a remedy."""
+ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
+Run = Callable[[str], tuple[int, str]]
+HEADER = """\
+# Mistakes of newcomers, and what the commands say
+
+<!-- Written by `pytest --update-golden tests/golden/test_mistakes.py` from tests/golden/mistakes.py. -->
+
+Below each command stands its whole output, and below that the commands that follow its remedies; they run. `HERE` is
+the folder of the commands. A message has the form flag, value, constraint, remedy; in parentheses behind a value is
+where it comes from when that is not the command line.
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with models, prompts and a run, to be copied."""
+    folder = make_project(tmp_path_factory.mktemp("made") / "here")
+    make_assets(folder / "assets")
+    (folder / "runs/first").mkdir(parents=True)
+    config = load([folder / "recipe.toml"], {}, base=folder).config
+    (folder / "runs/first/run.json").write_text(dump(config))
+    commands = folder.parent / "bin"  # of a machine without Slurm and enroot, whatever that of the tests has
+    commands.mkdir()
+    for name in COMMANDS:
+        if found := shutil.which(name):
+            (commands / name).symlink_to(found)
+    return folder
+
+
+@pytest.fixture
+def run(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[Mistake], Run]]:
+    """``run(mistake)`` sets its scene and returns a function from a command to its exit code and output."""
+    installed, version = importlib.util.find_spec, importlib.metadata.version
+
+    def scene(mistake: Mistake) -> Run:
+        folder = tmp_path / "here"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made, folder)
+        settings = folder / "runs/first/run.json"
+        settings.write_text(settings.read_text().replace(str(made), str(folder)))
+        _write(folder, mistake)
+        for name in [name for name in os.environ if name.startswith(("RLPOST", "SLURM", "SBATCH", "WANDB", "HF_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)
+        monkeypatch.setenv("PATH", str(made.parent / "bin"))
+        for name, value in mistake.environ.items():
+            monkeypatch.setenv(name, value[1:] if value.startswith("=") else str(folder / value))
+        monkeypatch.chdir(folder)
+
+        def find(name: str, *more: object) -> object:
+            return None if name in mistake.lacking else installed(name, *more)
+
+        def tell(name: str) -> str:
+            return "2.9.1+cu129" if name == "torch" and mistake.on_gpus else version(name)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+        monkeypatch.setattr(importlib.metadata, "version", tell)
+
+        def command(line: str) -> tuple[int, str]:
+            verb, *words = shlex.split(line.replace("{here}", str(folder)))
+            assert verb == "rlpost"
+            capfd.readouterr()
+            code = main(words)
+            told = capfd.readouterr()
+            return code, (told.out + told.err).replace(str(folder), "HERE")
+
+        return command
+
+    yield scene
+
+
+def _write(folder: Path, mistake: Mistake) -> None:
+    for name, text in mistake.files.items():
+        path = folder / name
+        if text is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def test_every_mistake_is_told_as_it_was_reviewed(
+    run: Callable[[Mistake], Run], golden: Callable[[str, str], None]
+) -> None:
+    """All of them in one file, which a person can read from the beginning to the end."""
+    blocks, untested = [HEADER], []
+    for subject, mistakes in MISTAKES.items():
+        blocks.append(f"## {subject}\n")
+        for mistake in mistakes:
+            code, output = run(mistake)(mistake.command)
+            assert code != 0, f"{mistake.command}: ran, and printed\n{output}"
+            assert "Traceback" not in output, output
+            if not mistake.fixed and output.count("error: ") == 1 and PROPOSAL.search(output):
+                untested.append(output)
+            variables = [f"{name}=$PWD/{value} ".replace("$PWD/=", "") for name, value in mistake.environ.items()]
+            shown = "" if mistake.environ == Mistake("", "").environ else "".join(variables)
+            lines = [f"$ {shown}{mistake.command}", *output.splitlines()]
+            lines += [f"$ {shown}{fixed}" for fixed in mistake.fixed]
+            text = "\n".join(f"    {line}" for line in lines).replace("{here}", "HERE")
+            blocks.append(f"### {mistake.title}\n\n{text}\n")
+    assert untested == [], "give mistakes.py the commands that follow these remedies"
+    golden("mistakes.md", "\n".join(blocks))
+
+
+@pytest.mark.parametrize("mistake", [one for one in ALL if one.fixed], ids=lambda one: one.title)
+def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> None:
+    """Each command that follows a remedy runs; and each of its settings stands in the message."""
+    command = run(mistake)
+    _, message = command(mistake.command)
+    for fixed in mistake.fixed:
+        code, output = command(fixed)
+        errors = [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+        if mistake.then is None:
+            assert code == 0, f"{fixed}\n{output}"
+        else:
+            assert [line.startswith(mistake.then) for line in errors] == [True], output
+        given = {word for word in shlex.split(fixed) if word.startswith("--")} - {"--dry-run"}
+        assert all(flag in message or flag in mistake.command for flag in given), f"{fixed}\n{message}"
+
+
+def test_there_are_many_mistakes_each_under_a_name_of_its_own() -> None:
+    assert len(ALL) >= LEAST
+    titles = [mistake.title for mistake in ALL]
+    commands = [(mistake.command, str(mistake.files), str(mistake.environ)) for mistake in ALL]
+    assert len(set(titles)) == len(titles) and len(set(commands)) == len(commands)
+
+
+def test_messages_name_a_setting_by_its_flag(run: Callable[[Mistake], Run]) -> None:
+    """One spelling: no message says table.key."""
+    keys = [rf"{table}\.{key}" for key, table in fields().items()]
+    wrong = re.compile(rf"\b({'|'.join(keys)})\b")
+    found = [
+        line
+        for mistake in ALL
+        for line in run(mistake)(mistake.command)[1].splitlines()
+        if line.startswith("error: ") and wrong.search(line)
+    ]
+    assert found == []
