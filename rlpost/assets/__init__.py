@@ -1,6 +1,7 @@
-"""Models and data sets of a recipe, from the Hugging Face hub into the folder that all nodes see.
+"""Models and data sets of a recipe, fetched from the Hugging Face hub into the folder that all nodes see.
 
-In: the table [assets] of a recipe, a folder, the hub. Out: one folder a repository, whole and checked, or an error that
-says what is wrong; beside its files a manifest of sizes and digests. Invariants: a folder appears under its name only
-when every file in it has been checked; of several fetchers, on any nodes, one downloads and the others wait.
+A thin layer over ``huggingface_hub`` (what a repository holds, HTTP with retries) and ``filelock`` (one fetch at a
+time). ``snapshot_download`` is not enough: it discards the part of a file that a killed process leaves, checks sizes
+but no digests, and shows files under their final names before the repository is complete. Invariant: a folder appears
+under its name only when every file in it was checked.
 """

@@ -1,219 +1,166 @@
-"""From what a recipe wants to whole folders: what is there, what is missing, whether it fits, and the fetching.
+"""Fetch an asset: one process at a time downloads, checks and publishes; others wait.
 
-In: assets, the folder of assets, a hub (none when offline). Out: folders, or an AssetError. A file counts only after
-its size and digest were those that the hub names; one that is damaged is fetched anew once.
+The lock is a lease (filelock's SoftFileLease): a file made by exclusive creation, which works on every shared file
+system, with a heartbeat. flock would not do: some file systems grant it to every node. A lease is free at once when its
+holder on the same node is dead, and after ``STALE_S`` without a heartbeat, by the waiter's own clock, elsewhere. A
+holder that was frozen for longer finds the lease lost before its next chunk and stops; every file is checked in any
+case.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Protocol
 
-from rlpost.assets.lock import Lease, held
-from rlpost.assets.store import STAGES, Stage, damage, digest_of, read_manifest, write_manifest
+from filelock import SoftFileLease, Timeout
+
+from rlpost.assets import store
+from rlpost.assets.hub import Hub
 from rlpost.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
-from rlpost.units import size_text
+from rlpost.files import sync
 
-
-class Source(Protocol):
-    """A hub."""
-
-    def listing(self, asset: Asset) -> Listing:
-        """The files of a repository."""
-        ...
-
-    def download(self, asset: Asset, commit: str, file: HubFile, part: Path, wrote: Callable[[int], None]) -> None:
-        """Bring ``part`` to the file's size, from where it ends."""
-        ...
+STALE_S = 180.0
+BEAT_S = 20.0  # NFS may show a heartbeat a minute late
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How an asset stands: ``listing`` is None when only the hub could say; ``missing_bytes`` are still to come."""
+class Fetcher:
+    """Fetches into ``root`` from ``hub`` (None: offline), ``workers`` files at a time.
 
-    asset: Asset
-    folder: Path
-    listing: Listing | None
-    missing_bytes: int
-    is_there: bool
-    remark: str = ""
+    ``wait_s`` limits the wait for another fetch; ``report`` gets messages and ``advance`` counts of bytes.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Manner:
-    """How to fetch: files at a time, seconds to wait for another fetcher, who is told lines and counts of bytes."""
-
+    root: Path
+    hub: Hub | None
     workers: int
     wait_s: float
-    tell: Callable[[str], None]
-    wrote: Callable[[int], None]
+    report: Callable[[str], None]
+    advance: Callable[[int], None]
+
+    def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
+        """Complete an asset's folder, or wait until another fetch has; with ``compare`` check all digests.
+
+        Raises:
+            AssetError: not available, damaged, or fetched by another process for too long.
+        """
+        stage = self.root / store.STAGES / asset.folder
+        with lease(stage.with_name(f"{stage.name}.lock"), self.wait_s, self.report) as check:
+            found = store.inspect(asset, self.root, self.hub.listing if self.hub else None)
+            folder, listing = found.folder, found.listing
+            if found.is_there and not (compare and listing):
+                return found
+            wrong = store.damage(folder, listing.files, deep=True) if listing else {}
+            if listing is None or (wrong and self.hub is None):
+                problem = store.first(wrong) if wrong else found.remark
+                raise AssetError(f"{folder}: {problem}, and the hub is not asked (HF_HUB_OFFLINE)")
+            has_record = store.read_record(folder) is not None
+            if wrong and not has_record and store.is_occupied(folder):
+                raise AssetError(
+                    f"{folder} is not {asset.repository} at {listing.commit[:12]}: {store.first(wrong)} "
+                    f"({len(wrong)} files differ); move it away and call again, or remove its entry from [assets]"
+                )
+            if wrong:
+                if has_record:
+                    self.report(f"{folder}: {store.first(wrong)}; {len(wrong)} files are fetched again")
+                self._download(asset, listing, wrong, stage, check)
+                _publish(stage, folder, wrong)
+            elif not has_record:
+                self.report(f"{folder}: was there, equals the hub")
+                store.write_record(folder, asset, listing)
+            return store.inspect(asset, self.root)
+
+    def _download(
+        self, asset: Asset, listing: Listing, paths: Collection[str], stage: Path, check: Callable[[], None]
+    ) -> None:
+        """Download and check files, several at a time. The first error ends all; what has come stays."""
+        stopped = threading.Event()
+
+        def advance(count: int) -> None:
+            if stopped.is_set():
+                raise AssetError("stopped")
+            check()
+            self.advance(count)
+
+        def one(file: HubFile) -> None:
+            path, digest = stage / file.path, ""
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if (store.size_of(path) or 0) > file.size:
+                path.unlink()
+                advance(-file.size)
+            for _ in range(2):
+                assert self.hub is not None
+                self.hub.download(asset, listing.commit, file, path, advance)
+                digest = store.digest_of(path, file.digest)
+                if digest == file.digest:
+                    return
+                path.unlink()
+                advance(-file.size)
+            raise AssetError(
+                f"{asset.repository}: {file.path} came damaged twice: {digest}, the hub names {file.digest}; "
+                "a proxy on the way, or the hub itself: call again later"
+            )
+
+        store.open_stage(stage, asset, listing)
+        files = sorted((file for file in listing.files if file.path in paths), key=lambda file: -file.size)
+        with ThreadPool(max(1, self.workers)) as pool:  # its threads do not keep a process alive
+            try:
+                for _ in pool.imap_unordered(one, files):
+                    pass
+            finally:
+                stopped.set()
+        check()
 
 
-def standing(asset: Asset, root: Path, source: Source | None) -> Standing:
-    """Look at an asset; the hub is asked only for what is not there with a manifest. Raises AssetError."""
-    folder = root / asset.folder
-    kept = read_manifest(folder, asset) if folder.is_dir() else None
-    if kept is not None:
-        wrong = damage(folder, kept.files, deep=False)
-        if not wrong:
-            return Standing(asset, folder, kept, 0, True, f"commit {kept.commit[:12]}")
-        sizes = {file.path: file.size for file in kept.files}
-        missing = sum(sizes[path] for path in wrong)
-        return Standing(asset, folder, kept, missing, False, f"{_first(wrong)}: damaged")
-    if source is None:
-        if folder.is_dir() and any(folder.iterdir()):
-            return Standing(asset, folder, None, 0, True, "there without a manifest: not compared with the hub")
-        return Standing(asset, folder, None, 0, False, "not there")
-    listing = source.listing(asset)
-    if folder.is_dir() and any(folder.iterdir()):
-        return Standing(asset, folder, listing, 0, False, "there without a manifest: to be compared with the hub")
-    missing = listing.size - Stage(root, asset).held_bytes(listing.files)
-    return Standing(asset, folder, listing, missing, False)
+def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
+    """Give the complete stage its name, or replace the damaged files of a folder that is there."""
+    if not store.is_occupied(folder):
+        stage.rename(folder)  # also over an empty folder
+        sync(folder.parent)
+        return
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (stage / path).replace(folder / path)
+    shutil.rmtree(stage)
 
 
-def room_problem(standings: Sequence[Standing], root: Path) -> str | None:
-    """Why it does not fit, with both numbers; None when it does. A quota is not seen."""
-    needed, free = sum(one.missing_bytes for one in standings), shutil.disk_usage(existing(root)).free
-    if needed <= free:
-        return None
-    return (
-        f"{size_text(needed)} are to come and {size_text(free)} are free in {root}: make room, "
-        "or name another folder (--assets-dir, RLPOST_ASSETS)"
-    )
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
-def fetch(asset: Asset, root: Path, source: Source | None, manner: Manner, *, deep: bool = False) -> Standing:
-    """Bring an asset to its folder, or wait until another fetcher has; with ``deep`` its content is compared as well.
+@contextlib.contextmanager
+def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Hold a lock file; yields a check that raises AssetError once another process has taken it over.
 
     Raises:
-        AssetError: not to be had, damaged, or held by another fetcher for too long.
+        AssetError: still held by another process after ``wait_s`` seconds.
     """
-    with held(root / STAGES, asset.folder, wait_s=manner.wait_s, tell=manner.tell) as lease:
-        found = standing(asset, root, source)
-        if found.is_there:
-            wrong = damage(found.folder, found.listing.files, deep=True) if deep and found.listing else {}
-            if not wrong:
-                return found
-        if found.listing is None or source is None:
-            problem = found.remark if not found.is_there else "damaged"
-            raise AssetError(f"{found.folder}: {problem}, and the hub is not asked (HF_HUB_OFFLINE)")
-        if not found.folder.is_dir() or not any(found.folder.iterdir()):
-            return _whole(found, Stage(root, asset), source, manner, lease)
-        if read_manifest(found.folder, asset) is None:
-            return _adopted(found)
-        return _mended(found, Stage(root, asset), source, manner, lease)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = SoftFileLease(path, lease_duration=STALE_S, heartbeat_interval=BEAT_S, thread_local=False)
 
+    def holder() -> str:
+        owner = lock.owner
+        # filelock appends the PID namespace of a container to the host's name
+        return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "another process"
 
-def _whole(found: Standing, stage: Stage, source: Source, manner: Manner, lease: Lease) -> Standing:
-    assert found.listing is not None
-    _download(stage.missing(found.listing.files), found, stage, source, manner, lease)
-    lease.check()
-    if found.folder.is_dir():
-        found.folder.rmdir()  # empty
-    stage.publish(found.folder, found.asset, found.listing)
-    return Standing(found.asset, found.folder, found.listing, 0, True, f"commit {found.listing.commit[:12]}")
+    def check() -> None:
+        owner = lock.owner  # None for a moment is no loss: the heartbeat decides
+        if lock.compromise or (owner and owner.token != lock.token):
+            raise AssetError(f"{path}: taken over by {holder()}; this fetch stops, call again")
 
+    reported: list[str] = []
 
-def _adopted(found: Standing) -> Standing:
-    """A folder that somebody else has put there: its content is that of the hub, or it is not touched."""
-    assert found.listing is not None
-    wrong = damage(found.folder, found.listing.files, deep=True)
-    if wrong:
-        raise AssetError(
-            f"{found.folder} is not {found.asset.repository} at {found.listing.commit[:12]}: {_first(wrong)}"
-            f"{f' and {len(wrong) - 1} more files' if len(wrong) > 1 else ''}; move it away and call again, "
-            "or take its entry out of [assets]"
-        )
-    write_manifest(found.folder, found.asset, found.listing)
-    return Standing(found.asset, found.folder, found.listing, 0, True, "was there, equals the hub")
+    def report_once() -> bool:
+        if not reported and lock.owner is not None:  # it is None while the other process writes its name
+            reported.append(f"waiting for {holder()}, which fetches {path.stem}")
+            report(reported[0])
+        return False  # go on waiting
 
-
-def _mended(found: Standing, stage: Stage, source: Source, manner: Manner, lease: Lease) -> Standing:
-    """Files that are missing or damaged in a folder that was whole once, at the commit that it was."""
-    assert found.listing is not None
-    wrong = damage(found.folder, found.listing.files, deep=True)
-    manner.tell(f"{found.folder}: {_first(wrong)}; {len(wrong)} files are fetched anew")
-    files = [file for file in found.listing.files if file.path in wrong]
-    _download(stage.missing(files), found, stage, source, manner, lease)
-    lease.check()
-    for file in files:
-        target = found.folder / file.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (stage.folder / file.path).replace(target)
-    shutil.rmtree(stage.folder)
-    return Standing(found.asset, found.folder, found.listing, 0, True, f"{len(files)} files mended")
-
-
-def _download(
-    files: Sequence[HubFile], found: Standing, stage: Stage, source: Source, manner: Manner, lease: Lease
-) -> None:
-    """Fetch and check files, several at a time. The first error ends all; what has come stays."""
-    stage.parts.mkdir(parents=True, exist_ok=True)
-    left: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
-    for file in files:
-        left.put(file)
-    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
-
-    def wrote(count: int) -> None:
-        if stop.is_set():
-            raise AssetError("stopped")
-        lease.check()
-        manner.wrote(count)
-
-    def work() -> None:
-        while not stop.is_set():
-            try:
-                _one(left.get_nowait(), found, stage, source, wrote)
-            except queue.Empty:
-                return
-            except BaseException as error:
-                errors.put(error)
-                stop.set()
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(manner.workers, len(files)))]
-    for thread in threads:
-        thread.start()
     try:
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()
-    if not errors.empty():
-        raise errors.get()
-
-
-def _one(file: HubFile, found: Standing, stage: Stage, source: Source, wrote: Callable[[int], None]) -> None:
-    """Fetch one file and check it; a damaged one is fetched once more, from its beginning."""
-    assert found.listing is not None
-    part = stage.part(file)
-    if part.is_file() and part.stat().st_size > file.size:
-        part.unlink()
-    for _ in range(2):
-        source.download(found.asset, found.listing.commit, file, part, wrote)
-        digest = digest_of(part, file.digest)
-        if digest == file.digest:
-            stage.take(file)
-            return
-        wrote(-part.stat().st_size)
-        part.unlink()
-    raise AssetError(
-        f"{found.asset.repository}: {file.path} came damaged twice: {digest}, the hub names {file.digest}; "
-        "a proxy in between, or the hub itself: call again later"
-    )
-
-
-def _first(wrong: dict[str, str]) -> str:
-    path, what = next(iter(wrong.items()), ("", "nothing"))
-    return f"{path}: {what}"
+        held = lock.acquire(timeout=wait_s, poll_interval=POLL_S, cancel_check=report_once)
+    except Timeout:
+        raise AssetError(f"{path}: held by {holder()} for longer than --wait-s {wait_s:g}") from None
+    with held:
+        yield check

@@ -1,9 +1,7 @@
-"""An asset on disk: its manifest, the folder in which it is put together, whether its files are what they should be.
+"""An asset on disk: its record, whether its files match the record, and the folder it is fetched to.
 
-ASSETS/NAME/                      whole; .rlpost-asset.json in it says which commit, sizes, digests
-ASSETS/.fetch/NAME/               being put together; renamed to ASSETS/NAME at the end
-ASSETS/.fetch/NAME/.parts/        beginnings of files, by digest
-ASSETS/.fetch/NAME/.checked       a line for each file that is whole and was checked
+ASSETS/NAME/          complete; .rlpost-asset.json in it holds commit, sizes and digests
+ASSETS/.fetch/NAME/   being fetched, with the record of what it will be; renamed to ASSETS/NAME at the end
 """
 
 from __future__ import annotations
@@ -11,35 +9,72 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
-from rlpost.files import sync, write_whole
+from rlpost.files import write_whole
 
-MANIFEST = ".rlpost-asset.json"
+RECORD = ".rlpost-asset.json"
 STAGES = ".fetch"
-_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """State of an asset. ``listing`` is None when only the hub knows it; ``missing_bytes`` are still to download."""
+
+    asset: Asset
+    folder: Path
+    listing: Listing | None
+    missing_bytes: int
+    is_there: bool
+    remark: str = ""
+
+
+def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> Status:
+    """Compare names and sizes with the record; ``ask`` the hub only where there is none. Raises AssetError."""
+    folder = root / asset.folder
+    recorded = read_record(folder, asset)
+    if recorded is not None:
+        wrong = damage(folder, recorded.files, deep=False)
+        missing = sum(file.size for file in recorded.files if file.path in wrong)
+        remark = f"{first(wrong)}: damaged" if wrong else f"commit {recorded.commit[:12]}"
+        return Status(asset, folder, recorded, missing, not wrong, remark)
+    occupied = is_occupied(folder)
+    if ask is None:
+        remark = "has no record: not compared with the hub" if occupied else "not there"
+        return Status(asset, folder, None, 0, occupied, remark)
+    listing = ask(asset)
+    if occupied:
+        return Status(asset, folder, listing, 0, False, "has no record: to be compared with the hub")
+    staged = staged_bytes(root / STAGES / asset.folder, listing)
+    return Status(asset, folder, listing, listing.size - staged, False, "started" if staged else "")
+
+
+def is_occupied(folder: Path) -> bool:
+    """Whether a folder is there and not empty."""
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def digest_of(path: Path, like: str) -> str:
-    """The digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` of the blob that git would make."""
+    """The digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` as git names the blob."""
     kind = like.partition(":")[0]
-    counted = hashlib.sha256() if kind == "sha256" else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    if kind == "git":
+        content = path.read_bytes()  # small: the hub keeps large files by SHA-256
+        blob = b"blob %d\0" % len(content) + content
+        return f"git:{hashlib.sha1(blob).hexdigest()}"
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            counted.update(chunk)
-    return f"{kind}:{counted.hexdigest()}"
+        return f"{kind}:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, str]:
-    """What is wrong with each file that is: missing, of another size, or (``deep``) of another content."""
+    """By path what is wrong with each file that is missing, has another size, or (``deep``) another digest."""
     found: dict[str, str] = {}
     for file in files:
         path = folder / file.path
-        size = _size(path)
+        size = size_of(path)
         if size is None:
             found[file.path] = "missing"
         elif size != file.size:
@@ -49,110 +84,60 @@ def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, s
     return found
 
 
-def manifest_text(asset: Asset, listing: Listing) -> str:
-    """What is kept beside the files."""
-    files = {file.path: {"size": file.size, "digest": file.digest} for file in listing.files}
-    content = {"repository": asset.repository, "kind": asset.kind, "commit": listing.commit, "files": files}
-    return json.dumps(content, indent=1) + "\n"
+def first(wrong: dict[str, str]) -> str:
+    """One finding of ``damage``, for a message."""
+    return ": ".join(next(iter(wrong.items())))
 
 
-def read_manifest(folder: Path, asset: Asset) -> Listing | None:
-    """What a folder holds by its manifest; None without one. Raises AssetError when it is of something else."""
-    path = folder / MANIFEST
+def size_of(path: Path) -> int | None:
+    """Bytes of a file, None without one. A single stat call, because another fetch may move the folder meanwhile."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read_record(folder: Path, asset: Asset | None = None) -> Listing | None:
+    """What a folder holds; None without a record. Raises AssetError when it is unreadable or not of ``asset``."""
+    path = folder / RECORD
     try:
         content = json.loads(path.read_text())
         files = [HubFile(name, entry["size"], entry["digest"]) for name, entry in content["files"].items()]
         repository, commit = content["repository"], content["commit"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise AssetError(
-            f"{path} cannot be read ({error!r}); remove it, and the files are compared with the hub"
-        ) from None
-    if repository != asset.repository:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AssetError(f"{path} cannot be read ({error!r}); remove it to compare files with the hub") from None
+    if asset and repository != asset.repository:
         raise AssetError(
             f"{folder} holds {repository}, the recipe wants {asset.repository}: move it, or name another --assets-dir"
         )
-    if asset.revision and len(asset.revision) == len(commit) and asset.revision != commit:
+    if asset and asset.revision and len(asset.revision) == len(commit) and asset.revision != commit:
         raise AssetError(f"{folder} is at commit {commit}, the recipe wants {asset.revision}: move it away")
     return Listing(commit, tuple(files))
 
 
-class Stage:
-    """The folder in which an asset is put together."""
-
-    def __init__(self, root: Path, asset: Asset) -> None:
-        self.folder = root / STAGES / asset.folder
-        self.parts = self.folder / ".parts"
-        self._checked = self.folder / ".checked"
-
-    def part(self, file: HubFile) -> Path:
-        """Where the beginning of a file lies: by its digest, so that another commit never goes on with it."""
-        name = hashlib.sha256(file.path.encode()).hexdigest()[:12]  # two files may have one content
-        return self.parts / f"{file.digest.partition(':')[2]}-{name}"
-
-    def held_bytes(self, files: Iterable[HubFile]) -> int:
-        """Of these files, what need not be fetched any more."""
-        checked, held = self._lines(), 0
-        for file in files:
-            if self._is_whole(file, checked):
-                held += file.size
-            else:
-                held += min(_size(self.part(file)) or 0, file.size)
-        return held
-
-    def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
-        """The files that are not whole here, the largest first."""
-        checked = self._lines()
-        return sorted((file for file in files if not self._is_whole(file, checked)), key=lambda file: -file.size)
-
-    def take(self, file: HubFile) -> None:
-        """Put a part that was checked in its place."""
-        path = self.folder / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.part(file).replace(path)
-        with self._checked.open("a") as lines:
-            lines.write(json.dumps([file.path, file.digest]) + "\n")
-
-    def publish(self, target: Path, asset: Asset, listing: Listing) -> None:
-        """Give the whole folder its name: from one moment to the next it is there."""
-        shutil.rmtree(self.parts, ignore_errors=True)
-        kept = {self.folder / file.path for file in listing.files} | {self._checked}
-        for path in [path for path in self.folder.rglob("*") if path.is_file()]:
-            if path not in kept:
-                path.unlink()  # of a commit that an earlier call wanted
-        write_manifest(self.folder, asset, listing)
-        self.folder.rename(target)
-        sync(target.parent)
-        (target / self._checked.name).unlink()
-
-    def _is_whole(self, file: HubFile, checked: set[tuple[str, str]]) -> bool:
-        return (file.path, file.digest) in checked and _size(self.folder / file.path) == file.size
-
-    def _lines(self) -> set[tuple[str, str]]:
-        found = set()
-        try:
-            lines = self._checked.read_text().splitlines()
-        except FileNotFoundError:
-            lines = []
-        for line in lines:
-            try:
-                path, digest = json.loads(line)
-                found.add((path, digest))
-            except ValueError:
-                continue  # the last one of a process that was killed
-        return found
+def write_record(folder: Path, asset: Asset, listing: Listing) -> None:
+    """Write or replace the record atomically."""
+    files = {file.path: {"size": file.size, "digest": file.digest} for file in listing.files}
+    content = {"repository": asset.repository, "kind": asset.kind, "commit": listing.commit, "files": files}
+    write_whole(folder / RECORD, [json.dumps(content, indent=1) + "\n"])
 
 
-def _size(path: Path) -> int | None:
-    """Bytes of a file, None without one. One look, for another fetcher may move it at any moment."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+def staged_bytes(stage: Path, listing: Listing) -> int:
+    """Bytes of a listing that an interrupted fetch has left."""
+    recorded = read_record(stage)
+    kept = set(recorded.files) & set(listing.files) if recorded else ()
+    return sum(min(size_of(stage / file.path) or 0, file.size) for file in kept)
 
 
-def write_manifest(folder: Path, asset: Asset, listing: Listing) -> None:
-    """Write or replace the manifest, whole or not at all."""
-    write_whole(folder / MANIFEST, [manifest_text(asset, listing)])
+def open_stage(stage: Path, asset: Asset, listing: Listing) -> None:
+    """Prepare a stage. What an earlier call left stays as far as it belongs to ``listing``, also of another commit."""
+    recorded = read_record(stage)
+    if recorded is None:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+    else:
+        for file in set(recorded.files) - set(listing.files):
+            (stage / file.path).unlink(missing_ok=True)
+    write_record(stage, asset, listing)

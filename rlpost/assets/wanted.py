@@ -1,4 +1,4 @@
-"""What of a recipe comes from the hub, and which files of a repository are wanted. Pure."""
+"""What a recipe wants from the hub, and which files of a repository it needs. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import AssetError, ConfigError
 
 Kind = Literal["model", "dataset"]
-# Weights once more, in forms that nobody here reads; left where there are safetensors.
+# The same weights in formats that rlpost does not read; skipped where there are safetensors.
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 OTHER_FOLDERS = ("original", "onnx", "coreml", "openvino")
 
@@ -84,7 +84,7 @@ def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> 
 
 
 def chosen(files: Sequence[HubFile]) -> tuple[HubFile, ...]:
-    """The files to have: all, but weights in other forms where there are safetensors.
+    """The files to fetch: all, without weights in other formats where there are safetensors.
 
     Raises:
         AssetError: a path leads out of the folder.

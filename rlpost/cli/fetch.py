@@ -1,29 +1,30 @@
 """``rlpost fetch RECIPE``: the model and the data sets of a recipe, from the Hugging Face hub to the folder of assets.
 
-In: a recipe with a table [assets], a cluster profile, flags. Out: what there is and what is to come, with sizes; then
-the folders. Where everything is there no network is touched. Exit code 1 when something cannot be had.
+Input: a recipe with a table [assets], a cluster profile, flags. Output: what is there and what is to come, with sizes;
+then the folders. No network is used where everything is there. Exit code 1 when something is not available.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import stat
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlpost.assets.fetch import Manner, Source, Standing, existing, fetch, room_problem, standing
+from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import settings as command_line
 from rlpost.config.keys import KEYS
 from rlpost.config.path_variables import ASSETS
 from rlpost.errors import AssetError, ConfigError
 from rlpost.units import size_text
+
+if TYPE_CHECKING:
+    from rlpost.assets.hub import Hub
 
 EXIT_NOT_HAD = 1
 TOKENS = KEYS[:2]
@@ -56,41 +57,56 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argparse.Namespace) -> int:
-    standings = [standing(asset, root, None) for asset in assets]
-    source: Source | None = None
+    found = [inspect(asset, root) for asset in assets]
+    hub: Hub | None = None
     if is_offline():
         print("HF_HUB_OFFLINE is set: the hub is not asked")
-    elif all(one.is_there and one.listing is not None for one in standings) and not options.compare:
+    elif all(one.is_there and one.listing is not None for one in found) and not options.compare:
         print("everything is there: the hub is not asked")
     else:
-        source = _hub(token)
-        standings = [standing(asset, root, source) for asset in assets]
-    print(table(standings, root))
-    if options.sizes_only or (source is None and not options.compare):
-        lacking = [one for one in standings if not one.is_there]
-        if lacking and source is None:
-            raise AssetError(f"{', '.join(str(one.folder) for one in lacking)}: not there, and the hub is not asked")
+        hub = _hub(token)
+        found = [inspect(asset, root, hub.listing) for asset in assets]
+    print(table(found, root))
+    if options.sizes_only or (hub is None and not options.compare):
+        lacking = [str(one.folder) for one in found if not one.is_there]
+        if lacking and hub is None:
+            raise AssetError(f"{', '.join(lacking)}: not there, and the hub is not asked")
         return 0
-    if problem := room_problem(standings, root):
-        raise AssetError(problem)
-    total = sum(one.missing_bytes for one in standings)
-    with Progress(total) as progress:
-        manner = Manner(max(1, options.workers), options.wait_s, tell, progress.add)
-        for asset in assets:
-            done = fetch(asset, root, source, manner, deep=options.compare)
-            tell(f"{done.folder}: {done.remark}")
+    _fetch_all(found, root, hub, options)
     return 0
 
 
-def _hub(token: str | None) -> Source:
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ConfigError(
-            f"{sys.executable} has no huggingface_hub: pip install huggingface_hub, or fetch where the whole stack is"
+def _fetch_all(found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace) -> None:
+    """Fetch one asset after the other with a progress bar. Raises AssetError, also when they do not fit."""
+    from tqdm import tqdm  # comes with huggingface_hub
+
+    from rlpost.assets.fetch import Fetcher
+
+    needed, free = sum(one.missing_bytes for one in found), free_bytes(root)
+    if needed > free:  # a quota is not seen
+        raise AssetError(
+            f"{size_text(needed)} are to come and {size_text(free)} are free in {root}: free some space, "
+            "or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
-    from huggingface_hub import get_token
+    interval_s = 0.5 if sys.stderr.isatty() else 10
+    with tqdm(total=needed, disable=not needed, unit="B", unit_scale=True, miniters=1, mininterval=interval_s) as bar:
+        fetcher = Fetcher(root, hub, options.workers, options.wait_s, tqdm.write, bar.update)
+        for one in found:
+            done = fetcher.fetch(one.asset, compare=options.compare)
+            tqdm.write(f"{done.folder}: {done.remark}")
 
-    from rlpost.assets.hub import Hub
 
+def _hub(token: str | None) -> Hub:
+    try:
+        from huggingface_hub import get_token
+
+        import rlpost.assets.fetch  # noqa: F401  (needs filelock)
+        from rlpost.assets.hub import Hub
+    except ImportError as error:
+        raise ConfigError(
+            f"{sys.executable}: {error}: pip install 'huggingface_hub>=1.3' 'filelock>=3.30', "
+            "or fetch where the whole stack is"
+        ) from None
     return Hub(token or get_token(), os.environ.get("HF_ENDPOINT"))  # of HF_TOKEN, or of `hf auth login`
 
 
@@ -129,58 +145,23 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def table(standings: Sequence[Standing], root: Path) -> str:
-    """A line for each repository, and what is free."""
+def table(found: Sequence[Status], root: Path) -> str:
+    """A line for each repository, and the free space."""
     rows = [("repository", "folder", "files", "size", "to come", "")]
-    for one in standings:
-        files, size = ("?", "?") if one.listing is None else (str(len(one.listing.files)), size_text(one.listing.size))
-        coming = "-" if one.is_there else "?" if one.listing is None else size_text(one.missing_bytes)
-        remark = one.remark or ("begun" if one.listing and one.missing_bytes < one.listing.size else "")
-        rows.append((one.asset.repository, one.folder.name, files, size, coming, remark))
+    for one in found:
+        files = size = coming = "?"
+        if one.listing is not None:
+            files, size = str(len(one.listing.files)), size_text(one.listing.size)
+            coming = size_text(one.missing_bytes)
+        if one.is_there:
+            coming = "-"
+        rows.append((one.asset.repository, one.folder.name, files, size, coming, one.remark))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    free = shutil.disk_usage(existing(root)).free
-    total = sum(one.missing_bytes for one in standings)
-    return "\n".join([*lines, f"{size_text(total)} to come, {size_text(free)} free in {root}"])
+    total = sum(one.missing_bytes for one in found)
+    return "\n".join([*lines, f"{size_text(total)} to come, {size_text(free_bytes(root))} free in {root}"])
 
 
-def tell(line: str) -> None:
-    """A line for the person."""
-    print(line, flush=True)
-
-
-class Progress:
-    """How far it is, on standard error: one line that changes on a terminal, a line every ten seconds elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._started = total, 0, time.monotonic()
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._is_terminal = sys.stderr.isatty()
-        self._thread = threading.Thread(target=self._show, daemon=True)
-
-    def add(self, count: int) -> None:
-        """So many bytes more; fewer when a damaged file begins anew."""
-        with self._lock:
-            self._done += count
-
-    def line(self) -> str:
-        """For instance ``12.3 GB of 45.6 GB, 850.0 MB/s, 40 s left``."""
-        rate = self._done / max(1e-3, time.monotonic() - self._started)
-        left = f", {(self._total - self._done) / rate:.0f} s left" if rate > 0 else ""
-        return f"{size_text(self._done)} of {size_text(self._total)}, {size_text(rate)}/s{left}"
-
-    def __enter__(self) -> Progress:
-        if self._total:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._total:
-            self._thread.join()
-            print(("\r\033[K" if self._is_terminal else "") + self.line(), file=sys.stderr, flush=True)
-
-    def _show(self) -> None:
-        while not self._over.wait(1.0 if self._is_terminal else 10.0):
-            begin, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
-            print(begin + self.line(), end=end, file=sys.stderr, flush=True)
+def free_bytes(folder: Path) -> int:
+    """Free space where a folder is or will be."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free

@@ -42,23 +42,25 @@ rlpost fetch RECIPE
 sbatch jobs/convert_qwen3_4b.sbatch
 ```
 
-`rlpost fetch` (also `python tools/fetch_assets.py`) brings what the recipe's table `[assets]` names from the Hugging
+`rlpost fetch` (also `python tools/fetch_assets.py`) downloads what the recipe's table `[assets]` names from the Hugging
 Face hub into `$RLPOST_ASSETS`, each repository to the folder of its last name (`Qwen3-4B`, `dapo-math-17k`,
-`aime-2024`). First it says what is there, what is to come and what is free, and refuses what does not fit (a quota it
-cannot see).
+`aime-2024`). It needs `huggingface_hub` and `filelock`. First it prints what is there, what is to come and the free
+space, and refuses what does not fit (it cannot see a quota).
 
 - A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256 of
   large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
-  commit and digests; `--compare` reads all files against them and fetches what is damaged anew.
-- Broken off, by the network or a kill, the next call goes on in the middle of a file.
-- Two fetches of one repository, on any nodes: one downloads, the other waits and says for whom (`--wait-s`).
-- What is there is not asked for again; with everything there, or with `HF_HUB_OFFLINE=1`, no network is touched. A
-  folder that somebody else has put there is compared with the hub and never changed.
+  commit and digests; `--compare` checks all files against them and fetches damaged ones again.
+- After an interruption, by the network or a kill, the next call checks what is there and continues within a file.
+- Two fetches of one repository, on any nodes: one downloads, the other waits and prints for which process (`--wait-s`).
+  The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies, fetches on the same node
+  continue at once, those on other nodes after three minutes.
+- What is there is not asked for again; with everything there, or with `HF_HUB_OFFLINE=1`, no network is used. A folder
+  that another tool has put there is compared with the hub; its files are never changed.
 - Private and gated repositories: `HF_TOKEN` in the environment, `hf auth login`, or `--token-file FILE` (mode 600;
   the token alone, or as `HF_TOKEN=...` such as in `secrets.env`). The token goes to the hub alone, and into no
   command line or log.
-- `name@revision` in `[assets]` fixes a commit. Weights in other forms are left where there are safetensors.
-- Through a mirror: `HF_ENDPOINT`.
+- `name@revision` in `[assets]` pins a commit. Weights in other formats are skipped where there are safetensors.
+- Through a mirror: `HF_ENDPOINT`. Downloads are plain HTTP, also of repositories in Xet storage.
 
 Where weights come in other forms (`--ref-load`), `jobs/convert_*.sbatch` makes them of the fetched folder by
 `tools/convert_hf_to_torch_dist.py`, on two nodes for GLM-4.5; the model's own folder does as well as `--ref-load`.

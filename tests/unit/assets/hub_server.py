@@ -1,8 +1,9 @@
 """A hub on this machine, over HTTP, as far as huggingface_hub's own client asks one; with a real one's accidents.
 
 Large files are redirected to a second server, as the hub sends them to another host. ``accidents`` maps a file's path
-to what befalls its next downloads: a number cuts the connection after so many bytes, "corrupt" changes a byte, "stall"
-sends 1.5 MB and then nothing until the hub is closed.
+to what befalls its next downloads: a number cuts the connection after so many bytes, "corrupt" changes a byte, "whole"
+ignores Range (as the real one does where it compresses), "stall" sends 1.5 MB and then nothing until the hub is closed.
+The listing, redirects with Range, and the headers of errors are what the client reads; it sends no HEAD for them.
 """
 
 from __future__ import annotations
@@ -95,8 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._resolve((kind or "models/") + name, file)
         return self._answer(404, b"{}")
 
-    do_HEAD = do_GET
-
     def _describe(self, repository: str, kind: str | None, revision: str | None) -> None:
         files = self.server.hub.repositories.get(repository)
         if files is None or revision not in (None, "main", COMMIT):
@@ -110,21 +109,20 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.server.hub.repositories[repository].get(file)
         if data is None:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        described = {"X-Repo-Commit": COMMIT, "ETag": f'"{_entry(file, data)["oid"]}"'}
         if len(data) < LARGE:
-            return self._content(data, file, described)
-        linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-        place = {"Location": f"{self.server.hub.cdn}/{repository}/{file}?signature=SIGNED"}
-        return self._answer(302, b"", described | linked | place)
+            return self._content(data, file)
+        return self._answer(302, b"", {"Location": f"{self.server.hub.cdn}/{repository}/{file}?signature=SIGNED"})
 
-    def _content(self, data: bytes, file: str, headers: dict[str, str] | None = None) -> None:
-        accident = None
+    def _content(self, data: bytes, file: str) -> None:
+        accident, headers = None, {}
         if accidents := self.server.hub.accidents.get(file):
             accident = accidents.pop(0)
         first = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        if accident == "whole":
+            first = 0
         status, part = (206, data[first:]) if first else (200, data)
         if first:
-            headers = {**(headers or {}), "Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
+            headers = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
         if accident == "corrupt":
             part = bytes([part[0] ^ 1]) + part[1:]
         if not isinstance(accident, int) and accident != "stall":
@@ -140,8 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self._head(status, len(body), headers)
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _head(self, status: int, length: int, headers: dict[str, str] | None) -> None:
         self.send_response(status)
