@@ -226,19 +226,20 @@ def _opened(
 ) -> int:
     """Open below the root; ``perform`` returns the descriptor."""
     model = attempt.disk.model
-    there = model.find(parts, start)
-    if isinstance(there, Link):
-        there = model.find((*parts[:-1], *there.target.split("/")), start)
     writes = flags & (os.O_WRONLY | os.O_RDWR)
-    kind = "open"
-    if there is None and flags & os.O_CREAT:
-        kind = "create"
-    elif isinstance(there, File) and writes and flags & os.O_TRUNC and not flags & os.O_EXCL:
-        kind = "clear"
+
+    def looked_up() -> tuple[Node | None, str]:
+        there = model.find(parts, start)
+        if isinstance(there, Link):
+            there = model.find((*parts[:-1], *there.target.split("/")), start)
+        if there is None and flags & os.O_CREAT:
+            return there, "create"
+        is_cleared = isinstance(there, File) and writes and flags & os.O_TRUNC and not flags & os.O_EXCL
+        return there, "clear" if is_cleared else "open"
 
     def open_and_note() -> int:
+        node, kind = looked_up()  # a pause may lie behind: another attempt may have made the file
         descriptor = perform()
-        node = there
         if kind == "create":
             node = File()
             model.change((*attempt.disk.parent(parts, start), node))
@@ -249,7 +250,7 @@ def _opened(
         attempt.disk.opened[descriptor] = Opened(node, name, bool(flags & os.O_APPEND), attempt)
         return descriptor
 
-    return attempt.act(kind, name, open_and_note)
+    return attempt.act(looked_up()[1], name, open_and_note)
 
 
 def _close(descriptor: int) -> None:

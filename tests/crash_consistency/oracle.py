@@ -33,10 +33,7 @@ RETRAINED, AGAIN = "another batch at a step", "generated again"
 METRICS, SAMPLES, COUNTS, LEDGER = "metrics lines", "samples lines", "counts", "ledger"
 NEVER, TRACEBACK, HUNG = "never returns", "traceback", "event loop blocked"
 DESTROYED, SILENT, FENCED = "checkpoint destroyed", "change accepted silently", "refused without need"
-CATEGORIES = (
-    *(WEIGHTS, PROMPTS, STALE, RETRAINED, AGAIN, METRICS, SAMPLES, COUNTS, LEDGER, NEVER, TRACEBACK, HUNG),
-    *(DESTROYED, SILENT, FENCED),
-)
+SIMULATOR = "the simulator itself"
 
 
 @dataclass(frozen=True)
