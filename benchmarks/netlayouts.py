@@ -15,8 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bootstrap.network_detect import detect
-from bootstrap.network_facts import Interface, NetworkFacts, address_of, load_document, network_of, parse_facts
+from bootstrap.network.detect import detect
+from bootstrap.network.facts import Interface, NetworkFacts, address_of, load_document, network_of, parse_facts
 
 RIGHT, WRONG, UNDECIDABLE = "right", "wrong", "n/a"
 SCORED = ("socket_ifname", "rdma", "ib_hca", "gid_index")

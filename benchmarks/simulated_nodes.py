@@ -19,15 +19,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
-from bootstrap.facts import Facts
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.messages import Codec, Message
+from bootstrap.agent.options import parse_options
+from bootstrap.agent.rendezvous import HEAD_FILE, NodeReport, installed_versions, join
 from bootstrap.handoff import SECRET_FILE
-from bootstrap.link import Link, LinkLost
-from bootstrap.messages import Codec, Message
-from bootstrap.network import network_here
-from bootstrap.options import parse_options
-from bootstrap.preflight_probe import raise_limits
-from bootstrap.rendezvous import HEAD_FILE, NodeReport, installed_versions, join
-from bootstrap.shared_folder import ORDER, take_part
+from bootstrap.network.here import network_here
+from bootstrap.preflight.probe import raise_limits
+from bootstrap.preflight.shared_folder import ORDER, take_part
 
 HEAD_S = 60.0
 
@@ -89,13 +89,13 @@ def counting(counts: Counter[str]) -> mock._patch_default_new:
                 counts[f"received {message.get('kind', 'welcome')}"] += 1
             return message
 
-    return mock.patch("bootstrap.rendezvous.Codec", Counting)
+    return mock.patch("bootstrap.agent.rendezvous.Codec", Counting)
 
 
 async def template_of_this_host(folder: Path, num_gpus: int, num_nodes: int) -> NodeReport:
     """What every simulated node says of itself: the truth about this host, but no canary."""
-    from bootstrap.comparison import network_row
-    from bootstrap.gathering import read_this_host
+    from bootstrap.agent.gathering import read_this_host
+    from bootstrap.preflight.comparison import network_row
 
     options = parse_options([f"--attempt-dir={folder}", f"--num-gpus={num_gpus}", "--", "true"])
     facts = Facts("localhost", 1, ("localhost",) * num_nodes, "1", 0, in_slurm=False)

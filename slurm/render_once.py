@@ -51,11 +51,11 @@ exit 1
 
 
 def render_look(spec: JobSpec) -> str:
-    """The script that runs ``bootstrap.image_doctor`` where the agents of this job would run: the file ``findings``."""
+    """The script that runs ``bootstrap.image.doctor`` where the agents of this job would run: the file ``findings``."""
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
 {_begin(spec)}
-{_srun(spec)}"$python" -m bootstrap.image_doctor {words} --output "$run_folder/findings"
+{_srun(spec)}"$python" -m bootstrap.image.doctor {words} --output "$run_folder/findings"
 code=$?
 {removal(spec)}\
 exit "$code"

@@ -29,7 +29,7 @@ if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
     if command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
         echo "install: TransformerEngine, compiled against torch (minutes)"
         "${pip[@]}" setuptools wheel
-        "$venv/bin/python" -m bootstrap.image_doctor --compiled > "$venv/compiled.txt"
+        "$venv/bin/python" -m bootstrap.image.doctor --compiled > "$venv/compiled.txt"
         "${pip[@]}" --no-build-isolation -r "$venv/compiled.txt" || without_te="its compilation failed, see above"
     else
         without_te="there is no nvcc to compile it"

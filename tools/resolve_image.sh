@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$python" -m bootstrap.image_doctor --requirements "${@:-wandb}" >"$folder/requirements.txt"
+"$python" -m bootstrap.image.doctor --requirements "${@:-wandb}" >"$folder/requirements.txt"
 "$python" -m venv "$folder/uv"
 "$folder/uv/bin/pip" install -q uv
 "$folder/uv/bin/uv" --no-config pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 \

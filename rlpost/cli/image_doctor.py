@@ -2,7 +2,7 @@
 
 In: a cluster profile, whose container is started by a job of one node, after its setup commands; a recipe, whose
 settings may need more than every run does. Out: the table of
-``bootstrap.image_doctor``, which without a profile is called for the image that one is in, and its exit code.
+``bootstrap.image.doctor``, which without a profile is called for the image that one is in, and its exit code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def words_of_recipes(words: Sequence[str]) -> list[str]:
-    """Words for ``bootstrap.image_doctor``: what a recipe among them needs in its place. Raises ConfigError."""
+    """Words for ``bootstrap.image.doctor``: what a recipe among them needs in its place. Raises ConfigError."""
     found: list[str] = []
     for word in words:
         found += _needs_of(load(files_of(Path(word), {}), {}).config) if word.endswith(".toml") else [word]

@@ -38,7 +38,7 @@ VERBS = {
     "compare": ("rlpost.cli.compare:main", "several runs over each other, as a page"),
     "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine, or with an image (--image)"),
 }
-_DOCTOR = "bootstrap.doctor"
+_DOCTOR = "bootstrap.preflight.doctor"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
             words = words_of_recipes(words)
         # Without a recipe no package of ours need be there.
-        return subprocess.run([sys.executable, "-m", "bootstrap.image_doctor", *words]).returncode
+        return subprocess.run([sys.executable, "-m", "bootstrap.image.doctor", *words]).returncode
     return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 
 

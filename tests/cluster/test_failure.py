@@ -168,7 +168,7 @@ def test_a_slow_head_is_waited_for(lab: Lab) -> None:
 # Listens for as long as the agent lives that its shell becomes.
 LISTEN = """
 import os, pathlib, socket, sys, time
-from bootstrap.ports import candidate_blocks, ephemeral_floor
+from bootstrap.agent.ports import candidate_blocks, ephemeral_floor
 agent = os.getppid()
 base = next(candidate_blocks(os.environ["SLURM_JOB_ID"], ephemeral_floor())).base
 taken = socket.create_server(("", base + 4))

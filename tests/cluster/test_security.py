@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from bootstrap.ports import candidate_blocks, ephemeral_floor
+from bootstrap.agent.ports import candidate_blocks, ephemeral_floor
 from tests.cluster.attempts import Attempt, on_node
 from tests.cluster.lab import REPOSITORY, Lab
 
@@ -16,7 +16,7 @@ SECRET = "5" * 64
 # a frame under another secret, and a good frame that is sent again (the recording is made with the real secret here).
 STRANGER = """
 import socket, sys
-from bootstrap.messages import Codec, hello_key
+from bootstrap.agent.messages import Codec, hello_key
 host, port, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
 hello = Codec(hello_key(secret), "node").pack({"kind": "hello", "nonce": "recorded"})
 forged = Codec(hello_key(b"f" * 64), "node").pack({"kind": "hello", "nonce": "n"})

@@ -87,7 +87,7 @@ class Attempt:
         for process in psutil.process_iter():
             try:
                 is_ours = process.environ().get("RLPOST_JOB_ID") == f"l{self.process.pid}"
-                if is_ours and "bootstrap.keeper" in process.cmdline():
+                if is_ours and "bootstrap.agent.keeper" in process.cmdline():
                     found += [process, *process.children(recursive=True)]
             except psutil.Error:
                 continue

@@ -17,8 +17,8 @@ HEAVY = {"torch", "ray", "numpy", "transformers", "megatron", "sglang", "sglang_
 FORBIDDEN = {
     "slurm": HEAVY | {"rlpost", "bootstrap", "pydantic"},
     "bootstrap": HEAVY | {"rlpost", "slurm", "submitit", "pydantic"},
-    "bootstrap.ray_process": (HEAVY - {"ray"}) | {"rlpost", "slurm", "submitit", "pydantic"},
-    "bootstrap.bandwidth_probe": (HEAVY - {"torch"}) | {"rlpost", "slurm", "submitit", "pydantic"},
+    "bootstrap.agent.ray_process": (HEAVY - {"ray"}) | {"rlpost", "slurm", "submitit", "pydantic"},
+    "bootstrap.preflight.bandwidth_probe": (HEAVY - {"torch"}) | {"rlpost", "slurm", "submitit", "pydantic"},
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"rlpost", "slurm", "bootstrap"},
     "rlpost.config": HEAVY
@@ -165,4 +165,4 @@ def undocumented(path):
 
 def test_only_one_file_of_the_trainer_imports_ray_and_of_the_agents_only_the_process_that_becomes_ray():
     users = [module_name(path) for path in FILES if any(name.split(".")[0] == "ray" for name in imports(path))]
-    assert users == ["bootstrap.ray_process", "rlpost.orchestration.workers"]
+    assert users == ["bootstrap.agent.ray_process", "rlpost.orchestration.workers"]

@@ -155,7 +155,15 @@ RUNNABLE = {" ".join(words): words for words in WORDS.values() if runs_anywhere(
 
 def test_commands_of_each_kind_are_run():
     text = "\n".join(RUNNABLE)
-    for word in ("check RECIPE", "--dry-run", "--print-config", "status --json", "logs", "report", "bootstrap.network"):
+    for word in (
+        "check RECIPE",
+        "--dry-run",
+        "--print-config",
+        "status --json",
+        "logs",
+        "report",
+        "bootstrap.network",
+    ):
         assert word in text
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap import bandwidth
-from bootstrap.bandwidth import Survey, measure_here, rounds_of
+from bootstrap.preflight import bandwidth
+from bootstrap.preflight.bandwidth import Survey, measure_here, rounds_of
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 8, 33])

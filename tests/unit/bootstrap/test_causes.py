@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.causes import with_likely_cause
-from bootstrap.files import tail
-from bootstrap.rendezvous import describe_missing
+from bootstrap.agent.files import tail
+from bootstrap.agent.rendezvous import describe_missing
+from bootstrap.agent.symptoms import with_likely_cause
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Invariant: whoever differs from the majority is marked, and nobody else."""
 
-from bootstrap.comparison import comparison_table, network_row
-from bootstrap.network_detect import detect
-from bootstrap.network_facts import Interface, NetworkFacts, RdmaPort
+from bootstrap.network.detect import detect
+from bootstrap.network.facts import Interface, NetworkFacts, RdmaPort
+from bootstrap.preflight.comparison import comparison_table, network_row
 
 
 def row(host: str, **other: str) -> dict[str, str]:

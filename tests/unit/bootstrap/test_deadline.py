@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.deadline import (
+from bootstrap.agent.deadline import (
     JobClock,
     deadline_of,
     end_after_signal,
     seconds_for_the_driver,
     stop_text,
 )
-from bootstrap.supervise import StopRequest
+from bootstrap.agent.monitor import StopRequest
 
 
 def squeue(folder: Path, answer: str) -> None:
@@ -122,7 +122,7 @@ def test_a_folder_that_stalls_does_not_hold_up_the_agent(tmp_path: Path, monkeyp
         begun.set()
         return over.wait(10)
 
-    monkeypatch.setattr("bootstrap.supervise.write_first", stalling)
+    monkeypatch.setattr("bootstrap.agent.monitor.write_first", stalling)
 
     async def whole() -> None:
         stop = signalled(tmp_path)
@@ -137,7 +137,7 @@ def test_a_folder_that_stalls_does_not_hold_up_the_agent(tmp_path: Path, monkeyp
 def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootstrap.supervise._STOP_POLL_S", 0.01)
+    monkeypatch.setattr("bootstrap.agent.monitor._STOP_POLL_S", 0.01)
     stat, refused = os.stat, threading.Event()
 
     def stale(path: object, **how: bool) -> os.stat_result:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.disks import DiskFull, WatchedFolder, places_of, shortage, until_full
+from bootstrap.agent.disks import DiskFull, WatchedFolder, places_of, shortage, until_full
 
 MIB = 1 << 20
 
@@ -71,7 +71,7 @@ def test_a_filled_disk_of_the_node_is_the_node_s_fault(small_disk: Path) -> None
 
 def test_a_refused_write_counts_though_the_figures_look_well(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under a quota, which no figure shows: the kernel itself refuses here."""
-    monkeypatch.setattr("bootstrap.disks.shortage", lambda *_: None)
+    monkeypatch.setattr("bootstrap.agent.disks.shortage", lambda *_: None)
     (small_disk / "fill").write_bytes(bytes(8 * MIB))
     found = watch((WatchedFolder(small_disk, "the run folder", False, 0.0),), 5.0)
     assert found is not None and not found.node_is_bad and "no space left on device" in str(found)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from bootstrap import early_exits
-from bootstrap.deadline import JobClock
-from bootstrap.early_exits import failed_tasks, failures_before_joining
-from bootstrap.facts import Facts
-from bootstrap.node import NodeAgent
-from bootstrap.options import parse_options
-from bootstrap.rendezvous import BringupError
-from bootstrap.supervise import StopRequest
+from bootstrap.agent import early_exits
+from bootstrap.agent.deadline import JobClock
+from bootstrap.agent.early_exits import failed_tasks, failures_before_joining
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.node import NodeAgent
+from bootstrap.agent.options import parse_options
+from bootstrap.agent.rendezvous import BringupError
 from tests.unit.bootstrap.test_head import HOSTS, agent_of
 
 EXIT_1 = "Exited with exit code 1"

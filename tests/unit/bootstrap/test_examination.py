@@ -12,12 +12,12 @@ from typing import Literal
 
 import pytest
 
-from bootstrap.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
-from bootstrap.facts import Facts
-from bootstrap.link import Link
-from bootstrap.options import parse_options
-from bootstrap.preflight import Check, Preflight
-from bootstrap.rendezvous import NodeReport, Reception
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import Link
+from bootstrap.agent.options import parse_options
+from bootstrap.agent.rendezvous import NodeReport, Reception
+from bootstrap.preflight.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
+from bootstrap.preflight.table import Check, Preflight
 
 
 def of_step(rank: int, num_nodes: int) -> Facts:
@@ -88,7 +88,7 @@ class PatienceForOne(Reception):
 def test_a_node_that_does_not_come_is_named_and_the_rest_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bootstrap.examination.Reception", PatienceForOne)
+    monkeypatch.setattr("bootstrap.preflight.examination.Reception", PatienceForOne)
     first, other = examine(tmp_path, [0, 1], 3, 20.0)
     assert other is None and isinstance(first, Examination)
     assert first.preflight.unfit == {"n3": "reach: it did not join"}

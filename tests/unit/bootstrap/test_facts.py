@@ -2,7 +2,7 @@
 
 import pytest
 
-from bootstrap.facts import FactsError, expand_hosts, read_facts
+from bootstrap.agent.identity import FactsError, expand_hosts, read_facts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.files import tail, write_atomic, write_first
+from bootstrap.agent.files import tail, write_atomic, write_first
 
 
 def test_the_first_writer_wins(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap import gpus
-from bootstrap.gpus import Gpu, parse_nvidia_smi, parse_xids, read_gpus, visible_gpus
+from bootstrap.preflight import gpus
+from bootstrap.preflight.gpus import Gpu, parse_nvidia_smi, parse_xids, read_gpus, visible_gpus
 
 # Signatures as in nvml.h. GPU 0 is well, GPU 1 has had an error and lost links, GPU 2 has fallen off the bus.
 FAKE_NVML = r"""

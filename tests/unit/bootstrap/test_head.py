@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from bootstrap import head
-from bootstrap.deadline import JobClock
-from bootstrap.facts import Facts
+from bootstrap.agent import head
+from bootstrap.agent.deadline import JobClock
+from bootstrap.agent.head import HeadAgent
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.options import parse_options
+from bootstrap.agent.rendezvous import NodeReport
 from bootstrap.handoff import Cluster, Node
-from bootstrap.head import HeadAgent
-from bootstrap.network import Address
-from bootstrap.network_detect import detect
-from bootstrap.network_facts import Interface, NetworkFacts
-from bootstrap.options import parse_options
-from bootstrap.rendezvous import NodeReport
-from bootstrap.supervise import StopRequest
+from bootstrap.network.detect import detect
+from bootstrap.network.facts import Interface, NetworkFacts
+from bootstrap.network.here import Address
 
 HOSTS = ("n1", "n2", "n3")
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -54,7 +54,7 @@ def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
         return Cluster("10.0.0.1:1", str(tmp_path), nodes, 1, 1)
 
     monkeypatch.setattr(HeadAgent, "_bring_up", brought_up)
-    monkeypatch.setattr("bootstrap.supervise._STOP_POLL_S", 0.05)
+    monkeypatch.setattr("bootstrap.agent.monitor._STOP_POLL_S", 0.05)
 
     async def scene() -> None:
         verdict = await agent_of(tmp_path, "--stop-grace-s=0.1").run()

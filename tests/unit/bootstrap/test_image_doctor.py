@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement as Packaging
 
-from bootstrap.image_checks import GIB, UNLIMITED, ImageFacts, check_image
-from bootstrap.image_doctor import CODE, compiled_packages, main, wanted_packages
-from bootstrap.image_facts import nccl_version, read_image
-from bootstrap.pins import canonical, parse, python_required, requirements
+from bootstrap.image.checks import GIB, UNLIMITED, ImageFacts, check_image
+from bootstrap.image.doctor import CODE, compiled_packages, main, wanted_packages
+from bootstrap.image.facts import nccl_version, read_image
+from bootstrap.image.pins import canonical, parse, python_required, requirements
 
 SETUP = (CODE / "setup.cfg").read_text()
 PYTHON = python_required(SETUP)
@@ -252,7 +252,7 @@ def test_a_python_without_any_package_can_tell_what_it_lacks(tmp_path):
         shutil.copytree(CODE / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "bench"))
     shutil.copy(CODE / "setup.cfg", tmp_path)
     code = f"import sys; sys.path = [{str(tmp_path)!r}, *[p for p in sys.path if 'site-packages' not in p]];"
-    code += "import bootstrap.image_doctor as d; sys.exit(d.main(['--json']))"
+    code += "import bootstrap.image.doctor as d; sys.exit(d.main(['--json']))"
     done = subprocess.run([base, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     rows = {row["what"]: row for row in json.loads(done.stdout)}

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bootstrap.supervise import Kept
+from bootstrap.agent.monitor import Kept
 
 # A tree of three, each in a session of its own and deaf to TERM; every process leaves its pid in the folder.
 STUBBORN_TREE = """
@@ -32,7 +32,7 @@ time.sleep(600)
 # The keeper with less time between TERM and KILL when its agent is gone.
 IMPATIENT_KEEPER = """
 import sys
-from bootstrap import keeper
+from bootstrap.agent import keeper
 keeper._ORPHANED_GRACE_S = 0.2
 keeper.main(sys.argv[1:])
 """
@@ -139,7 +139,7 @@ def test_when_the_agent_is_killed_everything_ends_and_the_scratch_folder_goes(tm
     (tmp_path / "impatient_keeper.py").write_text(IMPATIENT_KEEPER)
     agent = f"""
 import asyncio, os, sys
-from bootstrap import supervise
+from bootstrap.agent import monitor as supervise
 supervise._KEEPER = "impatient_keeper"
 async def main():
     command = [sys.executable, "-c", {STUBBORN_TREE!r}, {str(tmp_path)!r}]
@@ -167,7 +167,7 @@ def test_when_the_keeper_is_killed_the_agent_ends_the_rest(tmp_path: Path) -> No
     async def scene() -> None:
         kept = await keep("sh", "-c", f"sleep 600 & touch {tmp_path}/pid-$! {tmp_path}/pid-$$; wait")
         processes = await tree_in(tmp_path, 2)
-        keeper = next(parent for parent in processes[0].parents() if "bootstrap.keeper" in parent.cmdline())
+        keeper = next(parent for parent in processes[0].parents() if "bootstrap.agent.keeper" in parent.cmdline())
         keeper.kill()
         assert await kept.exited == -signal.SIGKILL
         assert await all_gone(processes)

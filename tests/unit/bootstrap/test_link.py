@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from bootstrap import link as link_module
-from bootstrap.link import Link, LinkLost, plain_ip
-from bootstrap.messages import Codec
+from bootstrap.agent import link as link_module
+from bootstrap.agent.link import Link, LinkLost, plain_ip
+from bootstrap.agent.messages import Codec
 
 KEY = b"key"
 

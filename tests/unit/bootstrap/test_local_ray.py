@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from bootstrap import local_ray
-from bootstrap.local_ray import LocalRay, RayError
-from bootstrap.ports import PortBlock, claim_block, ephemeral_floor
-from bootstrap.ray_command import RayNode
-from bootstrap.ray_process import parse_registered, registered_line
+from bootstrap.agent import local_ray
+from bootstrap.agent.local_ray import LocalRay, RayError
+from bootstrap.agent.ports import PortBlock, claim_block, ephemeral_floor
+from bootstrap.agent.ray_command import RayNode
+from bootstrap.agent.ray_process import parse_registered, registered_line
 
 REPOSITORY = Path(__file__).parents[3]
 HEAD, OTHER = "127.0.0.1", "127.0.0.3"

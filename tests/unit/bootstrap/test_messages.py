@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.messages import MAX_BODY_BYTES, Codec, MessageError, hello_key, session_key
+from bootstrap.agent.messages import MAX_BODY_BYTES, Codec, MessageError, hello_key, session_key
 
 KEY = hello_key(b"a secret")
 

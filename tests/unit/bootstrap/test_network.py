@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootstrap import network, network_host
-from bootstrap.network import (
+from bootstrap.network import here as network
+from bootstrap.network import host as network_host
+from bootstrap.network.facts import Interface, NetworkFacts
+from bootstrap.network.here import (
     Address,
     NetworkError,
     ifname_of,
@@ -15,7 +17,6 @@ from bootstrap.network import (
     reachable_addresses,
     socket_environment,
 )
-from bootstrap.network_facts import Interface, NetworkFacts
 
 ADDRESSES = (
     Address("lo", "127.0.0.1"),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap import network, network_host
-from bootstrap.network_detect import detect
-from bootstrap.network_facts import FactsFileError, load_facts, parse_facts
+from bootstrap.network import here as network
+from bootstrap.network import host as network_host
+from bootstrap.network.detect import detect
+from bootstrap.network.facts import FactsFileError, load_facts, parse_facts
 
 Tree = Callable[[Mapping[str, str]], Path]
 

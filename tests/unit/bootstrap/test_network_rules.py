@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap.network_detect import Detection, detect
-from bootstrap.network_facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort
+from bootstrap.network.detect import Detection, detect
+from bootstrap.network.facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort
 
 LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
 

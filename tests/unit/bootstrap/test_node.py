@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bootstrap.deadline import JobClock
-from bootstrap.facts import Facts
-from bootstrap.link import LinkLost
-from bootstrap.node import NodeAgent
-from bootstrap.options import parse_options
-from bootstrap.supervise import StopRequest
+from bootstrap.agent.deadline import JobClock
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import LinkLost
+from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.node import NodeAgent
+from bootstrap.agent.options import parse_options
 
 START = {"kind": "start_ray", "head_ip": "127.0.0.1", "port_base": 20_000}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootstrap.packages import fingerprint
+from bootstrap.agent.packages import fingerprint
 
 
 def environment(folder: Path, *distributions: str) -> str:

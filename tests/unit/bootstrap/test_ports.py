@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.ports import BLOCK_SIZE, PortBlock, PortError, candidate_blocks, claim_block, ephemeral_floor, host_port
+from bootstrap.agent.ports import (
+    BLOCK_SIZE,
+    PortBlock,
+    PortError,
+    candidate_blocks,
+    claim_block,
+    ephemeral_floor,
+    host_port,
+)
 
 
 @given(st.text(min_size=1, max_size=12), st.integers(9000, 61000))

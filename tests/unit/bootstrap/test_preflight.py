@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bootstrap.gpus import Gpu, GpuReading
-from bootstrap.preflight import GIB, UNLIMITED, Check, Hca, HostFacts, Preflight, Seen, Wanted, level_of
-from bootstrap.preflight_checks import check_bandwidth, check_host, compare_hosts
-from bootstrap.preflight_probe import mount_of
+from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
+from bootstrap.preflight.gpus import Gpu, GpuReading
+from bootstrap.preflight.probe import mount_of
+from bootstrap.preflight.table import GIB, UNLIMITED, Check, Hca, HostFacts, Preflight, Seen, Wanted, level_of
 
 WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(

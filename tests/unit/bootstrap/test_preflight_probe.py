@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.doctor import main
-from bootstrap.preflight_probe import CANARY_DIR, read_host
+from bootstrap.preflight.doctor import main
+from bootstrap.preflight.probe import CANARY_DIR, read_host
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:

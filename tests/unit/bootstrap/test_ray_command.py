@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.facts import Facts
-from bootstrap.ports import PortBlock
-from bootstrap.ray_command import (
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.ports import PortBlock
+from bootstrap.agent.ray_command import (
     RayNode,
     base_environment,
     network_environment,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bootstrap import rendezvous
-from bootstrap.messages import Codec, hello_key
-from bootstrap.network import Address
-from bootstrap.ports import claim_block, ephemeral_floor
-from bootstrap.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
+from bootstrap.agent import rendezvous
+from bootstrap.agent.messages import Codec, hello_key
+from bootstrap.agent.ports import claim_block, ephemeral_floor
+from bootstrap.agent.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
+from bootstrap.network.here import Address
 
 SECRET = b"the secret of the attempt"
 
@@ -125,7 +125,7 @@ def test_another_secret_never_joins_however_often_it_tries(monkeypatch: pytest.M
         if len(turned_away) > 1:
             again.set()
 
-    monkeypatch.setattr("bootstrap.rendezvous.logger.warning", warned)
+    monkeypatch.setattr("bootstrap.agent.rendezvous.logger.warning", warned)
 
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bootstrap.preflight import Check, Preflight
-from bootstrap.rendezvous import BringupError
-from bootstrap.selection import choose_hosts
+from bootstrap.agent.rendezvous import BringupError
+from bootstrap.agent.selection import choose_hosts
+from bootstrap.preflight.table import Check, Preflight
 
 HOSTS = ("n1", "n2", "n3", "n4")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.verdict import Outcome, decide, write_verdict
+from bootstrap.agent.verdict import Outcome, decide, write_verdict
 
 
 @pytest.mark.parametrize(

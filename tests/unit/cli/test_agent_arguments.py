@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootstrap.options import parse_options
+from bootstrap.agent.options import parse_options
 from rlpost.cli.job import job_spec
 from rlpost.config.load import load
 

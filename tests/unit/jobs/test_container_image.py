@@ -87,7 +87,7 @@ def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
     """The list that the image installs and that the doctor checks, against setuptools' reading of the same file."""
     words = shlex.split(next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0])
     default = next(shlex.split(rest.partition("=")[2])[0] for rest in arguments("ARG") if rest.startswith("EXTRAS="))
-    assert words[:4] == ["python3", "-m", "bootstrap.image_doctor", "--requirements"] and words[4:] == ["${EXTRAS}"]
+    assert words[:4] == ["python3", "-m", "bootstrap.image.doctor", "--requirements"] and words[4:] == ["${EXTRAS}"]
     command = [sys.executable, *words[1:4], *default.split()]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = {*extras()["gpu"], *extras()["wandb"], *extras()["tensorboard"]}
@@ -156,7 +156,14 @@ def test_shell_of_its_layers_is_bash():
 
 
 def copied() -> list[str]:
-    return [source for rest in arguments("COPY") for source in rest.split()[:-1]]
+    """The files that go into the image; a folder stands for the modules in it."""
+    sources = [source for rest in arguments("COPY") for source in rest.split()[:-1]]
+    found = [path for source in sources for path in _files(ROOT / source)]
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.py")) if path.is_dir() else [path]
 
 
 def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():
@@ -173,8 +180,8 @@ def test_what_is_copied_suffices_to_check_the_image(tmp_path):
     for source in copied():
         (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_bytes((ROOT / source).read_bytes())
-    assert arguments("RUN")[-1] == "python3 -m bootstrap.image_doctor ${COMPILED:+--te-for=COMPILED=te}"
-    command = [sys.executable, "-m", "bootstrap.image_doctor", "--te-for=COMPILED=te"]
+    assert arguments("RUN")[-1] == "python3 -m bootstrap.image.doctor ${COMPILED:+--te-for=COMPILED=te}"
+    command = [sys.executable, "-m", "bootstrap.image.doctor", "--te-for=COMPILED=te"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode in (0, 1) and "packages" in done.stdout, done.stderr
 

@@ -45,7 +45,7 @@ ENV_EXEC = "env: \u2018python3\u2019: No such file or directory\n"
 NO_PSUTIL = """\
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
-  File "/home/u/rlpost/bootstrap/preflight_probe.py", line 12, in <module>
+  File "/home/u/rlpost/bootstrap/preflight/probe.py", line 12, in <module>
     import psutil
 ModuleNotFoundError: No module named 'psutil'
 """
@@ -53,7 +53,9 @@ NO_CODE = (
     "/usr/bin/python3: Error while finding module specification for 'bootstrap.agent' "
     "(ModuleNotFoundError: No module named 'bootstrap')\n"
 )
-OLD_PYTHON = '  File "/home/u/bootstrap/agent.py", line 3\n    match word:\n          ^\nSyntaxError: invalid syntax\n'
+OLD_PYTHON = (
+    '  File "/home/u/bootstrap/agent/__main__.py", line 3\n    match word:\n          ^\nSyntaxError: invalid syntax\n'
+)
 SETUP = "pip: bad option\nsetup command failed: pip install -r /models/more.txt\n"
 SETUP_OFFLINE = """\
 WARNING: Retrying (Retry(total=0)) after connection broken by NewConnectionError: [Errno -3] Temporary failure in \

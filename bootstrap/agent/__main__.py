@@ -1,0 +1,97 @@
+"""Entry of the agent, one a node: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N -- DRIVER...``
+
+Comes in: the command line, Slurm's environment, the attempt's folder with its secret. Goes out: the verdict in that
+folder. The verdict is the result, so the exit code is 0 whenever there is one, and 1 only when none could be written
+(or this node never found the head).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from bootstrap.agent.deadline import JobClock
+from bootstrap.agent.files import write_first
+from bootstrap.agent.head import HeadAgent
+from bootstrap.agent.identity import Facts, FactsError, read_facts
+from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.node import NodeAgent
+from bootstrap.agent.options import Options, parse_options
+from bootstrap.agent.ports import PortError
+from bootstrap.agent.rendezvous import BringupError
+from bootstrap.agent.verdict import Verdict, write_verdict
+from bootstrap.handoff import SECRET_FILE, VERDICT_FILE
+from bootstrap.network.here import NetworkError
+from bootstrap.preflight.probe import raise_limits
+
+logger = logging.getLogger(__name__)
+
+# USR2 and TERM announce a preemption or a time limit; INT is Ctrl-C at a local run.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
+    """The attempt's secret; a single local agent makes it.
+
+    Raises:
+        FactsError: inside Slurm and the batch script has left none.
+    """
+    path = attempt_dir / SECRET_FILE
+    if not facts.in_slurm:
+        write_first(path, secrets.token_hex(32) + "\n")
+    try:
+        secret = path.read_text().strip()
+    except FileNotFoundError:
+        secret = ""
+    if len(secret) < 32:
+        raise FactsError(f"{path} holds no secret of at least 32 characters; the batch script has to make it")
+    return secret.encode()
+
+
+async def _run(facts: Facts, options: Options, secret: bytes) -> None:
+    clock = JobClock(os.environ if facts.in_slurm else {}, lead_s=options.signal_lead_s)
+    stop = StopRequest(options.attempt_dir, facts.host, clock, is_head=facts.is_head)
+    stop.listen_to(*_STOP_SIGNALS)
+    role = HeadAgent if facts.is_head else NodeAgent
+    await role(facts, options, secret, stop).run()
+
+
+def main() -> int:
+    """Run the agent; returns its exit code."""
+    os.umask(0o077)
+    raise_limits()
+    options = parse_options(sys.argv[1:])
+    host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s.%(msecs)03d %(levelname)s agent[{host}] %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    if (options.attempt_dir / VERDICT_FILE).exists():
+        logger.error("%s has a verdict already; every start needs a folder of its own", options.attempt_dir)
+        return 1
+    facts = None
+    try:
+        options.attempt_dir.mkdir(parents=True, exist_ok=True)
+        facts = read_facts(os.environ, host)
+        asyncio.run(_run(facts, options, read_secret(options.attempt_dir, facts)))
+    except Exception as error:  # whatever it is, the batch script must not be left without a verdict
+        expected = isinstance(error, (FactsError, BringupError, NetworkError, PortError, OSError))
+        logger.error("%s", error, exc_info=None if expected else error)
+        if facts is not None and not facts.is_head:
+            return 1
+        try:
+            write_verdict(options.attempt_dir, Verdict("failed", f"the agent on {host} failed: {error!r}"))
+        except OSError:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

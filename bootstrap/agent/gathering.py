@@ -1,0 +1,213 @@
+"""Who of the allocation is here, who is fit, who takes part.
+
+Comes in: nodes as they join and leave, what each said of itself. Goes out: the hosts of the cluster, one preflight
+table in the log and ``preflight.json``. Invariant: once chosen, the hosts of a cluster do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bootstrap.agent.files import write_atomic
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.options import Options
+from bootstrap.agent.ray_command import temp_dir
+from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, installed_versions
+from bootstrap.agent.selection import choose_hosts
+from bootstrap.handoff import PREFLIGHT_JSON
+from bootstrap.preflight.bandwidth import Survey
+from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
+from bootstrap.preflight.probe import CANARY_DIR, read_host
+from bootstrap.preflight.shared_folder import ANSWER, FolderTest
+from bootstrap.preflight.table import Check, HostFacts, Preflight, Seen, Wanted, level_of
+
+logger = logging.getLogger(__name__)
+
+_CANARY_S = 5.0
+_CANARY_POLL_S = 0.05
+
+
+class Gathering:
+    """The head's list of hosts, from the first that joins to the choice."""
+
+    def __init__(self, facts: Facts, options: Options, reception: Reception) -> None:
+        self._facts = facts
+        self._options = options
+        self._reception = reception
+        self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
+        self._num_needed = len(facts.hosts) - options.spare_nodes
+        self._fit: set[str] = {facts.host}
+        self._absent: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._first = asyncio.Event()
+        self._own: asyncio.Task[HostFacts] | None = None
+        self._survey = Survey()
+        self._folder_test = FolderTest()
+        self.used: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Look at the head's own host while the others come.
+
+        Raises:
+            BringupError: more spares than nodes.
+        """
+        if self._num_needed < 1:
+            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none to run on"
+            raise BringupError(cause, verdict="config")
+        self._own = asyncio.create_task(read_this_host(self._facts, self._options))
+
+    def joined(self, report: NodeReport) -> None:
+        """A node is here, with what it says of itself."""
+        if level_of(check_host(_host_facts(report), self._wanted)) != "EXCLUDE_NODE":
+            self._fit.add(report.host)
+        self._changed.set()
+        self._first.set()
+
+    def answered(self, host: str, message: Mapping[str, Any]) -> None:
+        """A node sent a message; those that answer one of our questions count."""
+        if message["kind"] == "measured":
+            self._survey.answered(host, message)
+        elif message["kind"] == ANSWER:
+            self._folder_test.answered(host, message)
+
+    def can_do_without(self, host: str, why: str) -> bool:
+        """A node has gone: whether the cluster does not need it, or need not."""
+        if self.used:
+            return host not in self.used
+        self._absent[host] = why
+        self._fit.discard(host)
+        self._changed.set()
+        return len(self._facts.hosts) - len(self._absent) >= self._num_needed
+
+    async def wait_for_first(self) -> None:
+        """Until some other node has joined, or those that are here are enough."""
+        enough = asyncio.create_task(self.wait())
+        first = asyncio.create_task(self._first.wait())
+        await asyncio.wait([enough, first], return_when=asyncio.FIRST_COMPLETED)
+        enough.cancel()
+        first.cancel()
+
+    async def is_own_host_fit(self) -> bool:
+        """Whether Ray may be started here before everybody has come; ``choose`` says why not."""
+        assert self._own is not None
+        return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
+
+    async def wait(self) -> None:
+        """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
+        if not self._options.spare_nodes:
+            await self._reception.complete.wait()
+        while not self._reception.complete.is_set():
+            if len(self._fit) >= self._num_needed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wait_for_the_rest(), self._options.spare_wait_s)
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _wait_for_the_rest(self) -> None:
+        """Until every host has joined or is known to be gone."""
+        while any(host not in self._absent for host in self._reception.missing()):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def choose(self, head_ip: str) -> None:
+        """Judge every host that is here and choose ``used``.
+
+        Raises:
+            BringupError: too few are fit, or what is asked for fits no host.
+        """
+        preflight = await self.judge(head_ip, ask_nodes=True)
+        # In a thread: a shared file system that stalls must not stop the signs of life.
+        await asyncio.to_thread(write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
+        logger.info("preflight\n%s", preflight.table())
+        absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
+        self.used = choose_hosts(self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue)
+        for host, why in {**preflight.unfit, **absent}.items():
+            logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+
+    async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:
+        """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one;
+        ``ask_nodes``: they take part in the test of the run folder."""
+        facts, attempt_dir = self._facts, self._options.attempt_dir
+        assert self._own is not None
+        read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
+        reports = self._reception.reports
+        read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
+        canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])
+        arrived_at = {reports[rank].host: at for rank, at in self._reception.joined_at.items()}
+        via = {report.host: f"{report.ip} ({report.ifname})" for report in reports.values()}
+        checks = {host: [*compared] for host, compared in compare_hosts(read).items()}
+        for host, found in read.items():
+            skew = found.clock - arrived_at[host] if host in arrived_at and found.clock is not None else None
+            canary_seen = None if found.canary is None else found.canary in canaries
+            seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
+            checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
+        absent = self._absent_hosts()
+        fit = [host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent]
+        if ask_nodes:
+            for host, check in (await self._try_folder(fit)).items():
+                checks[host].append(check)
+        for host, check in (await self._measure(fit)).items():
+            checks[host].append(check)
+        return Preflight.of({host: checks[host] for host in read}, absent)
+
+    def _absent_hosts(self) -> dict[str, str]:
+        return {host: "it did not join" for host in self._reception.missing()} | self._absent
+
+    async def _try_folder(self, hosts: Sequence[str]) -> dict[str, Check]:
+        """The run folder as those hosts see it that are fit so far, all at once."""
+        reports = [report for report in self._reception.reports.values() if report.host in hosts]
+        links = {report.host: self._reception.links[report.rank] for report in reports}
+        return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host) if links else {}
+
+    async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
+        """Bandwidth between the hosts that are fit so far, where a threshold is set."""
+        wanted = self._options.bandwidth_gbps
+        if wanted is None or len(hosts) < 2 or hosts[0] != self._facts.host:
+            return {}
+        reports = self._reception.reports.values()
+        links = {report.host: self._reception.links[report.rank] for report in reports}
+        log = self._options.attempt_dir / f"bandwidth-{hosts[0]}.log"
+        return check_bandwidth(await self._survey.run(hosts, links, self._options.num_gpus, log), wanted)
+
+
+async def read_this_host(facts: Facts, options: Options) -> HostFacts:
+    """What preflight wants to know of the host that this agent runs on."""
+    # Not when it is asked for: the report has to come within 10 s of the hello, and a cold file system may need them.
+    await asyncio.to_thread(installed_versions)
+    ray_folder = Path(temp_dir(facts)).parent
+    return await asyncio.to_thread(
+        read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ, options.needed_paths
+    )
+
+
+def _host_facts(report: NodeReport) -> HostFacts:
+    try:
+        return HostFacts.from_json(report.host_facts)
+    except TypeError as error:
+        return HostFacts(problem=f"its agent speaks another version of the preflight ({error})")
+
+
+def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
+    """Those of the names that can be seen here; a shared folder shows them all, at the latest after a moment."""
+    folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
+    deadline = time.monotonic() + _CANARY_S
+    while True:
+        try:
+            seen = set(os.listdir(folder)) & wanted
+        except OSError:
+            seen = set()
+        if seen == wanted or time.monotonic() > deadline:
+            shutil.rmtree(folder, ignore_errors=True)
+            return seen
+        time.sleep(_CANARY_POLL_S)

@@ -1,0 +1,397 @@
+"""The head's agent: brings the nodes together, hands the cluster to the driver, watches, gives the verdict.
+
+Comes in: facts, options, the secret, the stop request. Goes out: one ``Cluster`` line on the driver's standard input,
+``verdict.json`` and ``verdict``. Invariants: the driver starts first, and every Ray process, so that their imports
+overlap with the bring-up; the driver gets its line only when every node and GPU is registered in Ray, and an end of
+file without a line when that cannot be; the verdict is written before anything is torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bootstrap.agent.awaiting import all_or_first_error, first_of, look_at_error
+from bootstrap.agent.disks import places_of, until_full
+from bootstrap.agent.early_exits import failures_before_joining
+from bootstrap.agent.files import tail, write_atomic
+from bootstrap.agent.gathering import Gathering
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.local_ray import LocalRay, RayError
+from bootstrap.agent.monitor import Kept, StopRequest
+from bootstrap.agent.options import Options
+from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor, host_port
+from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
+from bootstrap.agent.rendezvous import (
+    HEAD_FILE,
+    BringupError,
+    NodeReport,
+    Reception,
+    check_versions,
+    describe_missing,
+    head_document,
+    installed_versions,
+)
+from bootstrap.agent.verdict import Loss, Outcome, Verdict, decide, write_verdict
+from bootstrap.handoff import (
+    DRIVER_LOG,
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    SECRET_FILE,
+    Cluster,
+    Node,
+)
+from bootstrap.network.here import (
+    LOOPBACK_IFNAME,
+    LOOPBACK_IP,
+    NetworkError,
+    ifname_of,
+    ip_of,
+    local_addresses,
+    logged_network_here,
+    reachable_addresses,
+)
+from bootstrap.preflight.comparison import comparison_table, network_row
+
+logger = logging.getLogger(__name__)
+
+_DRIVER_END_GRACE_S = 10.0
+_NODES_END_S = 30.0
+# A node's end often reaches the driver (as an exception of Ray) before it reaches us.
+_LOSS_MAY_FOLLOW_S = 3.0
+_DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
+
+
+class HeadAgent:
+    """The life of one attempt, seen from its first node."""
+
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+        self._facts = facts
+        self._options = options
+        self._stop = stop
+        self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
+        self._reception = Reception(secret, facts.hosts, self._on_joined)
+        loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[Loss] = loop.create_future()
+        self._stopped_before_loss = False
+        self._gathering = Gathering(facts, options, self._reception)
+        self._following: list[asyncio.Task[None]] = []
+        self._watching: list[asyncio.Task[None]] = []  # over what is this node's own
+        self._ending = False
+        self._telling: asyncio.Task[None] | None = None
+        self._claim: socket.socket | None = None
+        self._ray: LocalRay | None = None
+
+    async def run(self) -> Verdict:
+        """Until everything has ended; the verdict is on disk by then."""
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        bringup = asyncio.create_task(self._bring_up())
+        launching = asyncio.create_task(self._watch_launch())
+        driver, driver_input = await self._start_driver()
+        try:
+            outcome = await self._outcome_of_bringup(driver, bringup)
+            if outcome is None:
+                logger.info("the cluster is up after %.1f s", loop.time() - started_at)
+                # A driver that does not read yet holds up a long line; a stop or a loss must be noticed meanwhile.
+                line = bringup.result().to_json()
+                self._telling = asyncio.create_task(asyncio.to_thread(_write_line, driver_input, line))
+                outcome = await self._outcome_of_run(driver)
+            else:
+                os.close(driver_input)
+            verdict = decide(outcome)
+            for task in self._watching:
+                task.cancel()
+            if self._watching:
+                await asyncio.wait(self._watching)  # what the disks keep in reserve is room for the verdict
+            write_verdict(self._options.attempt_dir, verdict)
+            logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
+        finally:
+            self._ending = True
+            launching.cancel()
+            bringup.cancel()
+            await asyncio.wait([bringup])
+        await self._tear_down(driver, keep_logs=verdict.verdict == "failed")
+        return verdict
+
+    async def _start_driver(self) -> tuple[Kept, int]:
+        reading_end, writing_end = os.pipe()
+        log = os.open(self._options.attempt_dir / DRIVER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            driver = await Kept.start(
+                "the driver", self._options.driver, environ=self._environ, stdio=(reading_end, log)
+            )
+        finally:
+            os.close(reading_end)
+            os.close(log)
+        return driver, writing_end
+
+    async def _outcome_of_bringup(self, driver: Kept, bringup: asyncio.Task[Cluster]) -> Outcome | None:
+        """None when the cluster is up and the driver waits for it."""
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await first_of(bringup, driver.exited, self._lost, stopped)
+        stopped.cancel()
+        if driver.exited.done():
+            return self._driver_ended(driver)
+        if self._lost.done():
+            loss = self._lost.result()
+            return Outcome(bringup_error=loss.cause, exclude=loss.exclude)
+        if bringup.done():
+            error = bringup.exception()
+            if error is None:
+                return None
+            if isinstance(error, BringupError):
+                return Outcome(bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude)
+            if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
+                logger.error("bring-up failed", exc_info=error)
+            return Outcome(bringup_error=str(error) or repr(error))
+        return Outcome(stop_requested=True)  # nothing has begun that would have to be saved
+
+    async def _outcome_of_run(self, driver: Kept) -> Outcome:
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await first_of(driver.exited, self._lost, stopped)
+        if not driver.exited.done() and not self._lost.done():
+            patience_s = await self._stop.seconds_for_the_driver(self._options.stop_grace_s)
+            logger.info("a stop was requested; the driver has %.0f s", patience_s)
+            await first_of(driver.exited, self._lost, timeout_s=patience_s)
+        stopped.cancel()
+        if driver.exited.done() and driver.exited.result() not in _DELIBERATE_EXITS:
+            await first_of(self._lost, timeout_s=_LOSS_MAY_FOLLOW_S)
+        if self._lost.done() and not driver.exited.done():
+            cause = self._lost.result().cause
+            logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
+            await self._stop.write(cause, within_s=self._options.loss_grace_s)
+            await first_of(driver.exited, timeout_s=self._options.loss_grace_s)
+        return self._driver_ended(driver)
+
+    def _driver_ended(self, driver: Kept) -> Outcome:
+        loss = self._lost.result() if self._lost.done() else None
+        return Outcome(
+            driver_code=driver.exited.result() if driver.exited.done() else None,
+            driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
+            lost=loss.cause if loss else None,
+            exclude=loss.exclude if loss else (),
+            stop_requested=self._stop.requested.is_set() if not self._lost.done() else self._stopped_before_loss,
+        )
+
+    async def _bring_up(self) -> Cluster:
+        deadline = asyncio.timeout(self._options.bringup_deadline_s)
+        try:
+            async with deadline:
+                self._gathering.begin()
+                # The bound socket holds the block of ports for as long as this attempt lives.
+                ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
+                preparing = asyncio.create_task(self._prepare_ray())
+                preparing.add_done_callback(look_at_error)  # on an unfit host preflight says what is wrong
+                await self._open_door(ports)
+                own, environ = await self._find_own_place()
+                starting = self._start_ray(own, ports, environ, preparing)
+                reports, _ = await all_or_first_error(self._admit(own), starting)
+                await self._start_others(reports, ports)
+        except TimeoutError:
+            if not deadline.expired():  # a shared file system can say that as well (ETIMEDOUT)
+                raise
+            raise self._too_late() from None
+        nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
+        job_ports = ports.job_ports
+        return Cluster(
+            host_port(reports[0].ip, ports.gcs), str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
+        )
+
+    async def _prepare_ray(self) -> None:
+        log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
+        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
+
+    def _bind_ip(self) -> str:
+        """Where to listen for the nodes; a node alone stays off the network unless told otherwise."""
+        ifname = self._options.socket_ifname
+        alone = len(self._facts.hosts) == 1
+        if ifname == LOOPBACK_IFNAME or (alone and not ifname):
+            return LOOPBACK_IP
+        # Without the user's word, which interface reaches the nodes is not known before they have come.
+        return ip_of(ifname, local_addresses()) if ifname else ""
+
+    async def _open_door(self, ports: PortBlock) -> None:
+        """Listen for the other nodes, if there are any, and say where."""
+        if len(self._facts.hosts) == 1:
+            return
+        assert self._claim is not None
+        await self._reception.open(self._claim)
+        published = reachable_addresses(local_addresses())
+        if ifname := self._options.socket_ifname:
+            published = tuple(address for address in published if address.ifname == ifname)
+        write_atomic(self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
+
+    async def _find_own_place(self) -> tuple[NodeReport, dict[str, str]]:
+        """What the head says of itself, and the variables for its network, once a first node shows the way here."""
+        facts, options = self._facts, self._options
+        await asyncio.to_thread(installed_versions)  # from a cold file system, while signs of life go on
+        ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
+        if len(facts.hosts) > 1:
+            await self._gathering.wait_for_first()
+        if self._reception.links:  # all others may be spares that never came
+            ip = _only_local_ip(self._reception.links.values())
+            ifname = ifname_of(ip, local_addresses())
+        network, found = logged_network_here(ifname, ip)
+        self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
+        row = network_row(network, found, installed_versions())
+        own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
+        # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.
+        return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
+
+    async def _admit(self, own: NodeReport) -> list[NodeReport]:
+        """Reports of the nodes to use, by rank, once enough have joined."""
+        await self._gathering.wait()
+        links = self._reception.links
+        if links:
+            _only_local_ip(links.values())
+        reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
+        await self._gathering.choose(own.ip if links else "")
+        reports = [report for report in reports if report.host in self._gathering.used]
+        logger.info("nodes\n%s", comparison_table({report.host: report.network for report in reports}))
+        check_versions(reports)
+        return reports
+
+    async def _start_ray(
+        self, own: NodeReport, ports: PortBlock, fabric: dict[str, str], preparing: asyncio.Task[None]
+    ) -> None:
+        """Ray on this node, up to the moment from which other nodes can join it."""
+        if not await self._gathering.is_own_host_fit():
+            return  # the choice of the hosts ends the attempt, with the reason
+        await preparing
+        options = self._options
+        node = RayNode(
+            ip=own.ip,
+            head_ip=own.ip,
+            ports=ports,
+            temp_dir=temp_dir(self._facts),
+            num_cpus=len(os.sched_getaffinity(0)),
+            num_gpus=options.num_gpus,
+            object_store_memory=options.object_store_memory,
+            has_dashboard=options.ray_dashboard,
+            dashboard_host=options.ray_dashboard_host,
+        )
+        assert self._ray is not None
+        self._ray.start(node, network_environment(self._environ, node, own.ifname, fabric))
+        await self._ray.wait_registered({own.ip: own.num_gpus})
+        logger.info("Ray is up on this node")
+        watches = (self._watch_ray(self._ray), self._watch_disks(Path(node.temp_dir)))
+        self._watching = [asyncio.create_task(watch) for watch in watches]
+
+    async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
+        """Ray on the other nodes; returns when it knows every node and every GPU."""
+        order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
+        await asyncio.gather(*(self._reception.links[report.rank].send(order) for report in reports[1:]))
+        assert self._ray is not None
+        await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
+        self._ray.watch_no_more()
+
+    async def _watch_ray(self, ray: LocalRay) -> None:
+        await asyncio.wait([ray.kept.exited])
+        self._lose(Loss(f"{self._facts.host}: {await ray.last_words()}"))
+
+    async def _watch_disks(self, ray_folder: Path) -> None:
+        full = await until_full(places_of(ray_folder, self._options.attempt_dir))
+        self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
+
+    async def _watch_launch(self) -> None:
+        """Lose, or do without, the nodes whose task failed before their agent joined."""
+        causes: dict[str, str] = {}
+        attempt_dir, hosts = self._options.attempt_dir, self._facts.hosts
+        async for failed in failures_before_joining(attempt_dir, hosts, self._reception.missing):
+            causes |= failed
+            needed = [host for host, cause in failed.items() if not self._gathering.can_do_without(host, cause)]
+            for host in failed.keys() - set(needed):
+                logger.warning("%s; the run goes on without it", failed[host])
+            if needed:
+                # As at the deadline: all but the head speaks against the head rather than against each of them.
+                all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
+                self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
+
+    def _on_joined(self, report: NodeReport, link: Link) -> None:
+        self._gathering.joined(report)
+        self._following.append(asyncio.create_task(self._follow(report, link)))
+
+    async def _follow(self, report: NodeReport, link: Link) -> None:
+        """Listen to a node until its connection ends."""
+        try:
+            while True:
+                message = await link.receive()
+                self._gathering.answered(report.host, message)
+                if message["kind"] == "lost":
+                    exclude = (report.host,) if message.get("node_is_bad") else ()
+                    self._lose(Loss(f"{report.host}: {message['cause']}", exclude))
+        except LinkLost as error:
+            cause = f"{report.host} is gone: {error}"
+            self._on_node_end(report.host, Loss(cause, (report.host,) if error.node_is_bad else ()))
+
+    def _on_node_end(self, host: str, loss: Loss) -> None:
+        if self._gathering.can_do_without(host, loss.cause):
+            logger.info("%s; the run goes on without it", loss.cause)
+        else:
+            self._lose(loss)
+
+    def _lose(self, loss: Loss) -> None:
+        if not self._ending and not self._lost.done():
+            self._stopped_before_loss = self._stop.requested.is_set()
+            self._lost.set_result(loss)
+
+    def _too_late(self) -> BringupError:
+        """Who kept the bring-up waiting, with the last lines of what they wrote."""
+        within = f"within {self._options.bringup_deadline_s:.0f} s"
+        attempt_dir = self._options.attempt_dir
+        if missing := self._reception.missing():
+            logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
+            cause = f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
+            # All but the head missing speaks against the head or its port rather than against each of them.
+            alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
+            return BringupError(cause, exclude=() if alone else missing)
+        registered = self._ray.registered if self._ray is not None else {}
+        reports = self._reception.reports.values()
+        late = [it.host for it in reports if it.host in self._gathering.used and it.ip not in registered]
+        if not registered:  # then nobody else could start
+            late = [self._facts.host]
+        if not late:
+            return BringupError(f"all nodes joined and Ray is up on the head, but preflight did not end {within}")
+        logs = describe_missing(late, attempt_dir, "ray-HOST.log")
+        return BringupError(f"Ray did not come up {within} on:\n{logs}")
+
+    async def _tear_down(self, driver: Kept, *, keep_logs: bool) -> None:
+        for link in self._reception.links.values():
+            with suppress(LinkLost):
+                await link.send({"kind": "end", "keep_logs": keep_logs})
+        await driver.end(_DRIVER_END_GRACE_S)  # before Ray, whose loss it would report at length
+        driver.release()
+        if self._ray is not None:
+            kept_logs = self._options.attempt_dir / f"ray-{self._facts.host}"
+            await self._ray.end(kept_logs if keep_logs else None)
+        if self._following:
+            await asyncio.wait(self._following, timeout=_NODES_END_S)
+        for link in self._reception.links.values():
+            link.close()
+        self._reception.close()
+        if self._claim is not None:
+            self._claim.close()
+
+
+def _only_local_ip(links: Collection[Link]) -> str:
+    """The head's address, which all nodes must have reached it under."""
+    reached = {link.local_ip: link.peer_ip for link in links}
+    if len(reached) > 1:
+        ways = ", ".join(f"{peer} reached {local}" for local, peer in reached.items())
+        raise NetworkError(f"the nodes came in over different networks ({ways}); choose one with --socket-ifname")
+    return next(iter(reached))
+
+
+def _write_line(descriptor: int, text: str) -> None:
+    """Write a line and close; a driver that has ended in the meantime is noticed by its exit."""
+    with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
+        stream.write(text + "\n")

@@ -1,0 +1,142 @@
+"""A conversation between two agents, and how either notices that the other is gone.
+
+Comes in: a connection. Goes out: ``Link``. Three kinds of end are told apart, because they mean different things for
+the node: the connection was closed (the agent ended, its machine lives), nothing was acknowledged (the machine or the
+way to it is dead), nothing was said (the agent hangs, or is stopped; its kernel still acknowledges).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from contextlib import suppress
+
+from bootstrap.agent.messages import Codec, Message, MessageError
+
+BEAT_S = 2.0
+SILENCE_S = 10.0
+# A node that loses power sends no end of connection: the kernel asks and gives up after about 8 s.
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 2, 2, 3
+_ALIVE: Message = {"kind": "alive"}
+
+
+class LinkLost(Exception):
+    """The other agent is gone: connection closed, machine dead, silence, or talk that is not ours.
+
+    ``node_is_bad``: the machine did not answer, so that starting there again would fail again.
+    """
+
+    def __init__(self, cause: str, *, node_is_bad: bool = False) -> None:
+        super().__init__(cause)
+        self.node_is_bad = node_is_bad
+
+
+class Link:
+    """A conversation with another agent, message by message."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._beating: asyncio.Task[None] | None = None
+        self.codec = codec
+        _keep_alive(writer.get_extra_info("socket"))
+
+    @property
+    def local_ip(self) -> str:
+        return plain_ip(self._writer.get_extra_info("sockname")[0])
+
+    @property
+    def local_port(self) -> int:
+        return int(self._writer.get_extra_info("sockname")[1])
+
+    @property
+    def peer_ip(self) -> str:
+        return plain_ip(self._writer.get_extra_info("peername")[0])
+
+    @property
+    def peer_port(self) -> int:
+        return int(self._writer.get_extra_info("peername")[1])
+
+    def start_beating(self) -> None:
+        """From now on say ``alive`` every ``BEAT_S`` seconds, and expect to hear something every ``SILENCE_S``."""
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    async def send(self, message: Message) -> None:
+        """Raises LinkLost when the other side is gone."""
+        try:
+            self._writer.write(self.codec.pack(message))
+            await self._writer.drain()
+        except OSError as error:
+            raise _lost_by(error) from error
+
+    async def receive(self) -> Message:
+        """The next message that is more than a sign of life. Raises LinkLost when there will be none."""
+        while True:
+            message = await self._receive_any()
+            if message["kind"] == "refused":
+                raise LinkLost(f"it turned this node away: {message['cause']}")
+            if message != _ALIVE:
+                return message
+
+    def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        self._writer.close()
+
+    async def _receive_any(self) -> Message:
+        try:
+            while (message := self.codec.unpack()) is None:
+                data = await self._read()
+                if not data:
+                    raise LinkLost("the connection was closed: its agent ended or was killed")
+                self.codec.feed(data)
+        except TimeoutError as error:
+            if isinstance(error, OSError) and error.errno is not None:  # ETIMEDOUT is a TimeoutError as well
+                raise _lost_by(error) from error
+            cause = f"it has been silent for {SILENCE_S:.0f} s: its agent hangs or is stopped"
+            raise LinkLost(cause, node_is_bad=True) from error
+        except OSError as error:
+            raise _lost_by(error) from error
+        except MessageError as error:
+            raise LinkLost(str(error)) from error
+        return message
+
+    async def _read(self) -> bytes:
+        """What arrives next. Raises TimeoutError after a silence, which is none where this agent itself stood still."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_at = loop.time()
+            try:
+                async with asyncio.timeout(SILENCE_S if self._beating else None):
+                    return await self._reader.read(65_536)
+            except TimeoutError as error:
+                if error.errno is not None or loop.time() - asked_at < SILENCE_S + BEAT_S:
+                    raise
+
+    async def _beat(self) -> None:
+        with suppress(LinkLost):  # who receives learns of it
+            while True:
+                await self.send(_ALIVE)
+                await asyncio.sleep(BEAT_S)
+
+
+def plain_ip(ip: str) -> str:
+    """The address as everybody writes it: no ``%eth0`` behind it, and ``::ffff:10.0.0.1`` is 10.0.0.1."""
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _lost_by(error: OSError) -> LinkLost:
+    if isinstance(error, ConnectionError):
+        return LinkLost(f"the connection broke ({error}): its agent ended or was killed")
+    return LinkLost(f"its machine does not answer ({error})", node_is_bad=True)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    give_up_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

@@ -1,0 +1,177 @@
+"""Ray on this node: its process made ready under a keeper, started by an order, its output kept, its end noticed.
+
+Comes in: a ``RayNode``. Goes out: ``LocalRay`` with the nodes that are registered (on the head) and the future of its
+end. Invariant: the session folder is this attempt's own, for the owner alone, and is removed after Ray whatever ends
+first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bootstrap.agent.files import tail
+from bootstrap.agent.monitor import Kept
+from bootstrap.agent.ports import busy_ports, host_port
+from bootstrap.agent.ray_command import RayNode, rays_part, start_argv
+from bootstrap.agent.ray_process import parse_registered
+from bootstrap.agent.symptoms import with_likely_cause
+from bootstrap.agent.verdict import describe_exit
+
+logger = logging.getLogger(__name__)
+
+_END_GRACE_S = 10.0
+_LAST_WORDS_S = 2.0  # what Ray said last may still be on its way when its end is known
+
+
+class RayError(Exception):
+    """Ray cannot start on this node, or ended."""
+
+
+class LocalRay:
+    """A process that has imported Ray and, once it was told to, is ``ray start --block``."""
+
+    def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
+        self.kept = kept
+        self.registered: dict[str, int] = {}  # GPUs of each node that the GCS knows, by address; on the head only
+        self._news = asyncio.Event()
+        self._session_folder = session_folder
+        self._log = log
+        self._orders: int | None = orders
+        self._copying: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def prepare(cls, session_folder: str, environ: Mapping[str, str], log: Path) -> LocalRay:
+        """Let a process import Ray; returns at once.
+
+        Raises:
+            RayError: the session folder cannot be made, or belongs to somebody else.
+        """
+        _make_own_folder(Path(session_folder))
+        output, input_end = os.pipe()
+        orders_end, orders = os.pipe()
+        argv = [sys.executable, "-u", "-m", "bootstrap.agent.ray_process"]
+        try:
+            kept = await Kept.start("Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session_folder)
+        finally:
+            os.close(orders_end)
+            os.close(input_end)
+        ray = cls(kept, Path(session_folder), log, orders)
+        ray._copying = asyncio.create_task(ray._copy(output))
+        return ray
+
+    def start(self, node: RayNode, environ: Mapping[str, str]) -> None:
+        """Give the order; ``environ`` comes on top of what the process has.
+
+        Raises:
+            RayError: a port is taken.
+        """
+        if taken := busy_ports(node.ports.service_ports):
+            raise RayError(f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on")
+        watch = host_port(node.ip, node.ports.gcs) if node.is_head else None
+        order = {"argv": start_argv(node), "environ": dict(environ), "watch": watch}
+        assert self._orders is not None, "ordered twice"
+        with suppress(BrokenPipeError):  # it has ended, which is noticed where that is waited for
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
+        if not node.is_head:
+            self.watch_no_more()
+
+    async def wait_registered(self, wanted: Mapping[str, int]) -> None:
+        """Until the GCS knows all these nodes, each with so many GPUs. On the head only.
+
+        Raises:
+            RayError: Ray ended instead, or a node has other GPUs than it should.
+        """
+        while missing := wanted.keys() - self.registered.keys():
+            self._news.clear()
+            news = asyncio.create_task(self._news.wait())
+            awaited: list[asyncio.Future[Any]] = [news, self.kept.exited]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            if self.kept.exited.done():
+                raise RayError(f"{await self.last_words()}\nnot registered: {', '.join(sorted(missing))}")
+        for ip, num_gpus in wanted.items():
+            if self.registered[ip] != num_gpus:
+                raise RayError(f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there")
+
+    def watch_no_more(self) -> None:
+        """No further order will come, and no node is waited for any more."""
+        if self._orders is not None:
+            os.close(self._orders)
+            self._orders = None
+
+    async def last_words(self) -> str:
+        """Why there is no Ray any more, for people; with all that it said before."""
+        if self._copying is not None:
+            await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
+        code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
+        return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
+
+    async def end(self, keep_logs_in: Path | None) -> None:
+        """End Ray; copy its own logs first when somebody will want to read them."""
+        self.watch_no_more()
+        await self.kept.end(_END_GRACE_S)
+        logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
+        if keep_logs_in is not None and logs.exists():
+            try:
+                shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            except (OSError, shutil.Error) as error:
+                logger.warning("some of Ray's logs could not be kept: %s", error)
+        self.kept.release()
+        if self._copying is not None:
+            self._copying.cancel()
+
+    async def _copy(self, descriptor: int) -> None:
+        """Append Ray's output to the log and look for the lines about nodes."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+        )
+        rest = b""
+        try:
+            while data := await reader.read(65_536):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._read_line(line.decode(errors="replace"))
+                with suppress(OSError):  # a full disk is noticed elsewhere; Ray and the list of nodes go on
+                    await asyncio.to_thread(_append, self._log, data)  # the folder is shared and may stall
+        finally:
+            transport.close()
+
+    def _read_line(self, line: str) -> None:
+        if found := parse_registered(line):
+            ip, num_gpus = found
+            self.registered[ip] = num_gpus
+            self._news.set()
+
+
+def _append(log: Path, data: bytes) -> None:
+    with log.open("ab", buffering=0) as file:
+        file.write(data)
+
+
+def _make_own_folder(path: Path) -> None:
+    """Make ``path`` afresh with mode 0700; one that we left behind ourselves is removed first."""
+    try:
+        _remove_own(path)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise RayError(f"{path}, the folder for Ray's session, cannot be made: {error.strerror}") from error
+
+
+def _remove_own(path: Path) -> None:
+    try:
+        if path.lstat().st_uid != os.getuid() or path.is_symlink():
+            raise RayError(f"{path} belongs to somebody else and is the name this job needs; remove it")
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return

@@ -1,0 +1,196 @@
+"""The agent's view of what it runs and of what it is told: kept processes and the STOP file.
+
+Comes in: commands, signals, files. Goes out: futures that the roles (``head``, ``node``) wait for. Everything runs on
+one asyncio event loop; nothing blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from bootstrap.agent.deadline import JobClock, deadline_of, seconds_for_the_driver, stop_text
+from bootstrap.agent.files import write_first
+from bootstrap.handoff import STOP_FILE, is_there
+
+logger = logging.getLogger(__name__)
+
+_KEEPER = "bootstrap.agent.keeper"
+_END_MARGIN_S = 10.0  # beyond the grace, for KILL to work
+_STOP_POLL_S = 0.5
+_HEAD_FIRST_S = 3.0
+
+
+class Kept:
+    """A command under a keeper. ``exited`` resolves to its exit code, ``gone`` when nothing of it is left."""
+
+    def __init__(self, name: str, channel: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.exited: asyncio.Future[int] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        self._pid: int | None = None
+        self._channel = channel
+        self._reader = loop.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], *, environ: Mapping[str, str], stdio: tuple[int, int], scratch: str = ""
+    ) -> Kept:
+        """Run ``command`` with ``stdio`` = (input, output); standard error goes where standard output goes."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
+        if scratch:
+            argv += [f"--scratch={scratch}"]
+        with theirs:
+            launcher = await asyncio.create_subprocess_exec(
+                *argv,
+                "--",
+                *command,
+                env=dict(environ),
+                stdin=stdio[0],
+                stdout=stdio[1],
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        await launcher.wait()  # the keeper has detached itself
+        return cls(name, ours)
+
+    async def end(self, grace_s: float) -> None:
+        """Ask with TERM, insist with KILL after ``grace_s`` seconds; returns when nothing is left."""
+        if not self.gone.done():
+            with suppress(OSError):
+                await asyncio.get_running_loop().sock_sendall(self._channel, f"end {grace_s}\n".encode())
+            await asyncio.wait([self.gone], timeout=grace_s + _END_MARGIN_S)
+        if not self.gone.done():
+            logger.error("%s (session %s) does not end even with KILL", self.name, self._pid)
+
+    def release(self) -> None:
+        """Let the keeper go; it ends what is left, if anything, and removes its scratch folder."""
+        self._reader.cancel()
+        self._channel.close()
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        received = b""
+        while not self.gone.done():
+            try:
+                data = await loop.sock_recv(self._channel, 4096)
+            except OSError:
+                data = b""
+            if not data:
+                self._keeper_died()
+                return
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                self._on_event(json.loads(line))
+
+    def _on_event(self, event: dict[str, object]) -> None:
+        if event["event"] == "started":
+            self._pid = int(str(event["pid"]))
+        elif event["event"] == "exited":
+            self.exited.set_result(int(str(event["code"])))
+        elif event["event"] == "gone":
+            self.gone.set_result(None)
+
+    def _keeper_died(self) -> None:
+        logger.error("the keeper of %s was killed; killing session %s", self.name, self._pid)
+        if self._pid is not None:
+            kill_session(self._pid)
+        if not self.exited.done():
+            self.exited.set_result(-signal.SIGKILL)
+        self.gone.set_result(None)
+
+
+def kill_session(session_id: int) -> None:
+    """KILL every process of a session and everything below those."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session_id:
+                for descendant in process.children(recursive=True):
+                    with suppress(psutil.Error):
+                        descendant.kill()
+                process.kill()
+
+
+class StopRequest:
+    """The wish that the run end soon: the STOP file of the attempt, and the signals that make the agent write it.
+
+    Who writes the file first gives the reason and the deadline. The driver reads the file by itself; nothing is killed
+    here.
+    """
+
+    def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
+        """The head asks Slurm when the job ends, so that a thousand nodes do not; and stops it when no signal comes."""
+        self._path = attempt_dir / STOP_FILE
+        self._host = host
+        self._clock = clock
+        self._is_head = is_head
+        self.requested = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._poll = loop.create_task(self._watch())
+        self._writing: list[asyncio.Task[None]] = []
+        if is_head:
+            self._writing.append(loop.create_task(self._watch_clock()))
+
+    def listen_to(self, *signals: signal.Signals) -> None:
+        """Turn these signals into stop requests from now on."""
+        for number in signals:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    async def write(self, reason: str, *, within_s: float) -> None:
+        """Ask the driver to end, for a reason of our own: this does not count as a request from outside."""
+        self._poll.cancel()
+        now = self._clock.now()
+        await self._write(stop_text(reason, now=now, deadline=now + within_s))
+
+    async def seconds_for_the_driver(self, grace_s: float) -> float:
+        """How long a driver that was asked to stop may take, if not the deadline but our patience decides
+        ``grace_s``."""
+        deadline = await asyncio.to_thread(deadline_of, self._path)
+        left_s = None if deadline is None else deadline - self._clock.now()
+        return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        logger.warning("%s: asking the driver to stop", number.name)
+        reason = f"{number.name} at the agent on {self._host}"
+        self._writing.append(asyncio.get_running_loop().create_task(self._request(reason)))
+
+    async def _request(self, reason: str) -> None:
+        now = self._clock.now()
+        deadline = await self._clock.end_after_signal(ask=self._is_head)
+        if not self._is_head:
+            await asyncio.sleep(_HEAD_FIRST_S)  # it got the signal too, and knows more
+        await self._write(stop_text(reason, now=now, deadline=deadline))
+        self.requested.set()  # also when nobody can be told: the job ends all the same
+
+    async def _write(self, text: str) -> None:
+        # In a thread, because a shared file system that stalls must not stop the agent's signs of life.
+        try:
+            await asyncio.to_thread(write_first, self._path, text)
+        except OSError as error:
+            logger.error("the driver cannot be asked to stop: %s cannot be written: %s", self._path, error.strerror)
+
+    async def _watch_clock(self) -> None:
+        await self._clock.until_due()
+        logger.warning("the job ends in %.0f s, and no signal came: asking the driver to stop", self._clock.lead_s)
+        await self._request(f"the job ends in {self._clock.lead_s:.0f} s, and no signal came")
+
+    async def _watch(self) -> None:
+        # The writer may be another node, and no shared file system tells us about that: this one thing is polled.
+        while not await asyncio.to_thread(is_there, self._path):  # no error of a moment ends the watch
+            await asyncio.sleep(_STOP_POLL_S)
+        self.requested.set()

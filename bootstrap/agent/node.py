@@ -1,0 +1,239 @@
+"""The agent of every node but the head: join, run Ray, tell the head how it goes, end when told.
+
+Comes in: facts, options, the secret. Goes out: nothing but messages to the head; the head writes the verdict. Only
+when the head is gone without a word does a node leave one, so that the batch script and people learn why; a node that
+the run may do without does not, for the head may well go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bootstrap.agent.disks import DiskFull, places_of, until_full
+from bootstrap.agent.early_exits import describe, read_failed_tasks
+from bootstrap.agent.files import write_atomic, write_first
+from bootstrap.agent.gathering import read_this_host
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.local_ray import LocalRay, RayError
+from bootstrap.agent.messages import Message
+from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.options import Options
+from bootstrap.agent.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
+from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
+from bootstrap.agent.rendezvous import (
+    HEAD_FILE,
+    BringupError,
+    NodeReport,
+    head_candidates,
+    installed_versions,
+    join,
+)
+from bootstrap.handoff import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from bootstrap.network.here import NetworkError, ifname_of, ip_of, local_addresses, logged_network_here
+from bootstrap.preflight.bandwidth import measure_here
+from bootstrap.preflight.comparison import network_row
+from bootstrap.preflight.shared_folder import ORDER, take_part
+from bootstrap.preflight.table import HostFacts
+
+logger = logging.getLogger(__name__)
+
+_MAX_CAUSE_CHARS = 8_000
+# The head is asked over the network far more often; a thousand nodes must not do that to a shared file system.
+_SHARED_FOLDER_POLL_S = 0.25
+
+
+class NodeAgent:
+    """One node's part of an attempt."""
+
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+        self._facts = facts
+        self._options = options
+        self._secret = secret
+        self._stop = stop
+        self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
+        self._ray: LocalRay | None = None
+        self._places: list[tuple[str, int]] = []
+        self._look_again_at = 0.0
+        self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
+        self._keep_logs = True  # Ray's own, unless the head says that nobody will want to read them
+        self._is_needed = not options.spare_nodes  # else from the order to start Ray on
+
+    async def run(self) -> None:
+        """Until the head says that it is over.
+
+        Raises:
+            BringupError: the head was not found in time.
+        """
+        link = None
+        try:
+            link = await self._join()
+            if link is not None:
+                await self._serve(link)
+        except LinkLost as error:
+            cause = f"{self._facts.host} lost the head {self._facts.head_host}: {error}"
+            logger.error("%s", cause)
+            if self._is_needed:  # the batch script takes a verdict for the end of the run
+                self._leave_verdict(cause)
+        finally:
+            if self._ray is not None:
+                logs = self._options.attempt_dir / f"ray-{self._facts.host}"
+                await self._ray.end(logs if self._keep_logs else None)
+            if link is not None:
+                link.close()
+
+    def _leave_verdict(self, cause: str) -> None:
+        attempt_dir = self._options.attempt_dir
+        if write_first(attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})):
+            write_first(attempt_dir / VERDICT_FILE, "failed\n")
+
+    async def _join(self) -> Link | None:
+        """The link to the head; None when a stop was requested first, for then there is nothing to join."""
+        facts, options = self._facts, self._options
+        preparing = asyncio.create_task(self._prepare_ray())
+        logger.info("looking at this host")  # the last word of one that hangs, for instance in a dead mount
+        host_facts = await read_this_host(facts, options)
+        source_ip = None
+        try:
+            source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
+            await preparing
+        except (NetworkError, RayError) as error:  # the head learns of it, by whatever way there is
+            host_facts = replace(host_facts, problem=str(error))
+        logger.info("looking for the head %s", facts.head_host)
+        joining = asyncio.create_task(
+            join(
+                lambda link: self._report(link, host_facts),
+                secret=self._secret,
+                candidates=self._candidates,
+                source_ip=source_ip,
+            )
+        )
+        stopped = asyncio.create_task(self._stop.requested.wait())
+        await asyncio.wait([joining, stopped], timeout=options.bringup_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            return joining.result()
+        joining.cancel()
+        if stopped.done():
+            return None
+        tried = ", ".join(f"{host}:{port}" for host, port in self._candidates())
+        raise BringupError(
+            f"{facts.host} did not find the head {facts.head_host} within {options.bringup_deadline_s:.0f} s "
+            f"(tried {tried}); is port {tried.partition(',')[0]} open between the nodes?"
+        )
+
+    async def _prepare_ray(self) -> None:
+        log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
+        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
+
+    def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
+        """What this node says of itself over the connection that it has just formed."""
+        ifname, problem = "", host_facts.problem
+        try:
+            ifname = ifname_of(link.local_ip, local_addresses())
+        except NetworkError as error:
+            problem = str(error)
+        row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
+        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first
+        said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
+        return NodeReport(
+            self._facts.host,
+            self._facts.rank,
+            self._options.num_gpus,
+            installed_versions(),
+            link.local_ip,
+            ifname,
+            asdict(said),
+            row,
+        )
+
+    def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The row of this node in the comparison, and its contradictions; keeps what Ray's environment needs."""
+        facts, found = logged_network_here(ifname, ip)
+        self._fabric = found.rdma_env
+        return network_row(facts, found, installed_versions()), found.conflict_lines
+
+    def _candidates(self) -> Sequence[tuple[str, int]]:
+        """Where the head may be; looked up anew now and then."""
+        attempt_dir, now = self._options.attempt_dir, time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + _SHARED_FOLDER_POLL_S
+            if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path's, raises nothing where a mount is gone
+                raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+            self._check_head_began()
+            first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
+            self._places = head_candidates(self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE)
+        return self._places
+
+    def _check_head_began(self) -> None:
+        """Leave the verdict in the place of a head whose task failed before its agent could.
+
+        Raises:
+            BringupError: that has happened; nobody will listen where the head should be.
+        """
+        attempt_dir, head = self._options.attempt_dir, self._facts.head_host
+        how = read_failed_tasks(attempt_dir, self._facts.hosts).get(head)
+        if how is None or os.path.exists(attempt_dir / VERDICT_FILE):
+            return
+        cause = describe(head, how, attempt_dir)
+        write_atomic(attempt_dir / EXCLUDE_FILE, f"{head}\n")
+        self._leave_verdict(cause)
+        raise BringupError(cause)
+
+    async def _serve(self, link: Link) -> None:
+        order = await self._next_order(link)
+        if order["kind"] == ORDER:
+            await link.send(await asyncio.to_thread(take_part, self._options.attempt_dir, order, self._facts.host))
+            order = await self._next_order(link)
+        if order["kind"] == "measure":
+            log = self._options.attempt_dir / f"bandwidth-{self._facts.host}.log"
+            await link.send(await measure_here(order, link.local_ip, self._options.num_gpus, log))
+            order = await self._next_order(link)
+        if order["kind"] == "end":
+            return
+        self._is_needed = True
+        life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
+        told_to_end = asyncio.create_task(self._next_order(link))
+        await asyncio.wait([life, told_to_end], return_when=asyncio.FIRST_COMPLETED)
+        if not told_to_end.done():
+            error = life.exception()
+            logger.error("%s", error)
+            bad = isinstance(error, DiskFull) and error.node_is_bad
+            await link.send({"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad})
+        life.cancel()
+        await told_to_end
+
+    async def _next_order(self, link: Link) -> Message:
+        order = await link.receive()
+        self._keep_logs = order.get("keep_logs", True)
+        return order
+
+    async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
+        """Let Ray start; raise when it ends, or when this node's disk for it is full."""
+        options = self._options
+        node = RayNode(
+            ip=link.local_ip,
+            head_ip=head_ip,
+            ports=PortBlock(port_base),
+            temp_dir=temp_dir(self._facts),
+            num_cpus=len(os.sched_getaffinity(0)),
+            num_gpus=options.num_gpus,
+            object_store_memory=options.object_store_memory,
+        )
+        ifname = ifname_of(node.ip, local_addresses())
+        assert self._ray is not None, "a node without a Ray process is not chosen"
+        self._ray.start(node, network_environment(self._environ, node, ifname, self._fabric))
+        full = asyncio.create_task(until_full(places_of(Path(node.temp_dir), None)))
+        try:
+            awaited: list[asyncio.Future[Any]] = [self._ray.kept.exited, full]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            full.cancel()
+        raise full.result() if full.done() else RayError(await self._ray.last_words())

@@ -1,0 +1,149 @@
+"""How Ray is started on a node: argv and environment, purely.
+
+Comes in: addresses, ports and the inherited environment. Goes out: what to execute. Nothing here runs anything.
+Ray is always told its address, all its ports and its folder; every guess it makes by itself (first route, 127.0.1.1
+from /etc/hosts, /tmp/ray, ports 6379 and 10001, the machine's CPUs) is wrong somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.ports import PortBlock, host_port
+from bootstrap.network.here import socket_environment
+
+# sockaddr_un.sun_path holds 107 bytes and Ray appends about 65 ("/session_<date>_<time>_<pid>/sockets/plasma_store").
+_MAX_TEMP_DIR_BYTES = 40
+# Ray opens its temp dir to everybody (mode 0777), so it lies in a folder of ours that is not.
+_RAYS_PART = "t"
+
+# What a launcher leaves in the environment makes programs below Ray believe that they are ranks of it.
+_SCRUBBED = re.compile(
+    r"(SLURM|SLURMD|SRUN|SBATCH|PMI|PMIX|OMPI|PRTE)_.*|PMI[0-9]?|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
+    r"|MASTER_(ADDR|PORT)|RAY_ADDRESS|RAY_AUTH_TOKEN"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One node of the Ray cluster; ``head_ip`` equals ``ip`` on the head."""
+
+    ip: str
+    head_ip: str
+    ports: PortBlock
+    temp_dir: str
+    num_cpus: int
+    num_gpus: int
+    object_store_memory: int | None = None
+    has_dashboard: bool = False
+    dashboard_host: str = "127.0.0.1"
+
+    @property
+    def is_head(self) -> bool:
+        return self.ip == self.head_ip
+
+
+def temp_dir(facts: Facts) -> str:
+    """Folder of Ray's sessions, node-local and this attempt's own; Ray's temp dir is ``rays_part`` of it.
+
+    Raises:
+        ValueError: the name is too long for a Unix socket inside it.
+    """
+    path = f"/tmp/r{facts.job_id}.{facts.restart_count}"
+    if len(rays_part(path).encode()) > _MAX_TEMP_DIR_BYTES:
+        raise ValueError(f"{path} has {len(path)} bytes; more than {_MAX_TEMP_DIR_BYTES} do not fit a socket's name")
+    return path
+
+
+def rays_part(folder: str) -> str:
+    """Ray's temp dir in the attempt's folder."""
+    return f"{folder}/{_RAYS_PART}"
+
+
+def start_argv(node: RayNode) -> list[str]:
+    """Arguments of Ray's command line that run it on a node until it is told to end.
+
+    What nobody here uses is not started: the autoscaler's monitor and the monitor that carries the workers' output to
+    the driver. Each is a process that loads Ray while the raylet does.
+    """
+    argv = ["start"]
+    if node.is_head:
+        argv += ["--head", f"--port={node.ports.gcs}"]
+        argv += [f"--include-dashboard={str(node.has_dashboard).lower()}"]
+        argv += [f"--dashboard-host={node.dashboard_host}", f"--dashboard-port={node.ports.base + 2}"]
+        argv += ["--no-monitor"]
+    else:
+        argv += [f"--address={host_port(node.head_ip, node.ports.gcs)}"]
+    argv += [
+        f"--node-ip-address={node.ip}",
+        f"--node-manager-port={node.ports.base + 4}",
+        f"--object-manager-port={node.ports.base + 5}",
+        f"--runtime-env-agent-port={node.ports.base + 6}",
+        f"--dashboard-agent-grpc-port={node.ports.base + 7}",
+        f"--dashboard-agent-listen-port={node.ports.base + 8}",
+        f"--metrics-export-port={node.ports.base + 9}",
+        f"--min-worker-port={node.ports.worker_ports.start}",
+        f"--max-worker-port={node.ports.worker_ports.stop - 1}",
+        f"--temp-dir={rays_part(node.temp_dir)}",
+        f"--num-cpus={node.num_cpus}",
+        f"--num-gpus={node.num_gpus}",
+    ]
+    if node.object_store_memory is not None:
+        argv += [f"--object-store-memory={node.object_store_memory}"]
+    argv += ["--include-log-monitor=false", "--disable-usage-stats"]
+    return [*argv, "--log-style=record", "--log-color=false", "--block"]
+
+
+def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Path) -> dict[str, str]:
+    """Environment of the driver, and the part of Ray's that does not depend on the network.
+
+    Ray's token authentication reads the attempt's secret from its file: it is in no argv and in no variable.
+    """
+    environ = {key: value for key, value in inherited.items() if not _SCRUBBED.fullmatch(key)}
+    environ |= {
+        "RLPOST_JOB_ID": facts.job_id,
+        "RLPOST_RESTART_COUNT": str(facts.restart_count),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(secret_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if "SLURM_JOB_END_TIME" in inherited:
+        environ["RLPOST_JOB_END_TIME"] = inherited["SLURM_JOB_END_TIME"]
+    return environ
+
+
+def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the process that will be ``ray start``; every Ray worker of the node inherits it.
+
+    Ray drains for 30 s at TERM and keeps looking for a lost head for 60 s by default. Our agents decide when a node
+    ends, so neither wait has anything to wait for.
+
+    ``ray status`` shows what the autoscaler's monitor last wrote, and no monitor runs (``start_argv``). With the flag
+    of the second autoscaler in the GCS it asks the GCS itself, which knows nodes and resources without a monitor.
+    """
+    return {
+        "RAY_enable_autoscaler_v2": "1",
+        **base,
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    }
+
+
+def network_environment(
+    base: Mapping[str, str], node: RayNode, ifname: str, fabric: Mapping[str, str]
+) -> dict[str, str]:
+    """What comes on top once the node's address, which ``ifname`` holds, is known.
+
+    ``fabric`` is what was detected of this node beyond the interface; what the user has set (``base``) outranks it.
+    """
+    return {
+        **{key: value for key, value in fabric.items() if not base.get(key)},
+        **socket_environment(ifname, base, node.ip),
+        "AUTOSCALER_METRIC_PORT": str(node.ports.base + 10),
+        "DASHBOARD_METRIC_PORT": str(node.ports.base + 11),
+    }

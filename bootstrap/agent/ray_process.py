@@ -1,0 +1,113 @@
+"""The process that becomes ``ray start``: it imports Ray while the nodes still gather, then waits for its order.
+
+    python -u -m bootstrap.agent.ray_process < ORDER
+
+Comes in: one JSON line on standard input, ``argv`` of Ray's command line, ``environ`` to add, ``watch`` (the address of
+the GCS, on the head). The end of the input without a line means that Ray is not needed. Goes out: what ``ray start``
+prints, and on the head one line for each node that is registered, until the input is closed.
+
+Why not ``ray start`` itself: its imports take longer than the nodes need to meet, and it says that it is up only when
+it has asked the GCS for its node, which it does once a second. The other nodes may start as soon as the head's raylet
+is registered (Ray waits 2 s before it asks again when they are too early), so that moment has to be known at once.
+This is the one place of ``bootstrap`` that loads Ray, and no agent imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import threading
+from typing import Any
+
+# Commands beside ``ray start`` whose imports (FastAPI and more) take longer than Ray's own, and what the server for
+# remote clients needs, which no option turns off. Ray goes without what cannot be imported; None stands for that here.
+_UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli", "grpc")
+_POLL_S = 0.05
+_RPC_TIMEOUT_S = 5.0
+_ALIVE = 0  # GcsNodeInfo.GcsNodeState
+_REGISTERED = "registered node "
+
+
+def registered_line(ip: str, num_gpus: int) -> str:
+    """What the watcher prints of a node; on a line of its own, whatever Ray is just printing."""
+    return f"\n{_REGISTERED}{ip} {num_gpus}\n"
+
+
+def parse_registered(line: str) -> tuple[str, int] | None:
+    """Address and number of GPUs, when this is a line of the watcher."""
+    if not line.startswith(_REGISTERED):
+        return None
+    ip, num_gpus = line.removeprefix(_REGISTERED).split()
+    return ip, int(num_gpus)
+
+
+def import_ray() -> Any:
+    """The module of Ray's command line, with what ``ray start`` needs and no more."""
+    for name in _UNUSED:
+        sys.modules[name] = None  # type: ignore[assignment]
+    from ray.scripts import scripts
+
+    return scripts
+
+
+def _watch(gcs_address: str, until: int) -> None:
+    """Print each node as soon as the GCS knows it; ends when descriptor ``until`` has been closed by the agent."""
+    from ray._raylet import GcsClient
+    from ray.exceptions import RpcError
+
+    host, _, port = gcs_address.rpartition(":")
+    while not _accepts(host.strip("[]"), int(port)):  # a client that is made too early waits for seconds
+        if _closed(until):
+            return
+    client = GcsClient(address=gcs_address)
+    told: set[str] = set()
+    while not _closed(until):
+        try:
+            nodes = client.get_all_node_info(timeout=_RPC_TIMEOUT_S, state_filter=_ALIVE).values()
+        except RpcError:
+            continue  # whether the GCS lives is for ``ray start`` to say
+        for node in nodes:
+            if node.node_manager_address not in told:
+                told.add(node.node_manager_address)
+                num_gpus = int(node.resources_total.get("GPU", 0))
+                os.write(1, registered_line(node.node_manager_address, num_gpus).encode())
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_RPC_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _closed(descriptor: int) -> bool:
+    """Whether the other end has been closed; this is also the pause between two questions."""
+    return bool(select.select([descriptor], [], [], _POLL_S)[0])
+
+
+def main() -> int:
+    """Entry of the process."""
+    scripts = import_ray()
+    orders = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what Ray starts has nothing to read there
+    os.close(nothing)
+    with open(orders, "rb", buffering=0, closefd=False) as stream:
+        line = stream.readline()
+    if not line:
+        return 0
+    order = json.loads(line)
+    os.environ.update(order["environ"])
+    if order["watch"]:
+        threading.Thread(target=_watch, args=(order["watch"], orders), daemon=True).start()
+    sys.argv = ["ray", *order["argv"]]
+    scripts.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

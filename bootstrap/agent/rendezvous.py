@@ -1,0 +1,301 @@
+"""Where the agents of an allocation meet: the head listens, every other node connects and proves itself.
+
+Comes in: facts, the attempt's secret, a deadline. Goes out: one ``Link`` a node, and what each node said of itself.
+Invariants: a peer that cannot prove that it holds the secret gets no byte and changes nothing; the address of the
+connection that was formed is the address used for everything else; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import math
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bootstrap.agent.files import tail
+from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.messages import Codec, hello_key, new_nonce, session_key
+from bootstrap.agent.packages import fingerprint
+from bootstrap.agent.symptoms import with_likely_cause
+from bootstrap.agent.verdict import Word
+from bootstrap.network.here import Address
+
+logger = logging.getLogger(__name__)
+
+HEAD_FILE = "head.json"
+_HANDSHAKE_S = 10.0
+_RETRY_S = 0.05
+_RESOLVE_EVERY_S = 2.0  # names are asked for anew, but a name service must not suffer from nodes that wait
+_RESOLVE_S = 5.0  # how long a name may take before the addresses that are known are tried without it
+_STAGGER_S = 0.5  # how long a candidate may stay silent before the next one is tried as well
+_PREFERENCE_S = 0.1  # how much later an earlier candidate may answer and is still taken
+
+
+# What a place that is not the head, or not yet, makes of the attempt to join there.
+_NOT_THE_HEAD = (OSError, LinkLost, TimeoutError, ValueError, KeyError)
+
+
+class BringupError(Exception):
+    """The nodes did not come together; says who is missing or who does not fit.
+
+    ``verdict`` is what the attempt ends with, ``exclude`` the hosts that the next one must not get.
+    """
+
+    def __init__(self, cause: str, *, verdict: Word = "failed", exclude: Sequence[str] = ()) -> None:
+        super().__init__(cause)
+        self.verdict: Word = verdict
+        self.exclude = tuple(exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node says of itself when it joins."""
+
+    host: str
+    rank: int
+    num_gpus: int
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    ip: str = ""  # as the connection shows it
+    ifname: str = ""
+    host_facts: Mapping[str, Any] = field(default_factory=dict)  # of preflight.HostFacts
+    network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison
+
+
+@functools.cache
+def installed_versions() -> Mapping[str, str | None]:
+    """Versions that must be equal on all nodes; None for what is not installed. Read once."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("ray", "torch", "sglang"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found["packages"] = fingerprint()
+    return found
+
+
+def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
+    """Hosts that differ from the majority, and in what."""
+    odd: dict[str, list[str]] = {}
+    for name in sorted({name for report in reports for name in report.versions}):
+        counts = Counter(report.versions.get(name) for report in reports)
+        usual = counts.most_common(1)[0][0]
+        for report in reports:
+            if report.versions.get(name) != usual:
+                odd.setdefault(report.host, []).append(f"{name} {report.versions.get(name)}, the others {usual}")
+    return odd
+
+
+def check_versions(reports: Sequence[NodeReport]) -> None:
+    """Raises BringupError that names every node which differs from the majority, and in what."""
+    if odd := odd_versions(reports):
+        listed = "; ".join(f"{host} has {what}" for host, differences in odd.items() for what in differences)
+        raise BringupError(f"{listed}: use the same environment or image on every node", verdict="config")
+
+
+class Reception:
+    """The head's side: takes hellos until every expected node has joined."""
+
+    def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
+        self._secret = secret
+        self._hosts = hosts
+        self._on_joined = on_joined
+        self.links: dict[int, Link] = {}
+        self.reports: dict[int, NodeReport] = {}
+        self.joined_at: dict[int, float] = {}  # seconds of the epoch, by the head's clock
+        self.complete = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        if len(hosts) == 1:
+            self.complete.set()
+
+    async def open(self, listener: socket.socket) -> None:
+        """Start to take connections on a bound socket."""
+        self._server = await asyncio.start_server(self._on_connection, sock=listener, backlog=len(self._hosts) + 16)
+
+    def close(self) -> None:
+        """Take no more connections; the links stay."""
+        if self._server is not None:
+            self._server.close()
+
+    def missing(self) -> list[str]:
+        """Hosts that have not joined."""
+        return [host for rank, host in enumerate(self._hosts) if rank != 0 and rank not in self.links]
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer, Codec(hello_key(self._secret), "head"))
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                report = await self._admit(link)
+        except (LinkLost, TimeoutError, ValueError, TypeError, KeyError) as error:
+            logger.warning("turned away a connection from %s: %s", link.peer_ip, error or type(error).__name__)
+            link.close()
+            return
+        self.links[report.rank], self.reports[report.rank] = link, report
+        self.joined_at[report.rank] = time.time()
+        link.start_beating()
+        logger.info("%s joined from %s (%s)", report.host, report.ip, report.ifname)
+        self._on_joined(report, link)
+        if len(self.links) == len(self._hosts) - 1:
+            self.complete.set()
+
+    async def _admit(self, link: Link) -> NodeReport:
+        hello = await link.receive()
+        nonce = new_nonce()
+        await link.send({"kind": "welcome", "echo": hello["nonce"], "nonce": nonce})
+        link.codec.rekey(session_key(self._secret, hello["nonce"], nonce))
+        joined = await link.receive()  # only now is it known that the hello was not a recording
+        try:
+            return self._checked(joined["report"], link.peer_ip)
+        except (ValueError, TypeError, KeyError) as error:
+            await link.send({"kind": "refused", "cause": str(error)})  # or it would take the head for dead
+            raise
+
+    def _checked(self, said: Mapping[str, Any], peer_ip: str) -> NodeReport:
+        report = NodeReport(**said)
+        if not (0 < report.rank < len(self._hosts)) or report.rank in self.links:
+            raise ValueError(f"{report.host} says it is node {report.rank}, which is taken or does not exist")
+        if report.ip != peer_ip:
+            raise ValueError(
+                f"{report.host} calls itself {report.ip} and came in as {peer_ip}: "
+                "address translation between nodes cannot work; choose another network with --socket-ifname"
+            )
+        return report
+
+
+async def join(
+    describe: Callable[[Link], NodeReport],
+    *,
+    secret: bytes,
+    candidates: Callable[[], Sequence[tuple[str, int]]],
+    source_ip: str | None = None,
+) -> Link:
+    """A node's side: try all places where the head may be until one proves to be it.
+
+    ``describe`` tells what to report over the connection that was formed. ``candidates`` is asked anew each round,
+    because the head publishes its addresses at its own time. Waits without end; the caller sets the deadline.
+    """
+    resolver = _Resolver()
+    while True:
+        places = [place for host, port in candidates() for place in await resolver.places(host, port)]
+        link = await _first_to_answer(list(dict.fromkeys(places)), secret, source_ip)
+        if link is not None:
+            await link.send({"kind": "joined", "report": asdict(describe(link))})
+            link.start_beating()
+            return link
+        await asyncio.sleep(_RETRY_S)
+
+
+def head_document(port: int, addresses: Sequence[Address]) -> str:
+    """Text of the head's file: where it listens."""
+    return json.dumps({"port": port, "addresses": [address.ip for address in addresses]}) + "\n"
+
+
+def published_candidates(head_file: Path) -> list[tuple[str, int]]:
+    """Addresses that the head has written down; none while it has not."""
+    try:
+        published = json.loads(head_file.read_text())
+    except (OSError, ValueError):
+        return []
+    return [(ip, published["port"]) for ip in published["addresses"]]
+
+
+def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[str, int]]:
+    """Where a node looks for the head: its name at ``port`` and, once that is published, at the port where it does
+    listen, for that is the network that all nodes share; then the published addresses."""
+    published = published_candidates(head_file)
+    return list(dict.fromkeys([(head_host, port), *((head_host, other) for _, other in published), *published]))
+
+
+def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
+    """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced) and what they mean."""
+    logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
+    return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
+
+
+class _Resolver:
+    """Addresses of hosts, IPv4 before IPv6, remembered for a moment."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[str]]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    async def places(self, host: str, port: int) -> list[tuple[str, int]]:
+        """Where to try; nothing while the name is not known. A name service that hangs does not hold up the others."""
+        asked_at, _ = self._known.get(host, (-math.inf, []))
+        if host not in self._asking and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S:
+            self._asking[host] = asyncio.create_task(self._ask(host, port))
+            await asyncio.wait([self._asking[host]], timeout=_RESOLVE_S)
+        return [(ip, port) for ip in self._known.get(host, (0.0, []))[1]]
+
+    async def _ask(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError:
+            found = []
+        families = (socket.AF_INET, socket.AF_INET6)
+        ips = [str(sockaddr[0]) for wanted in families for family, *_, sockaddr in found if family == wanted]
+        self._known[host] = (loop.time(), ips)
+        del self._asking[host]
+
+
+async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
+    """The link to the first place that proves to be the head; the others are given up.
+
+    An earlier place is preferred: the next one is tried when all before have failed or stay silent (RFC 8305), and
+    after a stall of the head, when several answer almost at once, all nodes are to choose the same network.
+    """
+    attempts: list[asyncio.Task[Link]] = []
+    for index, (ip, port) in enumerate(places):
+        attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
+        timeout_s = None if index == len(places) - 1 else _STAGGER_S
+        while not _answered(attempts) and (waiting := [task for task in attempts if not task.done()]):
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+        if _answered(attempts):
+            break
+    if answered := _answered(attempts):
+        earlier = [task for task in attempts[: attempts.index(answered[0])] if not task.done()]
+        if earlier:
+            await asyncio.wait(earlier, timeout=_PREFERENCE_S)
+    link = next((task.result() for task in _answered(attempts)), None)
+    for task in attempts:
+        task.cancel()
+    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+        if isinstance(outcome, Link) and outcome is not link:
+            outcome.close()
+        elif isinstance(outcome, Exception) and not isinstance(outcome, _NOT_THE_HEAD):
+            raise outcome
+    return link
+
+
+def _answered(attempts: Sequence[asyncio.Task[Link]]) -> list[asyncio.Task[Link]]:
+    return [task for task in attempts if task.done() and task.exception() is None]
+
+
+async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> Link:
+    async with asyncio.timeout(_HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(ip, port, local_addr=(source_ip, 0) if source_ip else None)
+        link = Link(reader, writer, Codec(hello_key(secret), "node"))
+        try:
+            nonce = new_nonce()
+            await link.send({"kind": "hello", "nonce": nonce})
+            welcome = await link.receive()
+            if welcome["echo"] != nonce:
+                raise LinkLost("the welcome is a recording")
+        except BaseException:
+            link.close()
+            raise
+        link.codec.rekey(session_key(secret, nonce, welcome["nonce"]))
+        return link

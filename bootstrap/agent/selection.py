@@ -1,0 +1,39 @@
+"""Which of the allocation's hosts make the cluster, when some are spare and some are unfit: pure.
+
+Comes in: hosts in rank order, how many are needed, who cannot take part and why. Goes out: the hosts to use, in rank
+order, or a ``BringupError`` whose verdict and ``exclude`` make the next attempt start without the bad ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bootstrap.agent.rendezvous import BringupError
+from bootstrap.agent.verdict import Word
+from bootstrap.preflight.table import Preflight
+
+
+def choose_hosts(
+    hosts: Sequence[str], num_needed: int, preflight: Preflight, absent: Mapping[str, str], *, can_requeue: bool
+) -> tuple[str, ...]:
+    """The first ``num_needed`` fit hosts.
+
+    The head runs the driver and is the address that all others have; it cannot be replaced within an attempt.
+
+    Args:
+        absent: hosts that did not join, or left again, each with the reason.
+        can_requeue: false outside Slurm, where nobody would start the attempt again elsewhere.
+
+    Raises:
+        BringupError: no host can run this (verdict config), or too few of these can (requeue without the bad ones).
+    """
+    if preflight.fatal is not None:
+        raise BringupError(preflight.fatal, verdict="config")
+    bad = {**preflight.unfit, **absent}
+    fit = tuple(host for host in hosts if host not in bad)
+    if hosts[0] not in bad and len(fit) >= num_needed:
+        return fit[:num_needed]
+    verdict: Word = "requeue" if can_requeue else "failed"
+    listed = "\n".join(f"{host}: {reason}" for host, reason in bad.items())
+    cause = f"{len(fit)} of {len(hosts)} nodes are fit, {num_needed} are needed (the head among them):\n{listed}"
+    raise BringupError(cause, verdict=verdict, exclude=tuple(bad))

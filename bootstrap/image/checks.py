@@ -1,0 +1,275 @@
+"""What an image lacks: pure judgements over what was read inside it.
+
+Comes in: ``ImageFacts`` and the requirements. Goes out: ``Finding`` values with a level: OK; WARN (runs, and may be
+slow or surprise); LACKS (a run would fail in it). What cannot be looked at, for there is no such device here, is no
+fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping, Sequence  # noqa: UP035
+
+from bootstrap.image.pins import Requirement, parse
+
+GIB = 1 << 30
+TE_USES = "optimizer_cpu_offload, the precision-aware optimizer with other types, grouped experts and fused permutation"
+UNLIMITED = -1
+RDMA_LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1")
+# Kernel drivers of RDMA devices and the part of rdma-core (or the vendor's) that speaks to them from a program.
+PROVIDERS = {
+    "mlx5_core": "mlx5",
+    "mlx4_core": "mlx4",
+    "bnxt_en": "bnxt_re",
+    "efa": "efa",
+    "irdma": "irdma",
+    "erdma": "erdma",
+    "hns_roce": "hns",
+}
+_WANTED_NOFILE = 65_535
+_NEEDED_SHM = GIB  # Docker's 64 MiB break NCCL, Ray and SGLang alike
+_NCCL_GID = (2, 21)  # chooses the RoCE GID by itself (NCCL 2.21, release notes)
+# Of the image's variables, those that change a run, and how.
+_HARMFUL = {
+    "PYTHONPATH": "its folders come before the packages; rlpost's own value wins in a job",
+    "PYTHONHOME": "another Python's library",
+    "PIP_CONSTRAINT": "pip refuses other versions than the image's: set it empty when you install",
+    "LD_PRELOAD": "a library in every process",
+    "MASTER_ADDR": "taken out by the agents",
+    "NCCL_SOCKET_IFNAME": "beats what the agents find; take it out of the image",
+    "GLOO_SOCKET_IFNAME": "beats what the agents find; take it out of the image",
+    "NCCL_IB_HCA": "beats what the agents find; take it out of the image",
+    "OMP_NUM_THREADS": "beats the number that each process is given",
+    "CUDA_VISIBLE_DEVICES": "hides GPUs from every process",
+}
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What was read; None is what could not be."""
+
+    python: str = ""
+    executable: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of some packages, their own requirements
+    te_range: str = ""  # the TransformerEngine that the installed Megatron-core accepts, as its metadata write it
+    commands: Mapping[str, str | None] = field(default_factory=dict)  # command: where
+    libraries: Mapping[str, bool] = field(default_factory=dict)  # shared library: whether it can be loaded
+    providers: Sequence[str] = ()  # RDMA providers installed
+    rdma_drivers: Sequence[str] = ()  # kernel drivers of the RDMA devices that are seen here
+    has_gpu_devices: bool = False
+    nccl: Mapping[str, str] = field(default_factory=dict)  # file: version
+    memlock: int | None = None
+    nofile: int | None = None
+    shm_bytes: int | None = None
+    home: str = ""
+    unwritable: Sequence[str] = ()  # of the folders that a run writes to
+    environment: Mapping[str, str] = field(default_factory=dict)
+    entrypoints: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    what: str
+    level: str  # OK, WARN, LACKS
+    said: str
+
+
+def check_image(
+    facts: ImageFacts,
+    python: Requirement,
+    wanted: Sequence[Requirement],
+    *,
+    cpu: bool = False,
+    compiled: Sequence[Requirement] = (),
+    te_reasons: Sequence[str] = (),
+) -> tuple[Finding, ...]:
+    """Every check, in the order of the table; for nodes without GPUs those that matter there.
+
+    On a CPU SGLang runs without what it asks for: those are packages of CUDA (tools/no_deps.txt).
+
+    Args:
+        compiled: pins of what is compiled against torch (``te`` in setup.cfg).
+        te_reasons: settings of a recipe that need TransformerEngine; without any its absence is no lack.
+    """
+    te = _transformer_engine(facts, compiled, te_reasons)
+    of_gpus = () if cpu else (_needs(facts), te, _driver(facts), _rdma(facts), _nccl(facts))
+    return (
+        _python(facts, python),
+        _packages(facts, wanted),
+        *of_gpus,
+        _commands(facts),
+        _limits(facts),
+        _shm(facts),
+        _folders(facts),
+        _variables(facts),
+        _entrypoint(facts),
+    )
+
+
+def _python(facts: ImageFacts, python: Requirement) -> Finding:
+    said = f"{facts.python} ({facts.executable})"
+    if python.allows(facts.python):
+        return Finding("python", "OK", said)
+    return Finding("python", "LACKS", f"{said}, {python.text} needed: install one and name it with cluster.python")
+
+
+def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Finding:
+    missing = [one for one in wanted if one.name not in facts.packages]
+    other = [one for one in wanted if one.name in facts.packages and not one.allows(facts.packages[one.name])]
+    if not missing and not other:
+        return Finding("packages", "OK", f"all {len(wanted)} that are wanted")
+    parts = [f"without {', '.join(one.text for one in missing)}"] if missing else []
+    if other:
+        parts.append(", ".join(f"{one.name} {facts.packages[one.name]} ({one.text} wanted)" for one in other))
+    return Finding("packages", "LACKS", f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image")
+
+
+def _needs(facts: ImageFacts) -> Finding:
+    """What the large packages ask for themselves: a server without its kernels starts and fails at the first answer."""
+    unmet = []
+    for package, lines in sorted(facts.needs.items()):
+        for one in filter(None, map(parse, lines)):
+            have = facts.packages.get(one.name)
+            if have is None or not one.allows(have):
+                unmet.append(f"{package} wants {one.text}" + (f" (here {have})" if have else ""))
+    if unmet:
+        more = f" and {len(unmet) - 6} more" if len(unmet) > 6 else ""
+        return Finding("their needs", "LACKS", "; ".join(unmet[:6]) + more)
+    return Finding("their needs", "OK", f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}")
+
+
+def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Finding:
+    """Both halves at one version that Megatron-core accepts; whether anything else is a lack depends on the recipe."""
+    name, half = "transformer-engine", "transformer-engine-torch"
+    pin = next((one for one in compiled if one.name == name), None)
+    accepted = parse(facts.te_range) or pin
+    have, torch_half = facts.packages.get(name), facts.packages.get(half)
+    needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
+    level = "LACKS" if reasons else "WARN"
+    build = f"build jobs/container/Dockerfile, which compiles {pin.text}" if pin else "build jobs/container/Dockerfile"
+    if have is None:
+        return Finding("TransformerEngine", level, f"not installed; {needed}: {build}")
+    if torch_half != have:
+        said = f"{have} with {half} {torch_half or 'missing'}; {needed}: {build}"
+        return Finding("TransformerEngine", level, said)
+    if accepted is not None and not accepted.allows(have):
+        said = f"{have}, Megatron-core accepts {_bounds(accepted)}; {needed}: {build}"
+        return Finding("TransformerEngine", level, said)
+    return Finding("TransformerEngine", "OK", have)
+
+
+def _bounds(one: Requirement) -> str:
+    return ",".join(sign + version for sign, version in one.bounds)
+
+
+def _commands(facts: ImageFacts) -> Finding:
+    absent = [name for name, place in facts.commands.items() if place is None]
+    if "bash" in absent:
+        return Finding("commands", "LACKS", "no bash, which runs setup commands")
+    if absent:
+        return Finding(
+            "commands", "WARN", f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)"
+        )
+    return Finding("commands", "OK", ", ".join(facts.commands))
+
+
+def _driver(facts: ImageFacts) -> Finding:
+    asked = facts.environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    hint = "set NVIDIA_VISIBLE_DEVICES=all and NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image"
+    if facts.libraries.get("libcuda.so.1"):
+        return Finding("GPU driver", "OK", "libcuda.so.1 loads")
+    if facts.has_gpu_devices:
+        why = f"NVIDIA_VISIBLE_DEVICES={asked or 'unset'}"
+        return Finding(
+            "GPU driver", "LACKS", f"GPUs are here and libcuda.so.1 is not ({why}): enroot's hook 98-nvidia; {hint}"
+        )
+    if asked in ("", "void", "none"):
+        said = f"no GPU here to look at, and NVIDIA_VISIBLE_DEVICES is {asked or 'unset'}: {hint}"
+        return Finding("GPU driver", "WARN", said)
+    return Finding("GPU driver", "OK", "no GPU here to look at; the image asks for the driver")
+
+
+def _rdma(facts: ImageFacts) -> Finding:
+    absent = [name for name in RDMA_LIBRARIES if not facts.libraries.get(name)]
+    wanted = {PROVIDERS.get(driver, driver) for driver in facts.rdma_drivers} or {"mlx5"}
+    missing = sorted(wanted - set(facts.providers))
+    if not absent and not missing:
+        return Finding("RDMA", "OK", f"libraries load; providers: {', '.join(facts.providers)}")
+    parts = [f"without {', '.join(absent)}"] if absent else []
+    parts += [f"no provider for {', '.join(missing)}"] if missing else []
+    fix = "apt-get install libibverbs1 ibverbs-providers librdmacm1, or the vendor's; else NCCL takes TCP"
+    return Finding("RDMA", "LACKS" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}")
+
+
+def _nccl(facts: ImageFacts) -> Finding:
+    if not facts.nccl:
+        level = "LACKS" if facts.has_gpu_devices else "WARN"
+        return Finding("NCCL", level, "no libnccl.so.2: a torch without CUDA?")
+    listed = ", ".join(f"{version} ({path})" for path, version in facts.nccl.items())
+    if len(set(facts.nccl.values())) > 1:
+        return Finding("NCCL", "WARN", f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others")
+    version = next(iter(facts.nccl.values()))
+    if tuple(int(part) for part in version.split(".")[:2]) < _NCCL_GID:
+        return Finding("NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE")
+    return Finding("NCCL", "OK", listed)
+
+
+def _limits(facts: ImageFacts) -> Finding:
+    bad = []
+    if facts.memlock not in (None, UNLIMITED):
+        bad.append(f"memlock {facts.memlock} bytes (RDMA needs unlimited: ulimit -l)")
+    if facts.nofile is not None and facts.nofile != UNLIMITED and facts.nofile < _WANTED_NOFILE:
+        bad.append(f"{facts.nofile} open files ({_WANTED_NOFILE} wanted: ulimit -n)")
+    if not bad:
+        return Finding("limits", "OK", "memlock unlimited, enough open files")
+    return Finding("limits", "LACKS" if facts.rdma_drivers and "memlock" in bad[0] else "WARN", "; ".join(bad))
+
+
+def _shm(facts: ImageFacts) -> Finding:
+    if facts.shm_bytes is None:
+        return Finding("/dev/shm", "LACKS", "not there: NCCL, Ray and SGLang need it")
+    said = f"{facts.shm_bytes / GIB:.2f} GiB"
+    if facts.shm_bytes >= _NEEDED_SHM:
+        return Finding("/dev/shm", "OK", said)
+    return Finding("/dev/shm", "LACKS" if facts.has_gpu_devices else "WARN", f"{said}: docker run --shm-size=16g")
+
+
+def _folders(facts: ImageFacts) -> Finding:
+    if not facts.unwritable:
+        return Finding("folders", "OK", f"HOME={facts.home} and the temporary folder can be written")
+    fix = "caches of Triton and flashinfer lie there; set HOME in [cluster.environment], or make the image writable"
+    return Finding("folders", "LACKS", f"cannot be written: {', '.join(facts.unwritable)}: {fix}")
+
+
+def _variables(facts: ImageFacts) -> Finding:
+    set_here = [name for name in _HARMFUL if facts.environment.get(name)]
+    if "CUDA_VISIBLE_DEVICES" in set_here and _shows_what_slurm_gave(facts.environment):
+        set_here.remove("CUDA_VISIBLE_DEVICES")
+    set_here += [
+        name
+        for name in facts.environment
+        if name.startswith(("NCCL_DEBUG_", "TORCH_NCCL_")) and facts.environment[name]
+    ]
+    if not set_here:
+        return Finding("variables", "OK", "none that change a run")
+    said = "; ".join(f"{name}={facts.environment[name]}: {_HARMFUL.get(name, 'changes NCCL')}" for name in set_here)
+    return Finding("variables", "WARN", said)
+
+
+def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES has as many entries as the job has GPUs here; Slurm sets both (man srun, GRES)."""
+    visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    given = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not given:
+        listed = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
+        given = str(len(listed.split(","))) if listed else ""
+    return given == str(len(visible))
+
+
+def _entrypoint(facts: ImageFacts) -> Finding:
+    if not facts.entrypoints:
+        return Finding("entrypoint", "OK", "none")
+    return Finding("entrypoint", "OK", f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot")

@@ -1,0 +1,92 @@
+"""Says what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu] [--te-for=SETTING,...]``
+
+Comes in: the image, and setup.cfg of the code beside this file. Goes out: a table or JSON on standard output, or in a
+file of its own, for what starts a container and its setup commands write there too; exit code
+0 when a run would work in it, 1 when something is lacking. Python 3.8 and later, nothing but its standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Sequence  # noqa: UP035
+
+from bootstrap.image.checks import Finding, check_image
+from bootstrap.image.facts import read_image
+from bootstrap.image.pins import Requirement, parse, python_required, requirements
+
+CODE = Path(__file__).resolve().parents[2]
+COMPILED = ("te",)
+ALWAYS = ("megatron-core",)  # of tools/no_deps.txt; the rest of it is what a GPU's stack brings by itself
+
+
+def wanted_packages(code: Path, *, cpu: bool = False, extras: Sequence[str] = ()) -> list[Requirement]:
+    """What a training node needs, by setup.cfg and tools/no_deps.txt."""
+    found = requirements((code / "setup.cfg").read_text(), ["cpu" if cpu else "gpu", *extras])
+    lines = map(parse, (code / "tools/no_deps.txt").read_text().splitlines())
+    return found + [one for one in lines if one is not None and one.bounds and (cpu or one.name in ALWAYS)]
+
+
+def compiled_packages(code: Path) -> list[Requirement]:
+    """What has to be compiled against the torch that is installed: the extras ``COMPILED`` of setup.cfg alone."""
+    text = (code / "setup.cfg").read_text()
+    always = requirements(text, [])
+    return [one for one in requirements(text, COMPILED) if one not in always]
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """A line for each finding, those of the worst level marked."""
+    width = max(len(finding.what) for finding in findings)
+    lines = [f"{finding.level:<6} {finding.what:<{width}}  {finding.said}" for finding in findings]
+    lacking = sum(finding.level == "LACKS" for finding in findings)
+    return "\n".join([*lines, f"{lacking} lacking" if lacking else "a run would work in this image"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does this image lack?")
+    parser.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to standard output")
+    parser.add_argument(
+        "--requirements", nargs="*", metavar="EXTRA", help="print what it should hold, with these extras, for pip"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="print what is compiled against torch, for pip --no-build-isolation"
+    )
+    parser.add_argument(
+        "--te-for", metavar="SETTING,...", default="", help="settings that need TransformerEngine: it must be there"
+    )
+    options = parser.parse_args(argv)
+    if not (CODE / "setup.cfg").is_file():
+        print(f"no setup.cfg in {CODE}, where the pins stand: call this from a checkout", file=sys.stderr)
+        return 2
+    if options.compiled:
+        print("\n".join(one.text for one in compiled_packages(CODE)))
+        return 0
+    if options.requirements is not None:
+        print("\n".join(one.text for one in wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)))
+        return 0
+    python = python_required((CODE / "setup.cfg").read_text())
+    facts = read_image({name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)})
+    findings = check_image(
+        facts,
+        python,
+        wanted_packages(CODE, cpu=options.cpu),
+        cpu=options.cpu,
+        compiled=compiled_packages(CODE),
+        te_reasons=[reason for reason in options.te_for.split(",") if reason],
+    )
+    text = json.dumps([finding.__dict__ for finding in findings], indent=1) if options.json else table(findings)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text + "\n")
+    return 1 if any(finding.level == "LACKS" for finding in findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Which interface, RDMA devices and variables a node uses: facts, pure rules, and one answer."""

@@ -1,0 +1,170 @@
+"""Network settings of one host, decided purely: which interface, which RDMA ports, which environment, and why.
+
+Comes in: facts of this host, the variables that the user or the site has set. Goes out: a ``Detection``. Nothing is
+read from the machine here. Settings are for one host: names of interfaces and devices differ between nodes of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootstrap.network.conflicts import Conflict, conflicts
+from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
+from bootstrap.network.rdma import RdmaChoice, choose_rdma
+from bootstrap.network.sockets import SocketChoice, choose_socket
+
+# What the user or a site sets for its fabric with one of these prefixes is listed with everything else. Traffic class,
+# timeouts, levels and the like: nothing on a host tells the right value, so none of them is ever set by detection.
+_FABRIC_PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "TP_", "FI_", "OFI_", "RDMAV_")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable's value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What was decided for one host."""
+
+    socket: SocketChoice
+    rdma: RdmaChoice
+    settings: Mapping[str, Setting]
+    conflicts: tuple[Conflict, ...] = ()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment to add."""
+        return {name: setting.value for name, setting in self.settings.items()}
+
+    @property
+    def rdma_env(self) -> dict[str, str]:
+        """The part of it that is not about the interface for sockets."""
+        about_sockets = socket_settings(self.socket.ifname, self.socket.ip)
+        return {name: value for name, value in self.env.items() if name not in about_sockets}
+
+    def describe(self) -> str:
+        """For people: the answer, every variable with its reason, the evidence, warnings."""
+        answer = self.to_document()
+        keys = ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index")
+        shown = {key: ", ".join(value) if isinstance(value := answer[key], list) else value for key in keys}
+        lines = [f"{key:<16}{value}" for key, value in shown.items()]
+        lines += [f"{name}={setting.value}  # {setting.reason}" for name, setting in self.settings.items()]
+        warnings = (*self.socket.warnings, *self.rdma.warnings)
+        remarks = [("why", answer["why"]), *(("warning", text) for text in warnings)]
+        return "\n".join([*lines, *(f"{what:<16}{text}" for what, text in remarks)])
+
+    @property
+    def conflict_lines(self) -> tuple[str, ...]:
+        """What is set and contradicted here, for the preflight."""
+        return tuple(map(str, self.conflicts))
+
+    def to_document(self) -> dict[str, object]:
+        """The public shape, ready for JSON."""
+        rdma = self.rdma
+        return {
+            "socket_ifname": self.socket.ifname,
+            "node_ip": self.socket.ip,
+            "rdma": rdma.kind,
+            "ib_hca": _names(rdma.ports),
+            # A device with one port in use and one dead is in use; the port's number in ``env`` tells which.
+            "ib_hca_exclude": [name for name in _names(rdma.excluded) if name not in _names(rdma.ports)],
+            "gid_index": rdma.gid_index,
+            "gid_index_per_hca": rdma.gid_index_per_hca,
+            "data_ifaces": list(rdma.data_ifnames),
+            "env": self.env,
+            "env_why": {name: setting.reason for name, setting in self.settings.items()},
+            "warnings": [*self.socket.warnings, *rdma.warnings],
+            "conflicts": list(self.conflict_lines),
+            "why": "; ".join((*self.socket.why, *rdma.why)),
+        }
+
+
+def detect(
+    facts: NetworkFacts,
+    *,
+    override: str | None = None,
+    connection_ip: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Detection:
+    """Decide for one host.
+
+    Args:
+        override: interface for sockets that the user named.
+        connection_ip: local address of the connection that reached the head; outranks all evidence but the user.
+        environ: variables set by the user or the site profile; they are kept, whatever the facts say.
+    """
+    sockets = choose_socket(facts, override, connection_ip)
+    rdma = choose_rdma(facts, sockets.ifname)
+    given = {name: value for name, value in (environ or {}).items() if value}
+    wanted = {**socket_settings(sockets.ifname, sockets.ip), **_rdma_settings(facts, rdma, sockets.ifname)}
+    settings = {name: setting for name, setting in wanted.items() if name not in given}
+    for name in sorted(given):
+        if name.startswith(_FABRIC_PREFIXES):
+            settings[name] = Setting(given[name], "set by the user or the site")
+    reasons = {name: (setting.value, setting.reason) for name, setting in wanted.items()}
+    found = conflicts(given, facts, ifname=sockets.ifname, rdma=rdma, wanted=reasons)
+    return Detection(sockets, rdma, settings, found)
+
+
+def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
+    """How each library is told to use ``ifname``.
+
+    Gloo and TensorPipe take a bare device name. NCCL, and NVSHMEM which copied its parser, take a prefix unless it
+    begins with ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a bare ``eth1`` would match ``eth10`` as well. Both look
+    for IPv4 first, so that a host with IPv6 only has to say so.
+    """
+    if not ifname:
+        return {}
+    settings = {
+        "GLOO_SOCKET_IFNAME": Setting(ifname, "Gloo takes one bare name"),
+        "TP_SOCKET_IFNAME": Setting(ifname, "TensorPipe takes one bare name"),
+        "NCCL_SOCKET_IFNAME": Setting(f"={ifname}", "NCCL takes a prefix unless told to match exactly"),
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(f"={ifname}", "NVSHMEM reads names as NCCL does"),
+    }
+    if ip and address_of(ip).version == 6:
+        settings["NCCL_SOCKET_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
+        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
+    return settings
+
+
+def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) -> dict[str, Setting]:
+    if rdma.kind in ("efa", "cxi"):
+        return {"FI_PROVIDER": Setting(rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP")}
+    if rdma.kind == "gpudirect-tcpx":
+        # Four data NICs are GPUDirect-TCPX, eight are its successor TCPXO (FasTrak), whose variables differ.
+        is_fastrak = len(rdma.data_ifnames) > 4
+        data = "NCCL_FASTRAK_IFNAME" if is_fastrak else "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"
+        settings = {data: Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")}
+        if ifname:
+            control = "NCCL_FASTRAK_CTRL_DEV" if is_fastrak else "NCCL_GPUDIRECTTCPX_CTRL_DEV"
+            settings[control] = Setting(ifname, "NIC for control messages")
+        return settings
+    if rdma.kind not in ("ib", "roce") or not rdma.ports:
+        return {}
+    settings = {}
+    active = {(port.name, port.port) for port in facts.rdma_ports if port.state == "ACTIVE"}
+    ports = ",".join(f"{port.name}:{port.port}" for port in rdma.ports)
+    if {(port.name, port.port) for port in rdma.ports} != active:
+        reason = f"not all active ports: {', '.join(_names(rdma.excluded))} left out"
+        settings["NCCL_IB_HCA"] = Setting(f"={ports}", reason)
+        settings["NVSHMEM_HCA_LIST"] = Setting(ports, reason)
+        # A list without an interface would leave UCX no TCP to fall back to.
+        settings["UCX_NET_DEVICES"] = Setting(f"{ports},{ifname}" if ifname else ports, reason)
+    if rdma.gid_is_seen and rdma.gid_index is not None:
+        settings["NVSHMEM_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NVSHMEM takes index 0 unless told")
+        if not _has_ipv4_gid(rdma):
+            settings["NCCL_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NCCL looks for an IPv4 GID; there is none")
+    return settings
+
+
+def _has_ipv4_gid(rdma: RdmaChoice) -> bool:
+    return any(address_of(gid.addr).version == 4 for port in rdma.ports for gid in port.gids)
+
+
+def _names(ports: tuple[RdmaPort, ...]) -> list[str]:
+    return list(dict.fromkeys(port.name for port in ports))

@@ -1,0 +1,46 @@
+"""RDMA ports whose network interface is in another network namespace: a host's, or that of another container.
+
+Comes in: facts, the ports that are left, how a port's link layer is told. Goes out: fewer ports, and warnings. RoCE
+finds its peers through an interface's addresses, so a port without one here serves whoever has it. SR-IOV shows this: a
+container sees all virtual functions under /sys/class/infiniband and has the interfaces of its own alone. Invariant:
+nothing is said where the list of interfaces may lack some, as in a pasted layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bootstrap.network.facts import NetworkFacts, RdmaPort
+from bootstrap.network.narrowing import Narrowing
+
+_WITHOUT_INTERFACE = {"erdma"}
+"""Drivers whose devices are functions of their own, which sysfs shows no interface of."""
+
+LinkLayer = Callable[[NetworkFacts, RdmaPort], str | None]
+
+
+def drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str], link_layer: LinkLayer) -> None:
+    """Leave out Ethernet ports that no interface here belongs to; keep all when that would leave none. Say both."""
+    if not facts.interfaces_complete:
+        return
+    away = [port for port in ports.left if link_layer(facts, port) == "Ethernet" and not _has_interface(facts, port)]
+    if not away:
+        return
+    where = "is in another network namespace (SR-IOV?) or is missing"
+    if len(away) < len(ports.left):
+        ports.keep(lambda port: port not in away, f"its interface {where}")
+        remedy = "left out; if they are this job's, give the container their interfaces or the host's network"
+    else:
+        remedy = "kept, for there are no others; RoCE may not connect: give the container the host's network"
+    warnings.append(f"RDMA ports whose network interface {where}: {_listed(away)}; {remedy}")
+
+
+def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
+    """Whether its interface is here, or one over it whose addresses stand in its GID table (a pod's macvlan)."""
+    if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
+        return True
+    return any(facts.owner(gid.addr) is not None for gid in port.gids)
+
+
+def _listed(ports: Sequence[RdmaPort]) -> str:
+    return ", ".join(f"{port.name} ({port.netdev})" if port.netdev else port.name for port in ports)

@@ -1,0 +1,157 @@
+"""Which interface reaches the other nodes: read off the connection that forms the cluster, never guessed by name.
+
+Comes in: the local address of an accepted connection. Goes out: the interface that owns it and the environment that
+makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ from node to node.
+
+``python -m bootstrap.network`` tells what would be decided on this host, or on the one that a file of facts describes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bootstrap.agent.files import write_atomic
+from bootstrap.agent.link import plain_ip
+from bootstrap.network.detect import Detection, detect, socket_settings
+from bootstrap.network.facts import FactsFileError, NetworkFacts, load_facts, parse_facts
+from bootstrap.network.host import read_document, read_host
+
+logger = logging.getLogger(__name__)
+
+# Ray replaces 127.0.0.1 and localhost by the address of some interface (ray.util.get_node_ip_address); the rest of
+# 127/8 is loopback just as well and is left alone, so a one-node cluster can stay off the network.
+LOOPBACK_IP = "127.0.0.2"
+LOOPBACK_IFNAME = "lo"
+
+
+class NetworkError(Exception):
+    """An address or an interface is not what it has to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One address of this machine, IPv4 or IPv6 (without a zone)."""
+
+    ifname: str
+    ip: str
+
+
+def local_addresses() -> tuple[Address, ...]:
+    """Addresses of all interfaces that are up: IPv4 first, which is what is used where there are both.
+
+    An address with a label (``eth0:1``) is listed under it, for Gloo and NCCL know it by no other name.
+    """
+    up = {ifname for ifname, stats in psutil.net_if_stats().items() if stats.isup}
+    return tuple(
+        Address(label, plain_ip(address.address))
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for label, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == family and label.partition(":")[0] in up
+    )
+
+
+def reachable_addresses(addresses: Iterable[Address]) -> tuple[Address, ...]:
+    """Those that another machine might reach: neither loopback nor link-local."""
+
+    def may_be_reached(address: Address) -> bool:
+        ip = ipaddress.ip_address(address.ip)
+        return not ip.is_loopback and not ip.is_link_local
+
+    return tuple(address for address in addresses if may_be_reached(address))
+
+
+def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
+    """The interface that owns ``ip``.
+
+    Raises:
+        NetworkError: none does, for instance behind address translation; names those there are.
+    """
+    known = tuple(addresses)
+    if ipaddress.ip_address(ip).is_loopback:
+        return LOOPBACK_IFNAME
+    for address in known:
+        if address.ip == ip:
+            return address.ifname
+    listed = ", ".join(f"{address.ifname}={address.ip}" for address in known)
+    raise NetworkError(f"no interface owns {ip} (there are: {listed}); name the right one with --socket-ifname")
+
+
+def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
+    """The first address of an interface that the user named.
+
+    Raises:
+        NetworkError: there is no such interface with an address; names those there are.
+    """
+    known = tuple(addresses)
+    for address in known:
+        zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local  # means nothing to others
+        if address.ifname == ifname and not zoned:
+            return address.ip
+    listed = ", ".join(sorted({address.ifname for address in known}))
+    raise NetworkError(f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})")
+
+
+def socket_environment(ifname: str, environ: Mapping[str, str], ip: str) -> dict[str, str]:
+    """What to add to ``environ`` so that collectives use ``ip`` on ``ifname``; what the user has set is left alone."""
+    wanted = socket_settings(ifname, ip)
+    return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
+
+
+def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+    """This host's network, and what is decided for it now that the nodes have met at ``ip`` on ``ifname``."""
+    facts = read_host()
+    # Of 127/8 the interface holds but one address, and behind a named interface there may be none.
+    met_at = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
+    return facts, detect(facts, **met_at, environ=os.environ)
+
+
+def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+    """``network_here``, with the decision in the log and a warning for each contradiction."""
+    facts, found = network_here(ifname, ip)
+    logger.info("network of this node\n%s", found.describe())
+    for conflict in found.conflicts:
+        logger.warning("network of this node: %s", conflict)
+    return facts, found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what is decided; 2 when the facts cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.network", description="Network settings of one host.")
+    parser.add_argument("--facts", type=Path, help="facts of another host (YAML or JSON); this host unless given")
+    parser.add_argument("--save", type=Path, help="write this host's facts there, to send them with a bug report")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--socket-ifname", help="interface for sockets; outranks all evidence")
+    parser.add_argument("--connection-ip", help="local address of a connection that reached the head")
+    options = parser.parse_args(argv)
+    if options.facts and options.save:
+        parser.error("--save writes the facts of this host: leave out --facts")
+    try:
+        document = None if options.facts else read_document(ask_names=True)
+        facts = parse_facts(document) if document is not None else load_facts(options.facts)
+    except FactsFileError as error:
+        parser.error(str(error))
+    if options.save:
+        write_atomic(options.save, json.dumps(document, indent=2) + "\n")
+    environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
+    found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
+    if options.json:
+        print(json.dumps(found.to_document()))
+    else:
+        print("\n".join([found.describe(), *(f"{'conflict':<16}{one}" for one in found.conflicts)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

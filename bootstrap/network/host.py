@@ -1,0 +1,298 @@
+"""This host's network facts, as a document of the schema ``netlayout/1``: what ``--save`` writes and detection reads.
+
+Comes in: sysfs and procfs (of ``root``, so that tests can bring their own), addresses from psutil. Goes out:
+a mapping that JSON can hold. Nothing is decided here. What the kernel does not tell is None.
+"""
+
+from __future__ import annotations
+
+import array
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bootstrap.network.facts import SCHEMA, NetworkFacts, parse_facts
+
+_ARP_TYPES = {
+    "1": "ether",
+    "32": "infiniband",
+    "772": "loopback",
+    "65534": "tun",
+    "768": "tun",
+    "769": "tun",
+    "776": "tun",
+    "512": "tun",
+    "778": "tun",
+    "823": "tun",
+}
+_DEVTYPES = {
+    "bond": "bond",
+    "bridge": "bridge",
+    "vlan": "vlan",
+    "vxlan": "vxlan",
+    "wireguard": "tun",
+    "geneve": "vxlan",
+}
+_GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
+_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D controller, other display, processing accelerator
+_NVIDIA_VGA = ("0x10de", "0x0300")
+_INFINIBAND_CONTROLLER = "0x0207"
+_MAX_GIDS = 256
+_SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
+_LIBRARY_FOLDERS = (
+    "usr/lib",
+    "usr/lib64",
+    "lib64",
+    "usr/local/lib",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+)
+
+
+def read_host() -> NetworkFacts:
+    """Facts of this host, without asking a name service (which may hang)."""
+    return parse_facts(read_document())
+
+
+def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[str, Any]:
+    """Facts of a host in the public schema.
+
+    Args:
+        ask_names: look up the host's own name, for the address under which others know it.
+    """
+    interfaces = [_interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)]
+    devices = read_rdma_devices(root)
+    gpus = [gpu for path in sorted(_entries(root / "sys/bus/pci/devices")) if (gpu := _gpu(path))]
+    known = own_address(interfaces) if ask_names else None
+    return {
+        "schema": SCHEMA,
+        "vantage": "container" if (root / ".dockerenv").exists() else "host",
+        "listing_order": "ifindex",
+        "interfaces_complete": True,
+        "gpus": {"count": len(gpus) or None, "devices": gpus},
+        "interfaces": interfaces,
+        "default_route": {"iface": default_route(root), "basis": "quoted"},
+        "rdma_devices": devices,
+        "provider_hints": list(_hints(root, has_rdma=bool(devices))),
+        "peers": {"slurm_addr": known},
+    }
+
+
+def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
+    """Every port of every RDMA device, as rows of ``rdma_devices``."""
+    return [row for path in sorted(_entries(root / "sys/class/infiniband")) for row in _ports(path)]
+
+
+def default_route(root: Path = Path("/")) -> str | None:
+    """Interface of the default route with the lowest metric; IPv4 before IPv6, as procfs lists them."""
+    routes: list[tuple[int, str]] = []
+    for line in _text(root / "proc/net/route").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & 1:
+            routes.append((int(fields[6]), fields[0]))
+    if not routes:
+        for line in _text(root / "proc/net/ipv6_route").splitlines():
+            fields = line.split()
+            if len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00" and fields[9] != "lo":
+                routes.append((int(fields[5], 16), fields[9]))
+    return min(routes, key=lambda route: route[0])[1] if routes else None  # of equals the kernel takes the first
+
+
+def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
+    """The address behind this host's name, when an interface holds it and it is none of 127/8."""
+    names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
+    held = {text.split("/")[0] for row in interfaces for key in ("ipv4", "ipv6") for text in row[key] or ()}
+    for name in names:
+        with suppress(OSError):
+            for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+                ip = str(address[0]).split("%")[0]
+                if ip in held and not ipaddress.ip_address(ip).is_loopback:
+                    return ip
+    return None
+
+
+def _interface(path: Path) -> dict[str, Any]:
+    name, device = path.name, path / "device"
+    ipv4, ipv6 = _addresses(name)
+    speed = _number(path / "speed")
+    state, kind = _text(path / "operstate"), _type(path)
+    driver = _link(device / "driver")
+    if driver is None and path.parent == Path("/sys/class/net"):
+        driver = driver_without_device(name)
+    lower = [link.name.removeprefix("lower_") for link in path.glob("lower_*")]
+    if state not in ("up", "down"):  # tunnels and loopback have no carrier to speak of: their flag is what counts
+        state = "up" if (_number(path / "flags", 16) or 0) & 1 else "down"
+    return {
+        "name": name,
+        "type": kind,
+        "state": state,
+        "ipv4": ipv4,
+        "ipv6": ipv6,
+        "mtu": _number(path / "mtu"),
+        "speed_mbps": speed if speed and 0 < speed < 2**31 else None,
+        "driver": driver,
+        "pci": _link(device) if re.fullmatch(r"[0-9a-f:.]+", _link(device) or "-") else None,
+        "master": _link(path / "master"),
+        "parent": lower[0] if len(lower) == 1 and kind not in ("bond", "bridge") else None,
+        "sriov_vf": (device / "physfn").exists(),
+    }
+
+
+def driver_without_device(name: str) -> str | None:
+    """The kernel's word for an interface behind which there is no hardware: ``openvswitch``, ``vrf``, ``macvlan``.
+
+    sysfs shows none for those. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in 32 bytes.
+    """
+    answer = array.array("B", struct.pack("I", _ETHTOOL_GDRVINFO) + bytes(_DRVINFO_BYTES - 4))
+    request = struct.pack("16sP", name.encode(), answer.buffer_info()[0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        ioctl(asking, _SIOCETHTOOL, request)
+        return answer.tobytes()[4:36].partition(b"\0")[0].decode(errors="replace") or None
+    return None
+
+
+def _type(path: Path) -> str:
+    if (path / "bridge").exists():
+        return "bridge"
+    if (path / "bonding").exists():
+        return "bond"
+    if (path / "tun_flags").exists():
+        return "tun"
+    devtype = re.search(r"^DEVTYPE=(\w+)", _text(path / "uevent"), re.MULTILINE)
+    if devtype and devtype[1] in _DEVTYPES:
+        return _DEVTYPES[devtype[1]]
+    by_arp = _ARP_TYPES.get(_text(path / "type"), "ether")
+    if by_arp == "ether" and not (path / "device").exists() and not devtype:
+        if lower := list(path.glob("lower_*")):  # a team, to which the kernel gives no folder; else a macvlan
+            return "bond" if any((link / "master").exists() for link in lower) else "ether"
+        # No hardware: a veth names its other end as lower link, the rest (dummy, ifb) itself.
+        return "dummy" if _text(path / "iflink") == _text(path / "ifindex") else "veth"
+    return by_arp
+
+
+def _addresses(name: str) -> tuple[list[str], list[str]]:
+    """IPv4 and IPv6 addresses with prefix length, those with a label of their own (``eth0:1``) among them."""
+    ipv4, ipv6 = [], []
+    by_label = psutil.net_if_addrs()
+    for address in (one for label in by_label if label.partition(":")[0] == name for one in by_label[label]):
+        if address.family == socket.AF_INET:
+            prefix = ipaddress.ip_network(f"0.0.0.0/{address.netmask or '255.255.255.255'}").prefixlen
+            ipv4.append(f"{address.address}/{prefix}")
+        elif address.family == socket.AF_INET6:
+            mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else 2**128 - 1
+            ipv6.append(f"{address.address.split('%')[0]}/{mask.bit_count()}")
+    return ipv4, ipv6
+
+
+def _ports(device: Path) -> list[dict[str, Any]]:
+    hardware = device / "device"
+    numa = _number(hardware / "numa_node")
+    common = {
+        "driver": _link(hardware / "driver"),
+        "pci": _link(hardware),
+        "pci_path": _pci_path(hardware),
+        "numa": numa if numa is not None and numa >= 0 else None,
+        "sriov_vf": (hardware / "physfn").exists(),
+    }
+    return [
+        {"name": device.name, "port": int(port.name), **_port(port, hardware), **common}
+        for port in sorted(_entries(device / "ports"))
+    ]
+
+
+def _port(port: Path, hardware: Path) -> dict[str, Any]:
+    rate = re.match(r"[\d.]+", _text(port / "rate"))
+    layer = _text(port / "link_layer")
+    netdev = _text(port / "gid_attrs/ndevs/0")
+    if not netdev:
+        beside = [
+            path for path in _entries(hardware / "net") if (_number(path / "dev_port") or 0) + 1 == int(port.name)
+        ]
+        netdev = min((path.name for path in beside), default="")
+    return {
+        "state": "ACTIVE" if _text(port / "state").endswith("ACTIVE") else "DOWN",
+        "link_layer": layer if layer in ("InfiniBand", "Ethernet") else None,
+        "rate_gbps": float(rate[0]) if rate else None,
+        "netdev": netdev or None,
+        "gids": _gids(port) if layer == "Ethernet" else [],
+    }
+
+
+def _gids(port: Path) -> list[dict[str, Any]]:
+    """Rows in use whose interface is in this network namespace (in a pod the table also shows those of the host)."""
+    rows = []
+    for index in range(_MAX_GIDS):
+        if not (text := _text(port / f"gids/{index}")):
+            break
+        address = ipaddress.IPv6Address(text)
+        if int(address) and _text(port / f"gid_attrs/ndevs/{index}"):
+            kind = "RoCE_v2" if "v2" in _text(port / f"gid_attrs/types/{index}") else "RoCE_v1"
+            shown = f"::ffff:{address.ipv4_mapped}" if address.ipv4_mapped else str(address)
+            rows.append({"index": index, "type": kind, "addr": shown})
+    return rows
+
+
+def _gpu(path: Path) -> dict[str, Any] | None:
+    vendor, kind = _text(path / "vendor"), _text(path / "class")
+    if not (vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES)) and (vendor, kind[:6]) != _NVIDIA_VGA:
+        return None
+    numa = _number(path / "numa_node")
+    return {"numa": numa if numa is not None and numa >= 0 else None, "pci_path": _pci_path(path)}
+
+
+def _hints(root: Path, *, has_rdma: bool) -> Iterable[str]:
+    """What is no interface and no port, but tells about the fabric."""
+    if _entries(root / "sys/class/cxi"):
+        yield "libfabric provider cxi (class cxi)"
+    pci = _entries(root / "sys/bus/pci/devices")
+    if not has_rdma and any(_text(path / "class").startswith(_INFINIBAND_CONTROLLER) for path in pci):
+        yield "no RDMA device although there is an InfiniBand controller: is a kernel module such as mlx5_ib missing?"
+    if has_rdma:
+        folders = [root / folder for folder in _LIBRARY_FOLDERS]
+        if not any(True for folder in folders for _ in folder.glob("libibverbs.so*")):
+            yield "no libibverbs in the usual folders: NCCL would fall back to sockets"
+        if not (root / "dev/infiniband").exists():
+            yield "no /dev/infiniband: the container was given no RDMA devices"
+
+
+def _pci_path(device: Path) -> list[str]:
+    """PCI addresses from the root port down to the device."""
+    return re.findall(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", os.path.realpath(device))
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def _ifindex(path: Path) -> int:
+    return _number(path / "ifindex") or 0
+
+
+def _link(path: Path) -> str | None:
+    return path.resolve().name if path.exists() else None
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty where there is none or the kernel refuses (an unused GID's type, a dead link's speed)."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(path: Path, base: int = 10) -> int | None:
+    with suppress(ValueError):
+        return int(_text(path), base)
+    return None

@@ -1,0 +1,400 @@
+"""Which RDMA ports carry the collectives: kind, set of devices, GID index.
+
+Comes in: facts and the interface that sockets use. Goes out: the choice, reasons, warnings. Invariants: the set never
+mixes InfiniBand and Ethernet ports; a piece of evidence that would leave no port is passed over; names of devices
+decide nothing (a name's stem only helps to tell two groups apart that the number of GPUs has already told apart).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from bootstrap.network.elsewhere import drop_elsewhere
+from bootstrap.network.facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
+from bootstrap.network.narrowing import Narrowing
+
+# Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
+_ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
+# GPUDirect-TCPX: four NICs for the data of eight GPUs beside the one for everything else (Google's A3 High).
+_NUM_TCPX_DATA_NICS = 4
+# The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
+_FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
+
+_TCPX_REMARK = re.compile(r"tcpxo?\b|fastrak", re.IGNORECASE)
+# Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
+# rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
+_NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
+_NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
+
+_DENIAL = re.compile(r"\b(no|not|without|missing|lacks?|mismatch|fails?|failed|cannot|absent|only)\b", re.IGNORECASE)
+_RDMA_REMARK = re.compile(r"\b(roce|gib|mlx[45]|rdma|bnxt_re|irdma|erdma)\b", re.IGNORECASE)
+_ABSENCE = re.compile(r"\b(no|not|without|missing|cannot|absent)\b", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class RdmaChoice:
+    """Kind and ports; ``gid_index`` is one for all ports or None, ``gid_is_seen`` whether a table shows it."""
+
+    kind: str = "none"
+    ports: tuple[RdmaPort, ...] = ()
+    excluded: tuple[RdmaPort, ...] = ()
+    gid_index: int | None = None
+    gid_index_per_hca: dict[str, int] = field(default_factory=dict)
+    gid_is_seen: bool = False
+    data_ifnames: tuple[str, ...] = ()
+    why: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
+    """Kind, ports and GID index for the collectives of this host."""
+    choice = RdmaChoice()
+    choice.warnings += [f"the host says: {hint}" for hint in facts.hints if _DENIAL.search(hint)]
+    choice.kind = _provider_kind(facts, choice)
+    if choice.kind == "gpudirect-tcpx":
+        choice.data_ifnames = tuple(sorted(one.name for one in _gvnics(facts) if one.name != socket_ifname))
+    elif choice.kind == "none":
+        if facts.rdma_ports:
+            _choose_ports(facts, socket_ifname, choice)
+        else:
+            _judge_without_ports(facts, choice)
+    if choice.kind == "roce":
+        _choose_gid(facts, choice)
+    return choice
+
+
+def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
+    """Fabrics that are reached through a plug-in of NCCL and not through verbs; ``none`` where there is none."""
+    drivers = {one.driver for one in facts.interfaces} | {one.driver for one in facts.rdma_ports}
+
+    def hinted(pattern: str) -> bool:
+        return any(re.search(pattern, hint, re.IGNORECASE) and not _denies(hint, pattern) for hint in facts.hints)
+
+    def named(provider: str) -> bool:
+        unknown = [port for port in facts.rdma_ports if port.driver is None and link_layer(facts, port) is None]
+        return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
+
+    if "efa" in drivers or named("efa") or hinted(r"\befa(?![a-z])"):
+        choice.why.append("efa: driver or libfabric provider efa (NCCL reaches it through libfabric, not verbs)")
+        return "efa"
+    if any(str(driver).startswith("cxi") for driver in drivers) or named("cxi") or hinted(r"\bcxi\d*\b|\bslingshot\b"):
+        choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
+        return "cxi"
+    gvnics, is_said = _gvnics(facts), hinted(_TCPX_REMARK.pattern)
+    # Without the plug-in more than four are NICs like others; its remark is needed to tell (A3 Mega).
+    is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (is_said and len(gvnics) > 1)
+    if is_tcpx and facts.num_gpus and not facts.rdma_ports:
+        choice.why.append(f"gpudirect-tcpx: {len(gvnics)} gVNICs, all but one for the data of the GPUs")
+        return "gpudirect-tcpx"
+    return "none"
+
+
+def _denies(hint: str, pattern: str) -> bool:
+    before = rf"\b(no|not|without)\b[^,;:.]{{0,20}}(?:{pattern})"
+    after = rf"(?:{pattern})[^,;:.]{{0,20}}\b(not|absent|missing)\b"
+    return re.search(f"{before}|{after}", hint, re.IGNORECASE) is not None
+
+
+def _gvnics(facts: NetworkFacts) -> list[Interface]:
+    wires = [one for one in facts.interfaces if one.state != "down" and one.type == "ether"]
+    if any(one.driver for one in wires):
+        return [one for one in wires if one.driver == "gve"]
+    said = any(_TCPX_REMARK.search(hint) for hint in facts.hints)
+    return wires if said else []
+
+
+def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
+    """No device is listed: interfaces and remarks may still show that there are some."""
+    if any(one.type == "infiniband" for one in facts.interfaces):
+        choice.kind = "ib"
+        choice.why.append("ib: there are InfiniBand interfaces")
+    elif any(_RDMA_REMARK.search(hint) and not _ABSENCE.search(hint) for hint in facts.hints):
+        choice.kind = "roce"
+        choice.why.append("roce: remarks speak of RDMA devices, and every interface is Ethernet")
+    if choice.kind != "none":
+        choice.warnings.append("no RDMA device is listed, so that NCCL chooses among them by itself")
+    else:
+        choice.why.append("none: no RDMA device")
+
+
+def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaChoice) -> None:
+    ports: Narrowing[RdmaPort] = Narrowing(facts.rdma_ports, choice.why)
+    if all(_is_accelerated_networking(facts, port) for port in facts.rdma_ports):
+        choice.excluded = facts.rdma_ports
+        choice.why.append("none: the only RDMA port is that of Hyper-V's accelerated networking")
+        return
+    if all(port.state == "DOWN" for port in facts.rdma_ports):
+        choice.excluded = facts.rdma_ports
+        choice.warnings.append(f"all RDMA ports are down: {', '.join(port.name for port in facts.rdma_ports)}")
+        return
+    ports.keep(lambda port: port.state != "DOWN", "port is down")
+    ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
+    ports.keep(lambda port: not _is_accelerated_networking(facts, port), "Hyper-V's accelerated networking, not RDMA")
+    drop_elsewhere(facts, ports, choice.warnings, link_layer)
+    _drop_virtual_functions(facts, ports)
+    _drop_front_end(facts, ports)
+    _keep_one_link_layer(facts, ports)
+    _keep_one_rate(ports)
+    _drop_front_end_bond(facts, ports)
+    _keep_same_fabric(facts, ports, socket_ifname)
+    _keep_near_gpus(facts.gpus, ports)
+    _settle_surplus(facts, ports, socket_ifname)
+    choice.ports = tuple(ports.left)
+    choice.excluded = tuple(port for port in facts.rdma_ports if port not in choice.ports)
+    layers = {link_layer(facts, port) for port in choice.ports}
+    choice.kind = "ib" if layers == {"InfiniBand"} else "roce"
+    choice.why.append(f"{choice.kind}: {', '.join(port.name for port in choice.ports)}")
+    if layers == {None}:
+        choice.warnings.append("the link layer of the RDMA ports is not known; taken as Ethernet")
+    if down := [port.name for port in facts.rdma_ports if port.state == "DOWN"]:
+        choice.warnings.append(f"RDMA ports that are down: {', '.join(down)} (a rail on every node, or a broken link?)")
+    num_gpus, num_ports = facts.num_gpus or 1, len(choice.ports)
+    if num_gpus % num_ports and num_ports % num_gpus:
+        choice.warnings.append(f"{num_ports} RDMA ports for {num_gpus} GPUs: is the set complete?")
+
+
+def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
+    """Whether the port is that of the function below a virtual machine's synthetic NIC, which only speeds that up."""
+    netdev = facts.interface(port.netdev)
+    above = facts.interface(netdev.master) if netdev is not None else None
+    return above is not None and above.driver == "hv_netvsc"
+
+
+def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
+    """InfiniBand or Ethernet as the port says, or as its GIDs, its netdev or its rate tell; None when nothing does."""
+    if port.link_layer in ("InfiniBand", "Ethernet"):
+        return port.link_layer
+    if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
+        return "Ethernet"
+    netdev = facts.interface(port.netdev)
+    if netdev is not None:
+        return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
+    if port.rate_gbps in _ETHERNET_ONLY_GBPS:
+        return "Ethernet"
+    return next((layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None)
+
+
+def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+    """A container that was given virtual functions may see its host's physical ports, but not their interfaces.
+
+    In a virtual machine the rails may be virtual functions beside a front end of the other link layer that is none.
+    """
+    here = [port for port in ports.left if facts.interface(port.netdev) is not None]
+    if here and all(port.sriov_vf for port in here):
+        ports.keep(lambda port: port in here or port.sriov_vf, "its interface is not here, unlike virtual functions'")
+    else:
+        physical = {link_layer(facts, port) for port in ports.left if not port.sriov_vf}
+        ports.keep(
+            lambda port: not port.sriov_vf or not physical & {link_layer(facts, port), None},
+            "virtual function beside physical ones",
+        )
+
+
+def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+    """Not the port of the default route, unless it is the best there is or the GPUs need it for each to have one."""
+    way_out = facts.below(facts.default_route)
+    # A cluster may have IPoIB and nothing else to route over; its rails are no less rails for that.
+    front = [port for port in ports.left if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"]
+    rest = [port for port in ports.left if port not in front]
+    is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
+    out = facts.interface(facts.default_route)
+    # Of several ways out into a routed fabric, all alike and without addresses of their own, one is shown.
+    is_one_of_many = out is not None and not out.is_unlisted and not out.routable
+    if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
+        ports.keep(lambda port: port not in front, f"the default route leaves through it ({facts.default_route})")
+
+
+def _is_needed_for_gpus(num_gpus: int | None, front: Sequence[RdmaPort], rest: Sequence[RdmaPort]) -> bool:
+    """Whether the GPUs can be shared out evenly among all ports, and not among those that would be left."""
+    if not num_gpus or not front or not rest:
+        return False
+    count = len(front) + len(rest)
+    is_even = num_gpus % count == 0 and num_gpus % len(rest) != 0 and _rate(front) in (0, _rate(rest))
+    return count == num_gpus or is_even
+
+
+def _rate(ports: Sequence[RdmaPort]) -> float:
+    return max((port.rate_gbps or 0 for port in ports), default=0)
+
+
+def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+    """One link layer: the one with the most bandwidth, or the only one with a port for each GPU, or InfiniBand."""
+    found = {port.name: link_layer(facts, port) for port in ports.left}
+    if "InfiniBand" not in found.values():
+        return  # Ethernet, or not known; nothing speaks of two kinds
+    layers = {layer: [port for port in ports.left if found[port.name] == layer] for layer in ("InfiniBand", "Ethernet")}
+    present = {layer: group for layer, group in layers.items() if group}
+
+    def claim(layer: str) -> tuple[float, bool, bool]:
+        known = all(port.rate_gbps for group in present.values() for port in group)
+        bandwidth = sum(port.rate_gbps or 0 for port in present[layer]) if known else 0.0
+        return bandwidth, len(present[layer]) == facts.num_gpus, layer == "InfiniBand"
+
+    best = max(present, key=claim)
+    ports.keep(lambda port: port in present[best], f"not {best}; NCCL cannot use both link layers at once")
+
+
+def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
+    """The rate that has the most bandwidth in all; ports of unknown rate go when fewer than those of that rate."""
+    counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
+    if not counts:
+        return
+    best = max(counts, key=lambda rate: (rate * counts[rate], rate))
+    unknown = sum(port.rate_gbps is None for port in ports.left)
+    if unknown <= counts[best]:
+        ports.keep(lambda port: port.rate_gbps == best, f"not one of the {counts[best]} ports of {best:g} Gb/s")
+    else:
+        ports.keep(lambda port: port.rate_gbps in (best, None), f"not {best:g} Gb/s")
+
+
+def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+    """A bonded pair among single ports is the front end; where most are bonded, bonds are the rails."""
+
+    def is_bonded(port: RdmaPort) -> bool:
+        netdev = facts.interface(port.netdev)
+        above = facts.interface(netdev.master) if netdev is not None else None
+        return "bond" in {getattr(netdev, "type", None), getattr(above, "type", None)}
+
+    num_bonded = sum(map(is_bonded, ports.left))
+    if 2 * num_bonded != len(ports.left):
+        bonds_are_rails = 2 * num_bonded > len(ports.left)
+        ports.keep(lambda port: is_bonded(port) == bonds_are_rails, "bonded, or not, unlike the majority")
+
+
+def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
+    """Where the nodes meet over an RDMA port, others belong to its fabric only if their addresses fit its plan.
+
+    When those that do not fit are the majority and fit each other, they are the rails and the meeting place is not.
+    """
+    meeting = facts.interface(socket_ifname)
+    if meeting is None or not any(port.netdev == meeting.name for port in ports.left):
+        return
+    fitting = [port for port in ports.left if _fits(meeting, facts.interface(port.netdev))]
+    others = [facts.interface(port.netdev) for port in ports.left if port not in fitting]
+    rails = [one for one in others if one is not None and one.routable and _fits(others[0], one)]
+    if len(fitting) < len(others) == len(rails):
+        ports.keep(lambda port: port not in fitting, f"the other ports are rails of their own, {meeting.name} is not")
+        return
+    ports.keep(lambda port: port in fitting, f"its address does not fit the fabric of {meeting.name}, where nodes meet")
+
+
+def _fits(one: Interface | None, other: Interface | None) -> bool:
+    """Whether both may belong to one address plan: sister networks of a /16 (/48), or one host part on every rail."""
+    if one is None or other is None or other is one or not other.addresses or not one.routable:
+        return True
+    shift, host_part = {4: 16, 6: 80}, {4: 0xFF, 6: 0xFFFF}
+    pairs = [(address_of(a), address_of(b)) for a in one.routable for b in other.routable]
+    return any(
+        int(a) >> shift[a.version] == int(b) >> shift[a.version] or not (int(a) ^ int(b)) & host_part[a.version]
+        for a, b in pairs
+        if a.version == b.version
+    )
+
+
+def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
+    """Ports behind a PCIe switch that also has a GPU, once every GPU has one; else ports on NUMA nodes with GPUs."""
+    paths = [gpu.pci_path for gpu in gpus]
+    if paths and all(paths) and all(port.pci_path for port in ports.left):
+        near = {index: {p.name for p in ports.left if _share_a_switch(path, p)} for index, path in enumerate(paths)}
+        if all(near.values()):
+            ports.keep(lambda port: any(port.name in names for names in near.values()), "shares no switch with a GPU")
+            return
+    nodes = {gpu.numa for gpu in gpus}
+    if nodes and None not in nodes and nodes <= {port.numa for port in ports.left}:
+        ports.keep(lambda port: port.numa is None or port.numa in nodes, "its NUMA node has no GPU")
+
+
+def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
+    """Whether both paths go on together below the root port, which is the first element."""
+    return len(gpu_path) > 1 and len(port.pci_path) > 1 and gpu_path[:2] == port.pci_path[:2]
+
+
+def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
+    """More ports than GPUs, but not twice as many: the group of like ports that has one (or two) for each GPU.
+
+    Storage and management ports of the same kind and rate show up here; what tells them apart differs by machine.
+    """
+    num_gpus, count = facts.num_gpus, len(ports.left)
+    if not num_gpus or num_gpus < 2 or count <= num_gpus or count % num_gpus == 0:
+        return
+    functions = Counter(_card(port) for port in facts.rdma_ports)  # also those that were ruled out
+    netdevs = {port.name: facts.interface(port.netdev) for port in ports.left}
+    properties: dict[str, Callable[[RdmaPort], Hashable]] = {
+        "number of ports of its card": lambda port: functions[_card(port)] if port.pci else None,
+        "driver": lambda port: port.driver,
+        "being where nodes meet": lambda port: port.netdev is not None and port.netdev == socket_ifname,
+        "having an interface": lambda port: port.netdev is not None,
+        "bond or bridge above": lambda port: getattr(netdevs[port.name], "master", None),
+        "state of its interface": lambda port: getattr(netdevs[port.name], "state", None),
+        "addresses": lambda port: bool(one.routable) if (one := netdevs[port.name]) else None,
+        "MTU": lambda port: getattr(netdevs[port.name], "mtu", None),
+        "kind of interface name": lambda port: re.sub(r"\d.*", "", port.netdev or ""),
+        "kind of device name": lambda port: re.sub(r"\d.*", "", port.name),
+    }
+    for wanted in (num_gpus, 2 * num_gpus):
+        for what, value_of in properties.items():
+            sizes = Counter(value_of(port) for port in ports.left)
+            fitting = [value for value, size in sizes.items() if size == wanted]
+            if len(fitting) == 1:
+                ports.keep(
+                    lambda port: value_of(port) == fitting[0],  # noqa: B023 (called before the loop goes on)
+                    f"differs in {what} from the {wanted} ports that fit the {num_gpus} GPUs",
+                )
+                return
+
+
+def _card(port: RdmaPort) -> str:
+    return (port.pci or port.name).rpartition(".")[0] or port.name
+
+
+def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
+    seen = {port.name: index for port in choice.ports if (index := _gid_of(facts, port)) is not None}
+    choice.gid_is_seen = bool(seen)
+    if old := [port.name for port in choice.ports if port.gids and not any(map(_is_v2, port.gids))]:
+        choice.warnings.append(f"no RoCE v2 GID on {', '.join(old)}: its v1 cannot be routed")
+    if seen:
+        choice.gid_index_per_hca = seen
+        if len(set(seen.values())) == 1:
+            choice.gid_index = next(iter(seen.values()))
+            choice.why.append(f"GID index {choice.gid_index}: RoCE v2 in the GID table")
+        else:
+            listed = ", ".join(f"{name} {index}" for name, index in seen.items())
+            choice.warnings.append(f"the GID index differs by device ({listed}): no single NCCL_IB_GID_INDEX is right")
+        return
+    tables = [_filling(facts, port) for port in choice.ports]
+    only_link_local = (
+        bool(tables) and all(tables) and not any(one.is_unlisted or one.routable for table in tables for one in table)
+    )
+    choice.gid_index = _LINK_LOCAL_ROCE_V2 if only_link_local else _FIRST_ADDRESS_ROCE_V2
+    choice.why.append(
+        f"GID index {choice.gid_index}: no GID table is listed; where the kernel puts the first RoCE v2 GID"
+    )
+
+
+def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
+    """Interfaces whose addresses the kernel puts into the port's table: its own, a bond's over it, VLANs on those."""
+    own = facts.interface(port.netdev)
+    if own is None:
+        return ()
+    above = tuple(one for one in facts.above(own.name) if one.type != "bridge")
+    return tuple(one for one in (own, *above) if one.master is None or one.addresses)  # a bond speaks for its members
+
+
+def _gid_of(facts: NetworkFacts, port: RdmaPort) -> int | None:
+    """RoCE v2: IPv4 before IPv6 before link-local, then an address that its interface has now, then the index."""
+    own = {address_of(text) for one in _filling(facts, port) for text in one.addresses}
+
+    def rank(index: int, addr: str) -> tuple[bool, bool, bool, int]:
+        address = address_of(addr)
+        return address.is_link_local, address.version != 4, bool(own) and address not in own, index
+
+    # RoCE_v2, RoCE v2, v2; a device that speaks nothing but RoCE v1 has no such row.
+    usable = [gid for gid in port.gids if _is_v2(gid)] or port.gids
+    return min((rank(gid.index, gid.addr) for gid in usable), default=(0, 0, 0, None))[-1]
+
+
+def _is_v2(gid: Gid) -> bool:
+    return gid.type.upper().endswith("V2")

@@ -1,0 +1,226 @@
+"""Which interface sockets use: the one over which the nodes of the job reach each other.
+
+Comes in: facts, and what is known better than any fact (the user's word, the connection that reached the head). Goes
+out: interface, address, reasons, warnings. Evidence in order: the user, the connection, the address under which Slurm
+knows the node, the route to a peer, the default route, then what makes an interface likely (addresses, wire, rate).
+Names decide nothing but the last tie, so that the answer does not hang on the order of a listing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from bootstrap.network.facts import Interface, NetworkFacts, address_of, network_of
+from bootstrap.network.narrowing import Narrowing
+
+# A peer that shares this many leading bits with an address of unknown prefix length is taken to be its neighbour.
+_USUAL_PREFIX = {4: 24, 6: 64}
+# RFC 1918, RFC 6598 (carriers and overlays), RFC 4193.
+_PRIVATE_BLOCKS = tuple(
+    ipaddress.ip_network(block)
+    for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+)
+
+
+@dataclass(slots=True)
+class SocketChoice:
+    """The interface and its address (None where the facts name none), and how that came about."""
+
+    ifname: str | None = None
+    ip: str | None = None
+    why: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def choose_socket(facts: NetworkFacts, override: str | None = None, connection_ip: str | None = None) -> SocketChoice:
+    """The interface for sockets.
+
+    Args:
+        override: interface that the user named; taken as it is.
+        connection_ip: local address of the connection that really reached the head.
+    """
+    choice = SocketChoice()
+    if override:
+        choice.ifname = override
+        choice.why.append(f"{override}: named by the user")
+        if facts.interface(override) is None:
+            choice.warnings.append(f"{override} was named by the user and is not among the interfaces of this host")
+    elif connection_ip and (owner := facts.owner(connection_ip)):
+        choice.ifname, choice.ip = owner.name, connection_ip
+        choice.why.append(f"{owner.name}: holds {connection_ip}, the local end of the connection to the head")
+    else:
+        choice.ifname = _by_evidence(facts, choice)
+    chosen = facts.interface(choice.ifname)
+    if chosen is not None:
+        choice.ip = choice.ip or _address_for_peers(facts, chosen)
+        _warn_about(facts, chosen, choice)
+    elif choice.ifname is None:
+        choice.warnings.append("no interface is known that could carry sockets")
+    return choice
+
+
+def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
+    usable = tuple(one for one in facts.interfaces if _is_usable(one))
+    candidates: Narrowing[Interface] = Narrowing(usable, choice.why)
+    if facts.slurm_addr and (owner := facts.owner(facts.slurm_addr)) and owner.state != "down":
+        choice.why.append(f"{owner.name}: holds {facts.slurm_addr}, the address under which Slurm knows this node")
+        return owner.name
+    loopback = next((one for one in facts.interfaces if one.type == "loopback" and one.routable), None)
+    wires = [one for one in usable if facts.is_wired(one) or one.type == "veth"]  # a pod's veth is its wire
+    if loopback and not any(one.routable or one.is_unlisted for one in wires):
+        choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
+        return loopback.name
+    if not (facts.example_peer or facts.slurm_subnet):
+        # Slingshot's own NICs carry what a job sends; the default route leads to the machine's management.
+        candidates.keep(lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot")
+    _follow_routes(facts, candidates)
+    _prefer_likely(facts, candidates)
+    if not candidates.left:
+        return None
+    choice.why.append(f"{candidates.left[0].name}: the most likely of {len(usable)} that could carry sockets")
+    return candidates.left[0].name
+
+
+def _is_usable(one: Interface) -> bool:
+    """A member of a bond or bridge speaks through its master, unless it has addresses of its own (a VRF's do)."""
+    return one.type != "loopback" and one.state != "down" and (one.master is None or bool(one.routable))
+
+
+def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
+    """Longest connected prefix towards a peer; where peers are on no connected network, the default route."""
+    reach = {one.name: _reach(facts, one) for one in candidates.left}
+    if any(reach.values()):
+        candidates.keep_best(lambda one: reach[one.name], "not the closest route to the peers")
+        return
+    bits = {one.name: _common_bits(facts, one) for one in candidates.left}
+    if any(bits.values()):
+        candidates.keep_best(lambda one: bits[one.name], "its address is farther from the peers'")
+        return
+    route = facts.interface(facts.default_route)
+    if route is None or route not in candidates.left or not (route.routable or route.is_unlisted):
+        return
+    private = [one for one in candidates.left if facts.is_wired(one) and _is_private(one)]
+    if route.routable and private and not facts.example_peer and not any(map(_is_inside, route.routable)):
+        names = ", ".join(one.name for one in private)
+        candidates.keep(
+            lambda one: one in private, f"{route.name} leads to the internet, {names} has a private address"
+        )
+        return
+    candidates.keep(
+        lambda one: one is route or _is_faster_twin(one, route), f"the default route leaves through {route.name}"
+    )
+
+
+def _is_faster_twin(one: Interface, route: Interface) -> bool:
+    """Whether it is on the network of the default route and known to be faster: the route speaks of other networks."""
+    return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
+
+
+def _reach(facts: NetworkFacts, one: Interface) -> int:
+    """Prefix length of the network that ties the interface to the peers; 0 when none does."""
+    lengths = [0]
+    subnet = ipaddress.ip_interface(facts.slurm_subnet).network if facts.slurm_subnet else None
+    peer = address_of(facts.example_peer) if facts.example_peer else None
+    # Two hosts on one cable may have 169.254 addresses only; every fe80 network looks the same and says nothing.
+    by_cable = peer is not None and peer.version == 4 and peer.is_link_local
+    for text in (one.ipv4 or ()) if by_cable else one.routable:
+        address, network = address_of(text), network_of(text)
+        if peer is not None and peer.version == address.version:
+            if network is None:
+                network = ipaddress.ip_network((address, _USUAL_PREFIX[address.version]), strict=False)
+            if peer in network:
+                lengths.append(network.prefixlen)
+        if subnet is not None and subnet.version == address.version and address in subnet:
+            lengths.append(subnet.prefixlen)
+    return max(lengths)
+
+
+def _common_bits(facts: NetworkFacts, one: Interface) -> int:
+    """Leading bits that a peer shares with an interface whose addresses name no network; 0 beyond its private range.
+
+    Overlays and clouds give out single addresses (/32, /128) and route the rest. Where no default route is known, an
+    address of unknown prefix length is looked at in the same way.
+    """
+    if facts.example_peer is None or one.type == "dummy" or not one.routable:
+        return 0
+    networks = [network_of(text) for text in one.routable]
+    if any(network is not None and network.num_addresses > 1 for network in networks):
+        return 0
+    if None in networks and facts.default_route:
+        return 0
+    peer = address_of(facts.example_peer)
+    blocks = [block for block in _PRIVATE_BLOCKS if block.version == peer.version and peer in block]
+    if not blocks:
+        return 0
+    near = [address_of(text) for text in one.routable if address_of(text) in blocks[0]]
+    return max((peer.max_prefixlen - (int(peer) ^ int(address)).bit_length() for address in near), default=0)
+
+
+def _prefer_likely(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
+    candidates.keep(lambda one: bool(one.routable or one.is_unlisted), "has no address that another host could use")
+    candidates.keep(facts.is_wired, "tunnel, overlay or bridge without a wire of its own")
+    candidates.keep(lambda one: facts.is_wired(one) or one.type == "veth", "beside the wire of a container (veth)")
+    candidates.keep(lambda one: bool(one.routable), "its addresses are not known")
+    candidates.keep(lambda one: one.state == "up", "not known to be up")
+    candidates.keep_best(lambda one: _rate_mbps(facts, one), "slower than another with the same claim")
+    candidates.keep(lambda one: one.name == facts.default_route, "another with the same claim has the default route")
+    candidates.keep(lambda one: one.type != "vlan", "a VLAN on top of another with the same claim")
+    candidates.keep_best(lambda one: one.mtu or 0, "smaller MTU")
+    candidates.left = tuple(sorted(candidates.left, key=_last_resort))
+
+
+def _last_resort(one: Interface) -> tuple[int, int, str, str]:
+    addresses = [address_of(text) for text in one.routable]
+    first = min(((address.version, int(address)) for address in addresses), default=(9, 0))
+    return (*first, one.pci or "", one.name)
+
+
+def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
+    rates = [port.rate_gbps * 1000 for port in facts.rdma_ports if port.netdev == one.name and port.rate_gbps]
+    return max([one.speed_mbps or 0, *rates])
+
+
+def _is_inside(text: str) -> bool:
+    """Whether the address is of a kind that sites use inside (RFC 1918, RFC 6598, RFC 4193)."""
+    return not address_of(text).is_global
+
+
+def _is_private(one: Interface) -> bool:
+    return any(_is_inside(text) for text in one.routable)
+
+
+def _address_for_peers(facts: NetworkFacts, one: Interface) -> str | None:
+    """Its address on the peers' network if it has one there, else its first routable one (IPv4 first)."""
+    if facts.slurm_addr and facts.owner(facts.slurm_addr) is one:
+        return str(address_of(facts.slurm_addr))
+    near = [text for text in one.addresses if _reach(facts, Interface(one.name, ipv4=(text,)))]
+    # A /32 beside a real network is a virtual address that may move to another host.
+    whole = sorted(one.routable, key=lambda text: (":" in text, text.endswith("/32")))
+    return next((str(address_of(text)) for text in (*near, *whole)), None)
+
+
+def _warn_about(facts: NetworkFacts, one: Interface, choice: SocketChoice) -> None:
+    if one.type == "loopback" and choice.ip and not address_of(choice.ip).is_loopback:
+        choice.warnings.append(
+            f"the node's address {choice.ip} is on {one.name}: libraries that skip loopback need it named"
+        )
+    if one.state == "down":
+        choice.warnings.append(f"{one.name} is down")
+    if not one.routable and not one.is_unlisted and one.type != "loopback":
+        choice.warnings.append(f"{one.name} has no address that another host could use")
+    if not facts.is_wired(one) and one.type not in ("veth", "loopback"):
+        choice.warnings.append(f"{one.name} is a {one.type}: nodes reach each other, but not at the speed of the wire")
+    peers = [other.name for other in facts.interfaces if other is not one and _shares_network(one, other)]
+    if peers:
+        choice.warnings.append(
+            f"{', '.join(peers)} and {one.name} are on one network: the kernel may answer on another than was asked "
+            "(arp_filter, rp_filter)"
+        )
+
+
+def _shares_network(one: Interface, other: Interface) -> bool:
+    if other.state == "down" or other.type == "loopback":
+        return False
+    networks = {network for text in one.routable if (network := network_of(text)) and network.num_addresses > 1}
+    return any(network_of(text) in networks for text in other.routable)

@@ -1,0 +1,116 @@
+"""All-reduce bandwidth between the nodes, measured before the run where a profile sets a threshold.
+
+Comes in: the head's order to every node. Goes out: each node's best figure with one of its two neighbours. Neighbours
+are measured in pairs, because a ring of all nodes only tells that some node is slow. Each node runs
+``bandwidth_probe`` (which may import torch) under a keeper, so that nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bootstrap.agent.files import tail
+from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.monitor import Kept
+from bootstrap.agent.ports import PortBlock
+from bootstrap.network.here import ifname_of, local_addresses, network_here
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 120.0  # imports of torch from a shared file system are most of it
+_PROBE = "bootstrap.preflight.bandwidth_probe"
+_ANSWER_S = 10.0
+_END_GRACE_S = 1.0
+
+
+def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Neighbours on a ring in as few rounds as may be; no node is in two pairs of one round."""
+    if num_nodes < 2:
+        return []
+    if num_nodes == 2:
+        return [[(0, 1)]]
+    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    rounds = [ring[0 : num_nodes - num_nodes % 2 : 2], ring[1::2]]
+    return [*rounds, [ring[-1]]] if num_nodes % 2 else rounds
+
+
+async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Path) -> dict[str, Any]:
+    """This node's part of the measurement; the answer to ``order``, with a figure in GB/s or why there is none.
+
+    Args:
+        order: ``rank`` and ``num_nodes`` of the measurement, ``head_ip``, ``port_base`` of the job.
+        ip: this node's address among the others.
+        log: file for the probe's output.
+    """
+    ifname = ifname_of(ip, local_addresses())
+    _, found = network_here(ifname, ip)
+    port = PortBlock(int(order["port_base"])).job_ports[-1]  # nobody has begun to use those
+    where = [f"--address={order['head_ip']}", f"--port={port}", f"--rank={order['rank']}"]
+    size = [f"--num-nodes={order['num_nodes']}", f"--num-gpus={num_gpus}", f"--deadline-s={DEADLINE_S}"]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        kept = await Kept.start(
+            "the bandwidth probe",
+            [sys.executable, "-u", "-m", _PROBE, *where, *size],
+            environ={**os.environ, **found.env},
+            stdio=(nothing, output),
+        )
+    finally:
+        os.close(nothing)
+        os.close(output)
+    await asyncio.wait([kept.exited], timeout=DEADLINE_S)
+    in_time = kept.exited.done()
+    await kept.end(_END_GRACE_S)
+    kept.release()
+    said = await asyncio.to_thread(tail, log)
+    late = {"error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
+    return {"kind": "measured", **(_figure(said) if in_time else late)}
+
+
+class Survey:
+    """The head's side: asks every node at once and collects what they answer."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+
+    def answered(self, host: str, message: Mapping[str, Any]) -> None:
+        """A node has measured."""
+        answer = self._answers.get(host)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    async def run(
+        self, hosts: Sequence[str], links: Mapping[str, Link], num_gpus: int, log: Path
+    ) -> dict[str, float | str]:
+        """Figures in GB/s, or errors, by host. ``hosts[0]`` is this one, ``links`` leads to the others."""
+        some = links[hosts[1]]
+        order = {"kind": "measure", "head_ip": some.local_ip, "port_base": some.local_port, "num_nodes": len(hosts)}
+        loop = asyncio.get_running_loop()
+        self._answers = {host: loop.create_future() for host in hosts[1:]}
+        for rank, host in enumerate(hosts[1:], start=1):
+            try:
+                await links[host].send({**order, "rank": rank})
+            except LinkLost as error:
+                self.answered(host, {"error": str(error)})
+        own = await measure_here({**order, "rank": 0}, some.local_ip, num_gpus, log)
+        await asyncio.wait(self._answers.values(), timeout=_ANSWER_S)  # the others end when this node does
+        said = {hosts[0]: own} | {host: answer.result() for host, answer in self._answers.items() if answer.done()}
+        late = {"error": "no answer in time"}
+        return {host: said.get(host, late).get("gbps") or said.get(host, late)["error"] for host in hosts}
+
+
+def _figure(said: str) -> dict[str, Any]:
+    """The last line of a probe that came to an end is its result."""
+    last = said.strip().rpartition("\n")[2]
+    try:
+        return {"gbps": float(json.loads(last)["gbps"])}
+    except (ValueError, TypeError, KeyError):
+        return {"error": last[:500]}

@@ -1,0 +1,122 @@
+"""Measures all-reduce between neighbours; one such process a node, one child a GPU. See ``bandwidth``.
+
+Comes in: place and size of the measurement on the command line, the network's variables in the environment. Goes out:
+the last line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (NCCL tests' definition, 2 (n-1)/n bytes
+over time) with the better of the two neighbours. Runs NCCL where there are GPUs, else gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+from bootstrap.preflight.bandwidth import rounds_of
+
+_NUM_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
+_NUM_WARMUPS, _NUM_TIMED = 2, 5
+
+
+def measure(options: argparse.Namespace) -> float:
+    """This process's part; GB/s with the best neighbour."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cuda" if options.num_gpus and torch.cuda.is_available() else "cpu"
+    timeout = timedelta(seconds=options.deadline_s)
+    world = options.num_nodes * options.processes
+    rank = options.rank * options.processes + options.local
+    listener = None
+    if rank == 0:  # on the one address that the others use, where TCPStore would take all
+        family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
+        listener = socket.create_server((options.address, options.port), family=family, backlog=world + 16)
+    store = dist.TCPStore(
+        options.address,
+        options.port,
+        world,
+        rank == 0,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    if device == "cuda":
+        torch.cuda.set_device(options.local)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+    )
+    tensor = torch.zeros(_NUM_BYTES[device] // 4, device=device)
+    best = 0.0
+    for pairs in rounds_of(options.num_nodes):
+        for pair in pairs:
+            members = [node * options.processes + local for node in pair for local in range(options.processes)]
+            group = dist.new_group(members)  # every process takes part in making every group
+            if rank in members:
+                mine, num_members = group, len(members)
+        if any(options.rank in pair for pair in pairs):
+            seconds = _seconds(partial(dist.all_reduce, tensor, group=mine), device)
+            best = max(best, 2 * (num_members - 1) / num_members * _NUM_BYTES[device] / seconds / 1e9)
+        dist.barrier()
+    dist.destroy_process_group()
+    return best
+
+
+def _seconds(reduce: Callable[[], object], device: str) -> float:
+    """Shortest of a few runs: what else goes on in the machine only makes them longer."""
+    import torch
+
+    times = []
+    for _ in range(_NUM_WARMUPS + _NUM_TIMED):
+        started_at = time.perf_counter()
+        reduce()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started_at)
+    return min(times[_NUM_WARMUPS:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start one process a GPU and print what the first of them finds; its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.preflight.bandwidth_probe")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True, help="of this node")
+    parser.add_argument("--num-nodes", type=int, required=True)
+    parser.add_argument("--num-gpus", type=int, required=True)
+    parser.add_argument("--deadline-s", type=float, required=True)
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--local", type=int, default=0)
+    options = parser.parse_args(argv)
+    if not options.processes:
+        import torch
+
+        options.processes = options.num_gpus if options.num_gpus and torch.cuda.is_available() else 1
+    given = list(sys.argv[1:] if argv is None else argv)
+    others = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "bootstrap.preflight.bandwidth_probe",
+                *given,
+                f"--processes={options.processes}",
+                f"--local={n}",
+            ]
+        )
+        for n in (range(1, options.processes) if options.local == 0 else ())
+    ]
+    gbps = measure(options)
+    for other in others:
+        other.wait()
+    if options.local == 0:
+        print(json.dumps({"gbps": gbps}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

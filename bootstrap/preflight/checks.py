@@ -1,0 +1,270 @@
+"""The checks of preflight: pure judgements over what was read from a host, alone and beside the others.
+
+Comes in: ``HostFacts``, what the job wants, what the head saw. Goes out: ``Check`` values. What could not be read is
+OK: nobody is left out for a missing tool.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from bootstrap.preflight.gpus import Gpu
+from bootstrap.preflight.shared_folder import check_alone
+from bootstrap.preflight.table import GIB, UNLIMITED, Check, HostFacts, Level, Seen, Wanted
+
+# Network file systems by their names in /proc/mounts; sockets and memory maps in them fail or crawl.
+_REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.", "afs", "panfs")
+_MAX_SKEW_S = 2.0
+_MAX_RENAME_MS = 1000.0
+_MAX_FOREIGN_MIB = 512
+_WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
+_WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
+_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8  # Docker's 64 MiB break NCCL, Ray and SGLang alike
+# Errors of the hardware (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off the bus,
+# uncontained ECC, GSP timeouts, unrecovered ECC. The others are mostly bugs of programs.
+_HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
+
+
+def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tuple[Check, ...]:
+    """Every check of one host, in the order of the table."""
+    return (
+        _reach(facts, seen),
+        _gpus(facts, wanted),
+        _gpu_health(facts),
+        _nvlink(facts),
+        _hcas(facts),
+        _network(facts),
+        _memlock(facts),
+        _nofile(facts),
+        _shm(facts, wanted),
+        _temp_dir(facts),
+        _ports(facts),
+        _folder(facts, seen),
+        check_alone(facts.folder_lacks),
+        _mounts(facts),
+        _clock(seen),
+        _head_name(facts, seen),
+    )
+
+
+def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]]:
+    """What only shows when hosts are compared, for the odd ones alone; most hosts are taken to be right."""
+    if len(hosts) < 2:
+        return {}
+    usual_fs = statistics.mode(facts.folder_fs for facts in hosts.values())
+    usual_hcas = statistics.mode(_active_rates(facts) for facts in hosts.values())
+    odd: dict[str, tuple[Check, ...]] = {}
+    for host, facts in hosts.items():
+        found = []
+        if facts.folder_fs != usual_fs:
+            found.append(Check("mounts", "WARN", f"run folder on {facts.folder_fs}, elsewhere on {usual_fs}"))
+        rates = _active_rates(facts)
+        if rates != usual_hcas:
+            # Sockets here and RDMA elsewhere do not form one communicator; fewer rails do, at their speed.
+            level: Level = "EXCLUDE_NODE" if usual_hcas and not rates else "WARN"
+            listed = f"{_describe_rates(rates)}, elsewhere {_describe_rates(usual_hcas)}"
+            found.append(Check("hcas", level, f"{listed}: a dead link or another kind of node?"))
+        if found:
+            odd[host] = tuple(found)
+    return odd
+
+
+def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> dict[str, Check]:
+    """Each host's best all-reduce with a neighbour (GB/s of bus bandwidth, or why there is none) against the wanted."""
+    found: dict[str, Check] = {}
+    for host, rate in measured.items():
+        if isinstance(rate, str):
+            found[host] = Check("bandwidth", "EXCLUDE_NODE", f"not measured: {rate}")
+        elif rate < wanted_gbps:
+            said = f"{rate:.2f} GB/s with its best neighbour, {wanted_gbps:g} wanted (preflight_bandwidth_gbps)"
+            found[host] = Check("bandwidth", "EXCLUDE_NODE", said)
+        else:
+            found[host] = Check("bandwidth", "OK", f"{rate:.2f} GB/s with its best neighbour")
+    return found
+
+
+def _active_rates(facts: HostFacts) -> tuple[float, ...]:
+    return tuple(sorted(port.rate_gbps or 0 for port in facts.hcas if port.is_active))
+
+
+def _describe_rates(rates: tuple[float, ...]) -> str:
+    counts = {rate: rates.count(rate) for rate in rates}
+    return " and ".join(f"{count} active of {rate:g} Gb/s" for rate, count in counts.items()) or "no active port"
+
+
+def _reach(facts: HostFacts, seen: Seen | None) -> Check:
+    if facts.problem is not None:
+        return Check("reach", "EXCLUDE_NODE", facts.problem)
+    if seen is None or not seen.via:
+        return Check("reach", "OK", "nothing to reach")
+    return Check("reach", "OK", f"reached the head from {seen.via}")
+
+
+def _nvlink(facts: HostFacts) -> Check:
+    gpus = facts.gpu_reading.gpus or ()
+    if broken := [gpu for gpu in gpus if gpu.fabric in ("not started", "in progress")]:
+        said = f"{broken[0].uuid} is not registered with the NVSwitches ({broken[0].fabric})"
+        return Check("nvlink", "EXCLUDE_NODE", f"{said}: is nvidia-fabricmanager running? CUDA would fail with 802")
+    counts = {gpu.uuid: gpu.num_nvlinks for gpu in gpus if gpu.num_nvlinks is not None}
+    if not counts or not any(counts.values()):
+        return Check("nvlink", "OK", "none known")
+    most = max(counts.values())
+    fewer = [f"{uuid} has {count} of {most} NVLinks up" for uuid, count in counts.items() if count < most]
+    level: Level = "EXCLUDE_NODE" if 0 in counts.values() else "WARN"
+    return Check("nvlink", level if fewer else "OK", "; ".join(fewer) or f"{most} up on each GPU")
+
+
+def _hcas(facts: HostFacts) -> Check:
+    down = [port.name for port in facts.hcas if not port.is_active]
+    if not facts.hcas:
+        return Check("hcas", "OK", "no RDMA device")
+    if len(down) == len(facts.hcas):
+        return Check("hcas", "WARN", f"no port is active: {', '.join(down)}")
+    also = f", {', '.join(down)} down" if down else ""
+    return Check("hcas", "OK", f"{_describe_rates(_active_rates(facts))}{also}")
+
+
+def _network(facts: HostFacts) -> Check:
+    """A variable that is set may be right where detection is wrong, so a contradiction leaves no host out."""
+    if facts.network_conflicts is None:
+        return Check("network", "OK", "not known where no other node shows the way; see python -m bootstrap.network")
+    if facts.network_conflicts:
+        return Check("network", "WARN", "; ".join(facts.network_conflicts))
+    return Check("network", "OK", "nothing that is set contradicts this host")
+
+
+def _mounts(facts: HostFacts) -> Check:
+    if facts.missing_paths:
+        said = f"{', '.join(facts.missing_paths)} not there: is the file system mounted (also in the container)?"
+        return Check("mounts", "EXCLUDE_NODE", said)
+    return Check("mounts", "OK", "all there")
+
+
+def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
+    reading = facts.gpu_reading
+    views = {
+        reading.source: None if reading.gpus is None else sum(gpu.problem is None for gpu in reading.gpus),
+        "Slurm": facts.num_gpus_by_slurm,
+    }
+    known = {source: count for source, count in views.items() if count is not None}
+    if not known:
+        level: Level = "WARN" if reading.error else "OK"
+        return Check("gpus", level, reading.error or f"{wanted.num_gpus} asked for, nobody to count them")
+    source = min(known, key=lambda name: known[name])
+    if known[source] < wanted.num_gpus:
+        why = f" ({reading.error})" if reading.error else ""
+        return Check("gpus", "EXCLUDE_NODE", f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}")
+    return Check("gpus", "OK", f"{known[source]} by {source}")
+
+
+def _gpu_health(facts: HostFacts) -> Check:
+    bad = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _ailments(gpu)]
+    doubtful = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _doubts(gpu)]
+    level: Level = "EXCLUDE_NODE" if bad else "WARN" if doubtful else "OK"
+    return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "nothing known against them")
+
+
+def _ailments(gpu: Gpu) -> list[str]:
+    """What makes a GPU unfit. Where the driver names a recovery action, that is its own word on all the errors."""
+    found = []
+    if gpu.problem is not None:
+        found.append(f"does not answer: {gpu.problem}")
+    if gpu.used_mib is not None and gpu.used_mib > _MAX_FOREIGN_MIB:
+        found.append(f"has {gpu.used_mib} MiB in use by somebody else")
+    if gpu.recovery not in (None, "none"):
+        found.append(f"needs a {gpu.recovery} (recovery action of its driver)")
+    if gpu.recovery is None and gpu.ecc_uncorrected:
+        found.append(f"has {gpu.ecc_uncorrected} uncorrected memory errors (reset it)")
+    if gpu.remap_failed:
+        found.append("has no spare rows left for broken memory (replace it)")
+    return found
+
+
+def _doubts(gpu: Gpu) -> list[str]:
+    """What may stop a run later. A pending remap harms nothing by itself (NVIDIA, "GPU Memory Error Management")."""
+    found = []
+    if gpu.recovery == "none" and gpu.ecc_uncorrected:
+        found.append(f"has had {gpu.ecc_uncorrected} uncorrected memory errors")
+    if gpu.remap_pending:
+        found.append("waits for a reset to remap broken rows")
+    if codes := sorted(_HARDWARE_XIDS.intersection(gpu.xids)):
+        found.append(f"had Xid {', '.join(map(str, codes))} within a day (kernel log)")
+    return found
+
+
+def _memlock(facts: HostFacts) -> Check:
+    if facts.memlock in (None, UNLIMITED) or not facts.hcas:
+        return Check("memlock", "OK", "unlimited" if facts.memlock == UNLIMITED else "no RDMA device needs it")
+    found = f"{facts.memlock} bytes, RDMA needs unlimited: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimits"
+    return Check("memlock", "EXCLUDE_NODE", found + "Except=MEMLOCK in slurm.conf")
+
+
+def _nofile(facts: HostFacts) -> Check:
+    if facts.nofile in (None, UNLIMITED) or facts.nofile >= _WANTED_NOFILE:
+        return Check("nofile", "OK", str(facts.nofile))
+    level: Level = "EXCLUDE_NODE" if facts.nofile < _NEEDED_NOFILE else "WARN"
+    return Check(
+        "nofile", level, f"{facts.nofile} open files, {_WANTED_NOFILE} wanted: raise the hard limit (ulimit -n)"
+    )
+
+
+def _shm(facts: HostFacts, wanted: Wanted) -> Check:
+    if facts.shm_free is None:
+        return Check("shm", "OK", "unknown")
+    needed = max(_NEEDED_SHM_BYTES, wanted.object_store_memory or 0)
+    found = f"{facts.shm_free / GIB:.2f} GiB free"
+    if facts.shm_free < needed:
+        bad: Level = "EXCLUDE_NODE" if facts.gpu_reading.gpus else "WARN"  # NCCL fails; without it all is merely slower
+        return Check("shm", bad, f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one")
+    level: Level = "WARN" if facts.shm_free < _WANTED_SHM_BYTES else "OK"
+    return Check("shm", level, found)
+
+
+def _temp_dir(facts: HostFacts) -> Check:
+    if facts.temp_fs is not None and facts.temp_fs.startswith(_REMOTE_FS):
+        found = f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a file system of the node itself"
+        return Check("temp-dir", "EXCLUDE_NODE", found)
+    if facts.temp_free is None:
+        return Check("temp-dir", "OK", "unknown")
+    found = f"{facts.temp_free / GIB:.2f} GiB free in {facts.temp_path} ({facts.temp_fs})"
+    if facts.temp_free < _NEEDED_TEMP_BYTES:
+        return Check("temp-dir", "EXCLUDE_NODE", f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up")
+    return Check("temp-dir", "WARN" if facts.temp_free < _WANTED_TEMP_BYTES else "OK", found)
+
+
+def _ports(facts: HostFacts) -> Check:
+    if not facts.taken_ports:
+        return Check("ports", "OK", "the job's block is free")
+    listed = ", ".join(map(str, facts.taken_ports))
+    return Check("ports", "EXCLUDE_NODE", f"{listed} of the job's block taken by another process (ss -ltnp)")
+
+
+def _folder(facts: HostFacts, seen: Seen | None) -> Check:
+    if facts.folder_error is not None:
+        return Check("folder", "EXCLUDE_NODE", f"the run folder cannot be written: {facts.folder_error}")
+    if seen is not None and seen.canary_seen is False:
+        return Check("folder", "EXCLUDE_NODE", "what it writes into the run folder is not seen by the head: not shared")
+    if facts.rename_ms is None:
+        return Check("folder", "OK", "not looked at")
+    level: Level = "WARN" if facts.rename_ms > _MAX_RENAME_MS else "OK"
+    return Check("folder", level, f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})")
+
+
+def _clock(seen: Seen | None) -> Check:
+    if seen is None or seen.skew_s is None:
+        return Check("clock", "OK", "not compared")
+    level: Level = "WARN" if abs(seen.skew_s) > _MAX_SKEW_S else "OK"
+    return Check("clock", level, f"{seen.skew_s:+.1f} s against the head")
+
+
+def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
+    """Never worse than a warning: agents and Ray use addresses, only other people's tools use the name."""
+    if facts.head_ips is None:
+        return Check("names", "WARN", "the head's name does not resolve in 2 s")
+    if not facts.head_ips:
+        return Check("names", "WARN", "the head's name does not resolve")
+    listed = ", ".join(facts.head_ips)
+    if seen is not None and seen.head_ip and seen.head_ip not in facts.head_ips:
+        return Check("names", "WARN", f"the head's name leads to {listed}, the head is at {seen.head_ip}")
+    return Check("names", "OK", f"the head's name leads to {listed}")

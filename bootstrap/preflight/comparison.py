@@ -1,0 +1,64 @@
+"""The nodes of a job side by side: what their network looks like, with the odd ones marked.
+
+Comes in: what each node says of itself when it joins. Goes out: one row a node, and a table in plain text in which
+``!`` stands before every value that most other nodes do not share. Hosts and addresses differ by nature and are
+not marked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from bootstrap.network.detect import Detection
+from bootstrap.network.facts import NetworkFacts
+
+_DIFFER_BY_NATURE = ("host", "address")
+_ABSENT = "-"
+
+
+def network_row(facts: NetworkFacts, found: Detection, versions: Mapping[str, str | None]) -> dict[str, str]:
+    """One node's cells, by column."""
+    chosen = facts.interface(found.socket.ifname)
+    rates = sorted({f"{port.rate_gbps:g}" for port in found.rdma.ports if port.rate_gbps})
+    names = list(dict.fromkeys(port.name for port in found.rdma.ports))
+    return {
+        "interface": found.socket.ifname or _ABSENT,
+        "address": found.socket.ip or _ABSENT,
+        "MTU": str(chosen.mtu) if chosen is not None and chosen.mtu else _ABSENT,
+        "rdma": found.rdma.kind,
+        "HCAs": f"{len(names)}: {' '.join(names)}" if names else _ABSENT,
+        "Gb/s": "/".join(rates) or _ABSENT,
+        "GID": _ABSENT if found.rdma.gid_index is None else str(found.rdma.gid_index),
+        **{package: version or _ABSENT for package, version in versions.items()},
+    }
+
+
+def comparison_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """All nodes in one table; ``rows`` by host. A value is odd when more nodes share another one."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    usual = {column: _usual([row.get(column, _ABSENT) for row in rows.values()]) for column in columns}
+    lines = [["host", *columns]]
+    for host, row in rows.items():
+        cells = [row.get(column, _ABSENT) for column in columns]
+        lines.append(
+            [host, *(_marked(cell, usual[column], column) for cell, column in zip(cells, columns, strict=True))]
+        )
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns) + 1)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _usual(values: Sequence[str]) -> set[str]:
+    """The values that most nodes have; all of them when there is a tie, for then nobody is odd by number."""
+    counts = Counter(values)
+    most = max(counts.values())
+    return {value for value, count in counts.items() if count == most}
+
+
+def _marked(cell: str, usual: set[str], column: str) -> str:
+    if column in _DIFFER_BY_NATURE:
+        return cell
+    # With a tie every value is doubtful, so all are marked.
+    return cell if usual == {cell} else f"!{cell}"

@@ -1,0 +1,290 @@
+"""NVIDIA GPUs of this host and what their driver says against them: by NVML, else nvidia-smi, and the kernel's log.
+
+Comes in: the machine. Goes out: ``GpuReading``; ``python -m bootstrap.preflight.gpus`` prints it as JSON. NVML is called in that
+process of its own, because a broken GPU may hold a caller for ever. Nothing is judged here; None is what nobody told.
+Constants and structures: nvml.h, by way of NVIDIA's package nvidia-ml-py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_DRIVER = Path("/proc/driver/nvidia")
+_KERNEL_LOG = "/dev/kmsg"
+_READ_S = 20.0  # a first call without persistence mode loads the driver
+_XID_WINDOW_S = 86_400.0
+_MAX_NVLINKS = 36
+_RECOVERY = ("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex", "bus-reset", "system-reboot")
+_FABRIC = ("not supported", "not started", "in progress", "completed")
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as its driver describes it; memory in MiB."""
+
+    uuid: str
+    used_mib: int | None = None
+    ecc_uncorrected: int | None = None  # since the driver was loaded
+    remap_pending: bool | None = None  # rows that a reset would remap
+    remap_failed: bool | None = None  # no spare rows are left
+    recovery: str | None = None  # what NVIDIA's driver asks for: none, reset, reboot, ...
+    num_nvlinks: int | None = None  # those that are up
+    fabric: str | None = None  # state of its registration with the NVSwitches
+    bus: str | None = None  # 0000:3b:00
+    xids: tuple[int, ...] = ()  # of the last day
+    problem: str | None = None  # why the driver tells nothing else of it
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Gpu:
+        """Raises TypeError for fields that this version does not know."""
+        return cls(**{**raw, "xids": tuple(raw.get("xids") or ())})
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """GPUs of this job on this host. ``gpus`` is None where there is no NVIDIA driver, empty where it fails."""
+
+    gpus: tuple[Gpu, ...] | None = None
+    source: str = ""  # NVML or nvidia-smi
+    error: str | None = None
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> GpuReading:
+        """Raises TypeError for fields that this version does not know."""
+        gpus = raw.get("gpus")
+        return cls(**{**raw, "gpus": None if gpus is None else tuple(map(Gpu.from_json, gpus))})
+
+
+def read_gpus(environ: Mapping[str, str]) -> GpuReading:
+    """Look at the GPUs that are this job's; at most ``_READ_S`` seconds a question."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None and not _DRIVER.exists():
+        return GpuReading()
+    reading = _ask_nvml() or _ask_nvidia_smi(tool)
+    if not reading.gpus:
+        return reading
+    xids = parse_xids(_kernel_log(), time.clock_gettime(time.CLOCK_MONOTONIC))
+    gpus = visible_gpus(reading.gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    return replace(reading, gpus=tuple(replace(gpu, xids=xids.get(gpu.bus or "", ())) for gpu in gpus))
+
+
+def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
+    """Those that are this job's: on a node that is shared without device cgroups the driver lists all.
+
+    Args:
+        cuda_visible_devices: the variable as Slurm sets it, indices or UUIDs; anything else selects all.
+    """
+    names = [name.strip() for name in (cuda_visible_devices or "").split(",")]
+    by_name = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.uuid: gpu for gpu in gpus}
+    return tuple(by_name[name] for name in names) if all(name in by_name for name in names) else tuple(gpus)
+
+
+def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
+    """Xid errors of the last day by PCI bus, from records of /dev/kmsg (``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``).
+
+    Args:
+        now_s: seconds since boot, on the clock of the log.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for record in log.splitlines():
+        head, _, text = record.partition(";")
+        match, fields = _XID.search(text), head.split(",")
+        if match is None or len(fields) < 3 or not fields[2].isdigit():
+            continue
+        if now_s - int(fields[2]) / 1e6 <= _XID_WINDOW_S:
+            bus, code = _bus_name(*match.group(1, 2, 3)), int(match[4])
+            found[bus] = (*(known for known in found.get(bus, ()) if known != code), code)
+    return found
+
+
+def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, ...]:
+    """GPUs from ``nvidia-smi --format=csv,noheader,nounits``; what a card or driver does not have is None.
+
+    Args:
+        listing: ``--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total``.
+        remapped: ``--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure``.
+        recovery: ``--query-gpu=uuid,gpu_recovery_action`` (drivers from 565 on).
+    """
+    rows = {row[0]: row[1:] for line in remapped.splitlines() if len(row := _cells(line)) == 3}
+    actions = {row[0]: row[1] for line in recovery.splitlines() if len(row := _cells(line)) == 2}
+    return tuple(
+        Gpu(
+            uuid,
+            used_mib=_number(used),
+            ecc_uncorrected=_number(ecc),
+            remap_pending=_flag(rows.get(uuid, ["", ""])[0]),
+            remap_failed=_flag(rows.get(uuid, ["", ""])[1]),
+            recovery=_action(actions.get(uuid, "")),
+            bus=_bus_name(*bus.split(".")[0].split(":")),
+        )
+        for line in listing.splitlines()
+        if len(row := _cells(line)) == 4 and row[0].startswith("GPU-")
+        for uuid, bus, used, ecc in [row]
+    )
+
+
+def _ask_nvml() -> GpuReading | None:
+    """None where NVML or its bindings are missing or do not work."""
+    try:
+        done = _ask([sys.executable, "-m", "bootstrap.preflight.gpus"])
+    except subprocess.TimeoutExpired:
+        return GpuReading((), "NVML", f"NVML does not answer within {_READ_S:.0f} s: a GPU or its driver hangs")
+    except OSError:
+        return None
+    if done.returncode != 0:
+        return None  # no bindings, or some that are too old or broken: that is not the GPU's fault
+    return GpuReading.from_json(json.loads(done.stdout))
+
+
+def _ask_nvidia_smi(tool: str | None) -> GpuReading:
+    if tool is None:
+        return GpuReading(error="there is an NVIDIA driver and neither NVML (nvidia-ml-py) nor nvidia-smi to ask it")
+    listing, error = _csv(tool, "--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total")
+    if error is not None:
+        return GpuReading((), "nvidia-smi", error)  # it fails, so it has no GPU to offer
+    remapped, _ = _csv(tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure")
+    recovery, _ = _csv(tool, "--query-gpu=uuid,gpu_recovery_action")
+    return GpuReading(parse_nvidia_smi(listing, remapped, recovery), "nvidia-smi")
+
+
+def _csv(tool: str, query: str) -> tuple[str, str | None]:
+    """Output, and what went wrong."""
+    command = [tool, query, "--format=csv,noheader,nounits"]
+    try:
+        done = _ask(command)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    said = " ".join((done.stdout + done.stderr).split())
+    return (done.stdout, None) if done.returncode == 0 else ("", f"nvidia-smi failed: {said[:200]}")
+
+
+def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with a timeout waits for ever when KILL does not end the process; this leaves it behind."""
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = asked.communicate(timeout=_READ_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        raise
+    return subprocess.CompletedProcess(command, asked.returncode, output, errors)
+
+
+def _kernel_log() -> str:
+    """All records that the kernel still has; empty where only root may read them."""
+    records: list[bytes] = []
+    with suppress(OSError):
+        log = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:  # ends with BlockingIOError
+                with suppress(BrokenPipeError):  # a record was overwritten while we read
+                    records.append(os.read(log, 8192))
+        finally:
+            os.close(log)
+    return b"\n".join(records).decode(errors="replace")
+
+
+def _from_nvml() -> GpuReading:
+    """Raises ImportError where the bindings are missing."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound as error:
+        raise ImportError(str(error)) from error
+    except pynvml.NVMLError as error:
+        return GpuReading((), "NVML", f"NVML does not start: {error}")
+    return GpuReading(tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), "NVML")
+
+
+def _gpu_of(nvml: Any, index: int) -> Gpu:
+    def ask(question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except (nvml.NVMLError, AttributeError):
+            return None  # this card, this driver or these bindings do not have it
+
+    def link_state(link: int) -> Any:
+        return ask(lambda: nvml.nvmlDeviceGetNvLinkState(handle, link))
+
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+    except nvml.NVMLError as error:
+        return Gpu(f"GPU {index}", problem=str(error))
+    # The second version does not count what the driver keeps for itself.
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
+    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    fields = ask(lambda: nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]))
+    action = fields[0].value.uiVal if fields and fields[0].nvmlReturn == nvml.NVML_SUCCESS else None
+    links = [link_state(link) for link in range(_MAX_NVLINKS)]
+    fabric = ask(lambda: _fabric_of(nvml, handle))
+    pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    return Gpu(
+        uuid,
+        used_mib=None if memory is None else int(memory.used) >> 20,
+        ecc_uncorrected=ask(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+        recovery=None if action is None else _at(_RECOVERY, action),
+        num_nvlinks=None if set(links) == {None} else links.count(1),
+        fabric=None if fabric is None else _at(_FABRIC, fabric),
+        bus=None if pci is None else _bus_name(f"{pci.domain:x}", f"{pci.bus:x}", f"{pci.device:x}"),
+    )
+
+
+def _fabric_of(nvml: Any, handle: Any) -> int:
+    info = nvml.c_nvmlGpuFabricInfo_v2_t()
+    nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    return int(info.state)
+
+
+def _at(words: Sequence[str], number: int) -> str:
+    return words[number] if number < len(words) else f"unknown ({number})"
+
+
+def _bus_name(domain: str, bus: str, device: str) -> str:
+    return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split(",")]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _flag(text: str) -> bool | None:
+    return {"yes": True, "1": True, "no": False, "0": False}.get(text.lower())
+
+
+def _action(text: str) -> str | None:
+    return None if not text or text.startswith("[") else text.lower()
+
+
+def main() -> int:
+    """Print what NVML says; 1 when there is nothing to ask."""
+    try:
+        print(json.dumps(asdict(_from_nvml())))
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

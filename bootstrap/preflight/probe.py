@@ -1,0 +1,145 @@
+"""Reads the facts of this host that ``preflight`` judges. Nothing here decides, and nothing raises.
+
+Comes in: the attempt's folder, Ray's folder, the head's name, the environment. Goes out: ``HostFacts``. Every look is
+cheap (files, one rename, nvidia-smi where there is one) and bounded, for every node of the job waits for the slowest.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from bootstrap.agent.files import write_atomic
+from bootstrap.agent.link import plain_ip
+from bootstrap.network.host import read_rdma_devices
+from bootstrap.preflight.gpus import read_gpus
+from bootstrap.preflight.shared_folder import lacks
+from bootstrap.preflight.table import UNLIMITED, Hca, HostFacts
+
+CANARY_DIR = "canary"
+_RESOLVE_S = 2.0
+
+
+def raise_limits() -> None:
+    """Soft limits of open files and locked memory up to the hard ones; Ray and RDMA inherit them from the agent."""
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
+        _, hard = resource.getrlimit(kind)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(kind, (hard, hard))
+
+
+def read_host(
+    attempt_dir: Path,
+    temp_path: Path,
+    head_host: str,
+    environ: Mapping[str, str],
+    needed_paths: Iterable[Path] = (),
+) -> HostFacts:
+    """Look at this host. ``attempt_dir`` gets a canary for the head to see; ``needed_paths`` have to be there."""
+    mounts = _text("/proc/self/mounts")
+    canary, rename_ms, folder_error = _write_canary(attempt_dir)
+    folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
+    return HostFacts(
+        gpu_reading=read_gpus(environ),
+        num_gpus_by_slurm=_num_gpus_by_slurm(environ),
+        hcas=tuple(Hca(row["name"], row["state"] == "ACTIVE", row["rate_gbps"]) for row in read_rdma_devices()),
+        memlock=_limit(resource.RLIMIT_MEMLOCK),
+        nofile=_limit(resource.RLIMIT_NOFILE),
+        shm_free=_free("/dev/shm"),
+        temp_path=str(temp_path),
+        temp_fs=mount_of(str(temp_path), mounts),
+        temp_free=_free(str(temp_path)),
+        head_ips=_resolve(head_host),
+        folder_fs=mount_of(str(attempt_dir), mounts),
+        folder_error=folder_error,
+        rename_ms=rename_ms,
+        folder_lacks=folder_lacks,
+        canary=canary,
+        missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
+    )
+
+
+def mount_of(path: str, mounts: str) -> str | None:
+    """Type of the file system that holds an absolute path, from the text of /proc/mounts."""
+    best: tuple[int, str] | None = None
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].encode().decode("unicode_escape")  # a blank is written \040
+        inside = point == "/" or path == point or path.startswith(point + "/")
+        if inside and (best is None or len(point) >= best[0]):  # of two on one place the later one is seen
+            best = (len(point), fields[2])
+    return best[1] if best else None
+
+
+def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | None]:
+    """Name of a file that now lies in the folder, milliseconds it took, or what went wrong."""
+    name = secrets.token_hex(8)
+    started_at = time.perf_counter()
+    try:
+        (attempt_dir / CANARY_DIR).mkdir(mode=0o700, exist_ok=True)
+        write_atomic(attempt_dir / CANARY_DIR / name, "seen\n")
+    except OSError as error:
+        return None, None, str(error)
+    return name, 1000 * (time.perf_counter() - started_at), None
+
+
+def _lacks(folder: Path) -> tuple[str, ...] | None:
+    try:
+        return lacks(folder)
+    except OSError:  # the head may have removed the folder: it waits for no host
+        return None
+
+
+def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
+    """None where Slurm gave none: then GPUs are not its business, or there are only logical ones."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):  # "8", "h100:8", "a:2,b:2"
+        counts = [part.rpartition(":")[2] for part in environ.get(name, "").split(",")]
+        if all(count.isdigit() for count in counts):
+            return sum(map(int, counts)) or None
+    return None
+
+
+def _resolve(host: str) -> tuple[str, ...] | None:
+    """Addresses of a name; None when a resolver keeps us waiting. It cannot be interrupted, hence a thread to leave."""
+    found: list[tuple[str, ...]] = []
+
+    def ask() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError:
+            answers = []
+        found.append(tuple(dict.fromkeys(plain_ip(str(answer[4][0])) for answer in answers)))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_RESOLVE_S)
+    return found[0] if found else None
+
+
+def _limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

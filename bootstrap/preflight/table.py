@@ -1,0 +1,178 @@
+"""Is this host fit to run on: the nouns, and the table that comes of them.
+
+Comes in: ``Check`` values of each host, what was read of it. Goes out: one table for people, JSON, and which hosts to
+use. A fact that could not be read is None and never a reason to leave a host out. The checks: ``preflight_checks``.
+
+Levels: OK; WARN (goes on, may be slow or break later); EXCLUDE_NODE (this host cannot do it, another one may);
+FATAL_CONFIG (no host can, the job asks for something wrong: the same check leaves out every one of several hosts).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from bootstrap.preflight.gpus import GpuReading
+
+Level = Literal["OK", "WARN", "EXCLUDE_NODE", "FATAL_CONFIG"]
+_LEVELS = get_args(Level)  # from the best to the worst
+
+GIB = 1 << 30
+UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Hca:
+    """One port of an RDMA device."""
+
+    name: str
+    is_active: bool
+    rate_gbps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What was read from one host; None is what could not be read."""
+
+    gpu_reading: GpuReading = field(default_factory=GpuReading)
+    num_gpus_by_slurm: int | None = None
+    hcas: tuple[Hca, ...] = ()
+    memlock: int | None = None  # bytes, UNLIMITED
+    nofile: int | None = None  # UNLIMITED
+    shm_free: int | None = None  # bytes
+    temp_path: str = ""
+    temp_fs: str | None = None
+    temp_free: int | None = None  # bytes
+    head_ips: tuple[str, ...] | None = None  # what the head's name leads to; None: it takes too long to say
+    folder_fs: str | None = None
+    folder_error: str | None = None
+    rename_ms: float | None = None
+    folder_lacks: tuple[str, ...] | None = None  # what its file system refuses; None: not tried
+    canary: str | None = None
+    missing_paths: tuple[str, ...] = ()  # of those that the run needs on every node
+    clock: float | None = None  # seconds of the epoch when the report was sent
+    taken_ports: tuple[int, ...] = ()
+    network_conflicts: tuple[str, ...] | None = None  # variables that are set and contradict what is found here
+    problem: str | None = None  # why this host cannot take part, in the words of its agent
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> HostFacts:
+        """Raises TypeError when a field is missing from this version or unknown to it."""
+        known = dict(raw)
+        known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
+        known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
+        for name in ("head_ips", "taken_ports", "missing_paths", "folder_lacks", "network_conflicts"):
+            if known.get(name) is not None:
+                known[name] = tuple(known[name])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the job needs of every host."""
+
+    num_gpus: int
+    object_store_memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the head knows of a host besides its own words. ``via`` is address and interface it came in by."""
+
+    skew_s: float | None = None
+    head_ip: str = ""
+    canary_seen: bool | None = None
+    via: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about one host. ``found`` says what was got and, unless OK, what is needed and how to get it."""
+
+    name: str
+    level: Level
+    found: str
+
+
+def level_of(checks: Sequence[Check]) -> Level:
+    """The worst of them."""
+    return max((check.level for check in checks), key=_LEVELS.index, default="OK")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """All checks of all hosts, the head first."""
+
+    checks: Mapping[str, tuple[Check, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checks: Mapping[str, Sequence[Check]], absent: Mapping[str, str] | None = None) -> Preflight:
+        """All hosts together: a failure that all of several share is the job's own.
+
+        Args:
+            checks: by host; of several with one name the worst counts.
+            absent: hosts that nobody could look at, each with the reason.
+        """
+        merged = {host: _worst_of_each_name(found) for host, found in checks.items()}
+        out = [{check.name for check in found if check.level == "EXCLUDE_NODE"} for found in merged.values()]
+        shared = set.intersection(*out) if len(out) > 1 else set()
+        merged = {host: tuple(_fatal_if(check, shared) for check in found) for host, found in merged.items()}
+        return cls(merged | {host: (Check("reach", "EXCLUDE_NODE", why),) for host, why in (absent or {}).items()})
+
+    @property
+    def fatal(self) -> str | None:
+        """Why no host can run this, or None."""
+        found = {
+            check.name: f"{check.name}: {check.found}"
+            for checks in self.checks.values()
+            for check in checks
+            if check.level == "FATAL_CONFIG"
+        }
+        return "on every host: " + "; ".join(found.values()) if found else None
+
+    @property
+    def unfit(self) -> dict[str, str]:
+        """Hosts that cannot take part, each with the reasons."""
+        return {
+            host: "; ".join(f"{c.name}: {c.found}" for c in checks if c.level == "EXCLUDE_NODE")
+            for host, checks in self.checks.items()
+            if level_of(checks) == "EXCLUDE_NODE"
+        }
+
+    def table(self) -> str:
+        """Host by check, a word a cell (``-`` warning, ``X`` unfit, ``?`` unknown), and below it what is not OK."""
+        names = list(dict.fromkeys(check.name for checks in self.checks.values() for check in checks))
+        width = max([len(host) for host in self.checks] + [4])
+        marks = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
+        lines = [" ".join(["host".ljust(width), *names])]
+        for host, checks in self.checks.items():
+            by_name = {check.name: marks[check.level] for check in checks}
+            lines.append(" ".join([host.ljust(width), *(by_name.get(name, "?").ljust(len(name)) for name in names)]))
+        return "\n".join([*(line.rstrip() for line in lines), *self._remarks()])
+
+    def to_json(self) -> str:
+        """``{"hosts": {HOST: {"level", "checks": [{"name", "level", "found"}]}}}``."""
+        hosts = {
+            host: {"level": level_of(checks), "checks": [asdict(check) for check in checks]}
+            for host, checks in self.checks.items()
+        }
+        return json.dumps({"hosts": hosts}, indent=1) + "\n"
+
+    def _remarks(self) -> Iterator[str]:
+        for host, checks in self.checks.items():
+            yield from (f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK")
+
+
+def _worst_of_each_name(checks: Sequence[Check]) -> tuple[Check, ...]:
+    worst: dict[str, Check] = {}
+    for check in checks:
+        known = worst.get(check.name)
+        if known is None or _LEVELS.index(check.level) > _LEVELS.index(known.level):
+            worst[check.name] = check
+    return tuple(worst.values())
+
+
+def _fatal_if(check: Check, shared: set[str]) -> Check:
+    return replace(check, level="FATAL_CONFIG") if check.level == "EXCLUDE_NODE" and check.name in shared else check
