@@ -135,6 +135,7 @@ def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | 
         if replaced.exists():
             _delete(replaced, lane)
         os.rename(final, replaced)
+        sync(replaced.parent)  # before its old name is gone for good: a loss of power must leave it one of the two
         return replaced
     if not _is_ours(final):
         raise CheckpointError(

@@ -109,7 +109,7 @@ def test_transformer_engine_is_compiled_by_default_after_torch_and_against_it():
     runs = arguments("RUN")
     (index,) = (index for index, run in enumerate(runs) if "--no-build-isolation" in run)
     assert any("-r requirements.txt" in run for run in runs[:index]), "torch is there by then"
-    assert "image_doctor --compiled > compiled.txt" in runs[index] and "setuptools wheel" in runs[index]
+    assert "bootstrap.image.doctor --compiled > compiled.txt" in runs[index] and "setuptools wheel" in runs[index]
     assert "--no-build-isolation -r compiled.txt" in runs[index]
 
 
