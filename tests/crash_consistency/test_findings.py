@@ -224,7 +224,7 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
 
 @pytest.mark.parametrize("setup", ["sync,async_save", "fully_async,partial"])
 def test_a_checkpoint_that_is_saved_again_survives_a_power_loss(base: Path, setup: str) -> None:
-    """A stop right after a checkpoint saves its step once more; the first one steps aside for it, into another folder."""
+    """A stop right after a checkpoint saves its step again, and the first one steps aside into another folder."""
     around = range(60, 74)  # the operations of that second save, with three choices of what the power takes
     trials = [Trial("stop", setup, "checkpoint+strict", number, seed) for number in around for seed in range(3)]
     results = [run_trial(base, trial) for trial in trials]
