@@ -29,8 +29,8 @@ from benchmarks.rollout_loops import MODES, LoopTimes, measure_modes
 from benchmarks.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
 from benchmarks.tables import machine, table
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout.book import Book, Rules
-from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.buffer import RolloutBuffer, Rules
+from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Backlog, SampleGroup, Unfinished
@@ -130,21 +130,21 @@ KEEPING = {"nothing kept": (False, False), "surplus groups": (True, False), "and
 
 async def collect_steps(served: Served, rules: Rules, *, keeps_surplus: bool) -> Mapping[str, float]:
     """Generate and "train" all steps; tokens trained, wasted and still held at the end, and seconds."""
-    book, wasted, trained, started = Book(rules, Backlog(), step=0), 0.0, 0, time.perf_counter()
+    buffer, wasted, trained, started = RolloutBuffer(rules, Backlog(), step=0), 0.0, 0, time.perf_counter()
 
     def wanted(group: SampleGroup) -> bool:
-        return keeps_surplus or book.num_finished < rules.batch_size
+        return keeps_surplus or buffer.num_finished < rules.batch_size
 
     async with Forced(served.router, LONG_TAIL) as connection:
         choices = Choices(wanted=wanted)
-        collector = Collector(book, Prompts(), writer_over(connection), choices=choices, stop_requested=lambda: False)
+        collector = Collector(buffer, Prompts(), writer_over(connection), choices=choices, stop_requested=lambda: False)
         for step in range(rules.num_steps):
             trained += sum(group.num_tokens for group in await collector.batch())
             collector.trained()
             wasted += collector.counts()["rollout/wasted_tokens"]
             collector.synced(step + 1)
     seconds = time.perf_counter() - started
-    backlog = book.backlog()
+    backlog = buffer.backlog()
     held = sum(group.num_tokens for group in backlog.finished) + sum(each.num_tokens for each in backlog.unfinished)
     return {"trained": trained, "wasted": wasted, "held": held, "seconds": seconds}
 

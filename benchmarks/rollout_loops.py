@@ -23,8 +23,8 @@ from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.rollout.book import Book
-from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.buffer import RolloutBuffer
+from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.engine_side_weights import Mover, PauseMode, WeightUpdate
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.journal import Journal
@@ -104,7 +104,7 @@ async def one_run(
     config, path = settings(mode), folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     collector = Collector(
-        Book(rules(config), Backlog(), step=0),
+        RolloutBuffer(rules(config), Backlog(), step=0),
         Prompts(),
         write(connection),
         choices=Choices(ahead=mode == "one_step_off"),

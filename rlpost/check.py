@@ -37,7 +37,7 @@ from rlpost.config.plan.reference import reference_note
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_origins
-from rlpost.data.settings import check_prompts
+from rlpost.data.prompt_settings import check_prompts
 from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.export_folder import export_problems

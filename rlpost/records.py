@@ -64,7 +64,7 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
         "num_filtered": backlog.num_filtered,
         "newest_id": backlog.newest_id,
         "counts": dict(backlog.counts),
-        "lent_counts": None if backlog.lent_counts is None else dict(backlog.lent_counts),
+        "lent_counts": None if backlog.counts_in_training is None else dict(backlog.counts_in_training),
     }
 
 
@@ -84,5 +84,5 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
         num_filtered=raw["num_filtered"],
         newest_id=raw["newest_id"],
         counts=raw.get("counts", {}),
-        lent_counts=raw.get("lent_counts"),
+        counts_in_training=raw.get("lent_counts"),
     )

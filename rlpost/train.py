@@ -14,10 +14,10 @@ from pathlib import Path
 
 from bootstrap.handoff import EXIT_CONFIG, Cluster
 from rlpost.check import check, check_installed
+from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
-from rlpost.cli.key_words import hide_keys
 from rlpost.cli.secret_file import take_out
-from rlpost.cli.settings import parser, settings
+from rlpost.cli.secret_flags import hide_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError

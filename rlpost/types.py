@@ -128,8 +128,8 @@ class Backlog:
 
     The counts are those of the whole run: fetched = trained + filtered + what is here, at any moment. ``newest_id`` is
     the id of the prompt that was fetched last: ids rise, so none is fetched twice. ``counts`` is what happened since
-    the last batch was taken, by metric name; ``lent_counts`` what belongs to a batch that is here because its training
-    did not end (see ``Book``).
+    the last batch was taken, by metric name; ``counts_in_training`` what belongs to a batch that is here because its
+    training did not end (see ``RolloutBuffer``).
     """
 
     finished: tuple[SampleGroup, ...] = ()
@@ -139,7 +139,7 @@ class Backlog:
     num_filtered: int = 0
     newest_id: int = -1
     counts: Mapping[str, float] = field(default_factory=dict)
-    lent_counts: Mapping[str, float] | None = None
+    counts_in_training: Mapping[str, float] | None = None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

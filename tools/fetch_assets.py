@@ -9,7 +9,7 @@ import sys
 
 from rlpost.cli.entry import run_command
 from rlpost.cli.fetch import main
-from rlpost.cli.key_words import hide_keys
+from rlpost.cli.secret_flags import hide_keys
 
 if __name__ == "__main__":
     hide_keys()

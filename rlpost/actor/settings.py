@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.algorithm.settings import LossSettings
+from rlpost.algorithm.loss_settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)

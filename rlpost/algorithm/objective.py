@@ -15,8 +15,8 @@ from torch import Tensor
 from rlpost.algorithm.correction import SampleSums, correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.plugin import blamed_on, load_function
-from rlpost.algorithm.settings import LossSettings
 
 Stats = dict[str, Tensor]
 

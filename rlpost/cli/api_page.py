@@ -16,7 +16,7 @@ MODULES = {
     "What flows": ("rlpost.types", "rlpost.errors"),
     "Functions of your own": (
         "rlpost.algorithm.objective",
-        "rlpost.algorithm.settings",
+        "rlpost.algorithm.loss_settings",
         "rlpost.rollout.response_builder",
         "rlpost.rollout.sampling",
         "rlpost.rollout.filters",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.check import check, notes
+from rlpost.cli.command_line import parser, settings
 from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.scaled import add_scale_down, require_model
-from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.missing import image_problems
 from rlpost.config.load import Loaded
 from rlpost.config.plan.estimate import engine_weights, fullest_held

@@ -10,7 +10,7 @@ from rlpost.arguments import Parser
 from rlpost.cli.runs import add_runs_dir, find_run
 from rlpost.errors import ConfigError
 from rlpost.report.compare import compare_page, comparison
-from rlpost.report.facts import read_facts
+from rlpost.report.run_facts import read_facts
 from slurm.run_folder import write_atomic
 
 

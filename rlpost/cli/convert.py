@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.actor.model_description import read_description
-from rlpost.cli import settings as command_line
+from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError
-from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.orchestration.settings_of_actors import actor_settings
 from slurm.nodelist import expand
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that systems give to outgoing connections

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
-from rlpost.cli import settings as command_line
+from rlpost.cli import command_line as command_line
 from rlpost.config.keys import KEYS
 from rlpost.config.path_variables import ASSETS
 from rlpost.errors import AssetError, ConfigError

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from rlpost.cli.entry import run_command
-from rlpost.cli.key_words import hide_keys
+from rlpost.cli.secret_flags import hide_keys
 from rlpost.errors import ConfigError, suggestion
 
 # verb: module and function, and what it does
@@ -28,9 +28,9 @@ VERBS = {
     "status": ("rlpost.cli.status:status_main", "where a run stands (--watch: a live page)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": ("rlpost.cli.logs:main", "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)"),
-    "attach": ("rlpost.cli.inside:attach_main", "a shell on a node of a run"),
-    "exec": ("rlpost.cli.inside:exec_main", "a command on every node of a run"),
-    "tunnel": ("rlpost.cli.inside:tunnel_main", "the way to Ray's dashboard"),
+    "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
+    "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),
+    "tunnel": ("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
     "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
     "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
     "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),

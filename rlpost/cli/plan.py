@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlpost.cli.command_line import parser, settings
 from rlpost.cli.scaled import add_scale_down
-from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlpost.arguments import Parser
 from rlpost.cli.follow import summary
+from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import add_run_options, find_run
-from rlpost.cli.standing import statuses
 from rlpost.cli.status import rows
 from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rlpost.arguments import Parser
+from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline, statuses
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
-from rlpost.cli.standing import STATE_COLOURS, Status, ago, headline, statuses
 from rlpost.metrics.progress import duration
 
 

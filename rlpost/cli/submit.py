@@ -15,13 +15,13 @@ from datetime import datetime
 from pathlib import Path
 
 from rlpost.check import check, notes
+from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.follow import conclude, follow
 from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, put_away
-from rlpost.cli.settings import parser, settings
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys

@@ -19,8 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rlpost.cli.run_status import PACE_STEPS, STATE_COLOURS, Status, ago, status_of
 from rlpost.cli.runs import LOCAL, newest_job
-from rlpost.cli.standing import PACE_STEPS, STATE_COLOURS, Status, ago, status_of
 from rlpost.errors import ConfigError
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import read_metrics

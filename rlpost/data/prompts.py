@@ -28,7 +28,7 @@ Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
 
 BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
 LIMITS = "--rollout-max-prompt-len or --rollout-max-context-len"
-"""What bounds a prompt, for messages: ``rlpost.data.settings.longest_prompt``."""
+"""What bounds a prompt, for messages: ``rlpost.data.prompt_settings.longest_prompt``."""
 
 
 @dataclass(frozen=True, slots=True)

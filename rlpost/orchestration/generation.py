@@ -19,8 +19,8 @@ from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompt_settings import longest_prompt, prompt_fields
 from rlpost.data.prompts import PromptSet
-from rlpost.data.settings import longest_prompt, prompt_fields
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.files import in_daemon
@@ -28,8 +28,8 @@ from rlpost.orchestration.grading import StoppableGrader
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, make_grader
-from rlpost.rollout.book import Book, Rules
-from rlpost.rollout.collect import Choices, Collector, Replay
+from rlpost.rollout.buffer import RolloutBuffer, Rules
+from rlpost.rollout.collector import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
@@ -113,7 +113,7 @@ class Generation:
         """The source of batches that goes on from ``state`` and from what the journal has of the time after it;
         ``watch`` looks after the engines while one is awaited."""
         config, rollout = self._config, self._config.rollout
-        book = Book(rules(config), state.backlog, step=state.step)
+        buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)
         prompts = self.prompt_set(rollout.prompt_data, rollout)
         cursor = self._cursor(prompts, state)
 
@@ -124,10 +124,10 @@ class Generation:
 
         writer: GroupWriter | None = None
         if isinstance(self.tokenizer, SupervisedTokenizer):
-            return Supervised(book, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
+            return Supervised(buffer, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
         if config.debug.load_debug_rollout_data is not None:
             stop = self._stop.requested
-            return Replay(book, cursor, config.debug.load_debug_rollout_data, counters=counters, stop_requested=stop)
+            return Replay(buffer, cursor, config.debug.load_debug_rollout_data, counters=counters, stop_requested=stop)
         writer = GroupWriter(
             self._connection,
             rollout_sampling(rollout, self._eos),
@@ -147,7 +147,7 @@ class Generation:
             watch=watch,
         )
         stop = self._stop.requested
-        return Collector(book, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
+        return Collector(buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
         """What writes the groups of a step to a file of their own; nothing waits for it, and no run ends for it."""

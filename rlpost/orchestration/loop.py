@@ -60,7 +60,7 @@ class Stages(Protocol):
 
 
 class Rollouts(Protocol):
-    """Where batches come from: ``rlpost.rollout.collect`` has those that are generated and those that were recorded."""
+    """Where batches come from: ``rlpost.rollout.collector`` has the generated and the recorded ones."""
 
     async def batch(self) -> list[SampleGroup]:
         """The groups to train next. Raises Preempted."""

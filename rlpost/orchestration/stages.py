@@ -22,7 +22,6 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced, RlpostError
-from rlpost.orchestration.actor_settings import actor_settings
 from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
 from rlpost.orchestration.engine_health import EngineHealth
@@ -34,6 +33,7 @@ from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.offload import Offload
 from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup

@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.facts import RunFacts
 from rlpost.report.html import Cell, card, document, filter_tools, key, section, table, text
 from rlpost.report.page import PACE_STEPS, key_figures, plots
 from rlpost.report.panels import compared_panels
+from rlpost.report.run_facts import RunFacts
 from rlpost.report.svg import NUM_COLOURS
 from rlpost.report.timeline import timeline
 

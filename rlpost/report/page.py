@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.facts import RunFacts
 from rlpost.report.html import Cell, card, document, filter_tools, key, raw, section, table, text
 from rlpost.report.panels import Panel, panels
+from rlpost.report.run_facts import RunFacts
 from rlpost.report.series import seconds, short
 from rlpost.report.svg import NUM_COLOURS, line_plot, stacked_plot
 from rlpost.report.timeline import COMES_BACK, Attempt, Doing, Timeline, timeline

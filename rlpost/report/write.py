@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.config.show import toml_value
-from rlpost.report.facts import Setting, read_facts
 from rlpost.report.page import report_page
+from rlpost.report.run_facts import Setting, read_facts
 from slurm.run_folder import RunFolder, write_atomic
 
 logger = logging.getLogger(__name__)

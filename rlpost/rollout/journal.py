@@ -69,7 +69,7 @@ class Journal:
     def __init__(self, folder: Path | None, settings: str, *, data: str | None = None, next_number: int) -> None:
         self._folder, self._settings, self._data, self._next_number = folder, settings, data, next_number
         self._waiting: deque[Record] = deque()
-        self._lent: tuple[int, bytes] = (-1, b"")  # step and record of the newest batch that was taken
+        self._newest_batch: tuple[int, bytes] = (-1, b"")  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._file: int | None = None
         self._header: Header | None = None  # of the segment that is written
@@ -158,7 +158,7 @@ class Journal:
         while self._waiting:
             record = self._waiting.popleft()
             if record.kind == BATCH:
-                self._lent = record.meta["step"], record.content()
+                self._newest_batch = record.meta["step"], record.content()
             yield record
             if record.kind == BATCH:
                 return
@@ -177,8 +177,8 @@ class Journal:
         self, step: int, groups: Sequence[SampleGroup], counts: Mapping[str, float], *, newest_id: int | None = None
     ) -> None:
         """The next batch was taken after ``step`` steps, when ``newest_id`` was the newest prompt fetched."""
-        self._lent = step, batch_content(step, [group.prompt_id for group in groups], counts, newest_id)
-        self._append(self._lent[1])
+        self._newest_batch = step, batch_content(step, [group.prompt_id for group in groups], counts, newest_id)
+        self._append(self._newest_batch[1])
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is complete."""
@@ -322,7 +322,7 @@ class Journal:
         """What a new segment at ``path`` begins with; what waits is among ``copies`` as it lies there."""
         framing = self._framing
         yield framing.frame(header_content(header))
-        of_step, batch = self._lent
+        of_step, batch = self._newest_batch
         if of_step >= header.step:
             yield framing.frame(batch)
         for at, metrics in self._evaluations.items():

@@ -1,8 +1,8 @@
 """What a resume does with the records of the journal, and whether they belong there at all.
 
-Input: records in order, the book and the prompt cursor of the checkpoint that they follow on. Output: how many of them
-the run can use. They are tried on copies before anything is trained, so a record that does not belong ends what is
-used instead of the run, and is never trained at another step than its own.
+Input: records in order, the rollout buffer and the prompt cursor of the checkpoint that they follow. Output: how many
+of them the run can use. They are tried on copies before anything is trained, so a record that does not belong ends what
+is used instead of the run, and is never trained at another step than its own.
 
 The chain of segments proves that files are what they were and that none is missing. This is the second proof, from
 what the run itself knows: it also holds for segments without a chain, and for prompt data that has changed.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlpost.rollout.book import Book
+from rlpost.rollout.buffer import RolloutBuffer
 from rlpost.rollout.journal_format import BATCH, GROUP, Record, prompt_digest
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
@@ -42,12 +42,12 @@ def newest_fetched(record: Record) -> int:
     return max([*record.meta["prompt_ids"], record.meta.get("newest_id", -1)])
 
 
-def fit(records: Sequence[Record], book: Book, prompts: Prompts) -> Fit:
-    """How many of ``records`` follow on ``book`` with the coming ``prompts``, of which as many are taken as it takes.
+def fit(records: Sequence[Record], buffer: RolloutBuffer, prompts: Prompts) -> Fit:
+    """How many of ``records`` follow on ``buffer`` with the coming ``prompts``, of which as many are taken as it takes.
 
-    The book stays as it is. Raises DataError for a bad row.
+    The buffer stays as it is. Raises DataError for a bad row.
     """
-    trial = _Trial(book, prompts)
+    trial = _Trial(buffer, prompts)
     for position, record in enumerate(records):
         why = trial.batch(record) if record.kind == BATCH else trial.group(record)
         if why is not None:
@@ -56,23 +56,23 @@ def fit(records: Sequence[Record], book: Book, prompts: Prompts) -> Fit:
 
 
 class _Trial:
-    """The bookkeeping of a resume, on a copy of the book and with groups without answers."""
+    """The bookkeeping of a resume, on a copy of the buffer and with groups without answers."""
 
-    def __init__(self, book: Book, prompts: Prompts) -> None:
-        backlog = book.backlog()
-        self._book = Book(book.rules, backlog, step=book.step)
+    def __init__(self, buffer: RolloutBuffer, prompts: Prompts) -> None:
+        backlog = buffer.backlog()
+        self._buffer = RolloutBuffer(buffer.rules, backlog, step=buffer.step)
         self._cursor = prompts
         self._waiting = {entry.prompt.prompt_id: entry.prompt for entry in backlog.unfinished}
 
     @property
     def step(self) -> int:
         """How far the records take the run."""
-        return self._book.step
+        return self._buffer.step
 
     def group(self, record: Record) -> str | None:
         """Why a group does not belong here, in words."""
         self._fetch(newest_fetched(record))
-        meta, step = record.meta, self._book.step
+        meta, step = record.meta, self._buffer.step
         prompt = self._waiting.pop(meta["prompt_id"], None)
         if prompt is None:
             return f"a group of prompt {meta['prompt_id']}, for which the run does not wait at step {step}"
@@ -81,32 +81,32 @@ class _Trial:
             return f"answers to prompt {meta['prompt_id']}, which reads differently now: {changed}"
         if meta["newest_version"] > step:
             return f"a group written by the weights of step {meta['newest_version']}, while the run is at step {step}"
-        self._book.replayed(_without_answers(record), wanted=meta["wanted"])
+        self._buffer.replayed(_without_answers(record), wanted=meta["wanted"])
         return None
 
     def batch(self, record: Record) -> str | None:
         """Why a batch does not belong here, in words."""
-        step = self._book.step
+        step = self._buffer.step
         if record.meta["step"] != step:
             return f"the batch of step {record.meta['step']}, while the run is at step {step}"
         self._fetch(newest_fetched(record))
         try:
-            self._book.take_again(record.meta["prompt_ids"], record.meta["counts"])
+            self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])
         except KeyError as prompt_id:
             return f"the batch of step {step} has a group of prompt {prompt_id}, which is not there"
-        self._book.trained()
-        self._book.version = self._book.step
+        self._buffer.trained()
+        self._buffer.version = self._buffer.step
         return None
 
     def _fetch(self, newest_id: int) -> None:
-        while self._book.newest_id < newest_id:
+        while self._buffer.newest_id < newest_id:
             fetched = self._cursor.take(1)
-            self._book.fetched(fetched)
+            self._buffer.fetched(fetched)
             self._waiting |= {prompt.prompt_id: prompt for prompt in fetched}
 
 
 def _without_answers(record: Record) -> SampleGroup:
-    """A group as the book sees it: whose it is and how old."""
+    """A group as the buffer sees it: whose it is and how old."""
     prompt_id, version = record.meta["prompt_id"], record.meta["oldest_version"]
     sample = Sample(prompt_id, 0, (), (), (), "", "stop", version)
     return SampleGroup(prompt_id, (ScoredSample(sample, 0.0),))

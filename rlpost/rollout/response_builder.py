@@ -58,18 +58,20 @@ class ResponseBuilder:
         self.stopped_at: int | str | None = None
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that the answer may still have."""
-        room = self.sampling.max_new_tokens - len(self.response_ids)
+        remaining = self.sampling.max_new_tokens - len(self.response_ids)
         if self.sampling.max_context_len is not None:
-            room = min(room, self.sampling.max_context_len - len(self.prompt.token_ids) - len(self.response_ids))
-        return max(0, room)
+            remaining = min(
+                remaining, self.sampling.max_context_len - len(self.prompt.token_ids) - len(self.response_ids)
+            )
+        return max(0, remaining)
 
     async def write(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> str:
         """Let the model go on until it ends, writes one of ``stop`` (beside the stops of the settings), or has written
         ``max_new_tokens``. Returns the text that it added, without what it stopped at.
 
-        An answer that an engine cuts off because new weights arrive is gone on with. Without room nothing is written
+        An answer that an engine aborts because new weights arrive is resumed. When no tokens remain, nothing is written
         and the builder ends with "length".
 
         Raises:
@@ -78,7 +80,9 @@ class ResponseBuilder:
         """
         if not self._pieces:
             self._turn_at, self._before = len(self.response_ids), self.text
-        end = len(self.response_ids) + (self.room if max_new_tokens is None else min(self.room, max_new_tokens))
+        end = len(self.response_ids) + (
+            self.remaining_tokens if max_new_tokens is None else min(self.remaining_tokens, max_new_tokens)
+        )
         what, empty = f"prompt {self.prompt.prompt_id}, sample {self.index}", 0
         self.finish_reason, self.stopped_at = "length", None
         stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
@@ -97,9 +101,9 @@ class ResponseBuilder:
         return self.text[len(self._before) :]
 
     def insert(self, text: str) -> None:
-        """Add what a tool says: tokens that the model reads and the loss leaves out. What has no room is cut off."""
+        """Add a tool's text: the model reads its tokens, the loss does not. Text beyond the limit is truncated."""
         assert self._codec is not None, "no tokenizer to write a tool's text with"
-        token_ids = list(self._codec.encode(text))[: self.room]
+        token_ids = list(self._codec.encode(text))[: self.remaining_tokens]
         self.response_ids += token_ids
         self._logprobs += [0.0] * len(token_ids)
         self._mask += [0] * len(token_ids)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlpost.rollout.book import Book
-from rlpost.rollout.collect import Cursor, Replay
+from rlpost.rollout.buffer import RolloutBuffer
+from rlpost.rollout.collector import Cursor, Replay
 from rlpost.types import Prompt, SampleGroup
 
 
@@ -17,16 +17,16 @@ class Supervised(Replay):
 
     def __init__(
         self,
-        book: Book,
+        buffer: RolloutBuffer,
         cursor: Cursor,
         make: Callable[[Prompt], SampleGroup],
         *,
         stop_requested: Callable[[], bool],
     ) -> None:
-        super().__init__(book, cursor, "", stop_requested=stop_requested)
+        super().__init__(buffer, cursor, "", stop_requested=stop_requested)
         self._make = make
 
     def _recorded(self) -> Sequence[SampleGroup]:
-        prompts = self._cursor.take(self._book.rules.batch_size)
-        self._book.fetched(prompts)
+        prompts = self._cursor.take(self._buffer.rules.batch_size)
+        self._buffer.fetched(prompts)
         return [self._make(prompt) for prompt in prompts]

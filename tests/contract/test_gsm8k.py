@@ -8,8 +8,8 @@ import pytest
 
 from rlpost.config.tree import Config
 from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompt_settings import check_prompts, prompt_fields
 from rlpost.data.prompts import PromptSet
-from rlpost.data.settings import check_prompts, prompt_fields
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.reward.grader import make_grader
 from rlpost.types import Prompt, Sample

@@ -18,9 +18,9 @@ import torch
 
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.client import EngineClient
-from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.engine_side_weights import DiskMover, PauseMode, WeightUpdate
 from rlpost.rollout.features import has
@@ -48,15 +48,15 @@ class Endless:
         return {"offset": self.at}
 
 
-def collecting(sglang: Sglang, rules: Rules, work: Callable[[Collector, Book], Awaitable[Any]]) -> Any:
+def collecting(sglang: Sglang, rules: Rules, work: Callable[[Collector, RolloutBuffer], Awaitable[Any]]) -> Any:
     async def whole() -> Any:
         async with Connection(sglang.router) as connection:
             grader = InlineGrader(lambda text, label, metadata: 1.0)
             writer = GroupWriter(connection, LONG, n=N, grader=grader, codec=PromptTokenizer(sglang.model))
-            book = Book(rules, Backlog(), step=0)
-            collector = Collector(book, Endless(), writer, choices=Choices(), stop_requested=lambda: False)
+            buffer = RolloutBuffer(rules, Backlog(), step=0)
+            collector = Collector(buffer, Endless(), writer, choices=Choices(), stop_requested=lambda: False)
             async with asyncio.timeout(120):
-                return await work(collector, book)
+                return await work(collector, buffer)
 
     return asyncio.run(whole())
 
@@ -79,19 +79,19 @@ def samples_of(groups: list[SampleGroup]) -> list[Sample]:
 
 
 def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
-    async def batch(collector: Collector, book: Book) -> list[SampleGroup]:
+    async def batch(collector: Collector, buffer: RolloutBuffer) -> list[SampleGroup]:
         groups = await collector.batch()
         collector.trained()
-        collector.synced(book.step)
+        collector.synced(buffer.step)
         return groups
 
-    async def work(collector: Collector, book: Book) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
-        await batch(collector, book)
-        partial = [sample for entry in book.waiting for sample in entry.samples if sample.finish_reason == "abort"]
+    async def work(collector: Collector, buffer: RolloutBuffer) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
+        await batch(collector, buffer)
+        partial = [sample for entry in buffer.waiting for sample in entry.samples if sample.finish_reason == "abort"]
         cut = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
         groups: list[SampleGroup] = []
         while {prompt_id for prompt_id, _ in cut} - {group.prompt_id for group in groups}:
-            groups += await batch(collector, book)
+            groups += await batch(collector, buffer)
         return groups, cut
 
     groups, cut = collecting(sglang, Rules(batch_size=2, start_size=8, num_steps=99, keep_partial=True), work)
@@ -145,14 +145,14 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
     async def write(version: int) -> list[str]:
         return [str(sglang.model)] * len(sglang.addresses)
 
-    async def work(collector: Collector, book: Book) -> list[Sample]:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> list[Sample]:
         met: list[Sample] = []
         while not met:  # all answers of a batch may end before anybody sees them run
             batch = asyncio.create_task(collector.batch())
             while not batch.done() and not await running(sglang):
                 await asyncio.sleep(0.01)
-            await update.update(book.version + 1, DiskMover(write), pause=pause)
-            collector.synced(book.version + 1)
+            await update.update(buffer.version + 1, DiskMover(write), pause=pause)
+            collector.synced(buffer.version + 1)
             met = [sample for sample in samples_of(await batch) if len(sample.version_spans) > 1]
             collector.trained()
         return met

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlpost.algorithm.loss import token_weights
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
-from rlpost.algorithm.settings import LossSettings
 
 trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="the dev extra has it")
 

@@ -15,7 +15,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.config.load import load
 from rlpost.cpu_affinity import choose_binding, cpu_list, num_cores, read_siblings, threads_of_rank
 from rlpost.local_gpus import LocalGpu, parse_cpu_list
-from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.orchestration.settings_of_actors import actor_settings
 
 # Two sockets of 56 cores with two threads each, four GPUs beside each socket (nvidia-smi topo -m of a DGX H100).
 SOCKETS = (parse_cpu_list("0-55,112-167"), parse_cpu_list("56-111,168-223"))

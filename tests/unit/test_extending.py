@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlpost.algorithm.advantage import custom_advantages
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, loss_function
-from rlpost.algorithm.settings import LossSettings
 from rlpost.cli.main import main as rlpost
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.config.tree import Config

@@ -36,7 +36,7 @@ from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.weights.exporter import Exporter
 from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,

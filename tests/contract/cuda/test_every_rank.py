@@ -24,7 +24,7 @@ from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
-from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal.check import Expected, plan_problems, problems, traffic_problems
 from rlpost.rehearsal.facts import Weight
 from rlpost.rehearsal.model import description_of

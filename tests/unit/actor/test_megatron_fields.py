@@ -5,7 +5,7 @@ import pytest
 from rlpost.actor.megatron_fields import configured
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
-from rlpost.orchestration.actor_settings import actor_settings
+from rlpost.orchestration.settings_of_actors import actor_settings
 
 # After rlpost.actor, which prepares it for a CPU.
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip

@@ -12,9 +12,9 @@ from rlpost.algorithm.advantage import custom_advantages, estimate, returns_to_g
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl, kl_value
 from rlpost.algorithm.loss import token_weights
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import POLICY_LOSSES, Tokens, loss_function, policy_objective
 from rlpost.algorithm.plugin import load_function
-from rlpost.algorithm.settings import LossSettings
 from rlpost.errors import ConfigError
 from rlpost.types import Sample, SampleGroup, ScoredSample
 

@@ -23,7 +23,7 @@ BACKLOG = Backlog(
     num_filtered=2,
     newest_id=10,
     counts={"rollout/num_filtered": 2.0},
-    lent_counts={"rollout/num_filtered": 1.0},
+    counts_in_training={"rollout/num_filtered": 1.0},
 )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.attach import _inside
 from rlpost.cli.check import main as check_main
-from rlpost.cli.inside import _inside
 from rlpost.cli.job import container_of_attempt
 from rlpost.cli.submit import main
 from rlpost.config.load import JOBS, dump, load

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli import control, follow, image_doctor, inside, runs
-from rlpost.cli.inside import dashboard_address, head_of, tunnel_command
+from rlpost.cli import attach, control, follow, image_doctor, runs
+from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
+from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
-from rlpost.cli.standing import headline, status_of
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
@@ -176,7 +176,7 @@ def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_p
     cluster = {"container": "pyxis", "container_image": "/images/a.sqsh", "runs_dir": "/runs"}
     run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
     with pytest.raises(ConfigError, match="scontrol"):
-        inside._inside(run, "7")
+        attach._inside(run, "7")
 
 
 def plain_run(home, *, backend="pyxis"):
@@ -202,8 +202,8 @@ def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
         run.ledger.append("attempt", attempt=0, job_id="7", home=str(tmp_path))
     attempt = run.new_attempt()
     seen = []
-    monkeypatch.setattr(inside, "running_job", lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"))
-    monkeypatch.setattr(inside, "job_info", lambda job: JobInfo(job, JobState.RUNNING))
+    monkeypatch.setattr(attach, "running_job", lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"))
+    monkeypatch.setattr(attach, "job_info", lambda job: JobInfo(job, JobState.RUNNING))
     monkeypatch.setattr(
         subprocess, "run", lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0)
     )
@@ -221,7 +221,7 @@ def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
     run.ledger.append("attempt", attempt=0, job_id="7", home="/gone")
     (tmp_path / "home/bootstrap/agent/__main__.py").unlink()
     with pytest.raises(ConfigError, match=r"/gone does not lead to .* link the RLPOST_HOME"):
-        inside.home_of(run)
+        attach.home_of(run)
 
 
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
@@ -444,7 +444,7 @@ def test_a_tunnel_goes_on_to_the_head_only_where_it_has_to():
 
 def test_a_run_on_this_machine_has_its_dashboard_here(no_slurm, tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "runs/here", job_id="local-7")
-    monkeypatch.setattr(inside, "local_is_alive", lambda job_id: job_id == "local-7")
+    monkeypatch.setattr(attach, "local_is_alive", lambda job_id: job_id == "local-7")
     say_dashboard(run.new_attempt(), "127.0.0.1:20002")
     assert main(["tunnel", "here", "--login", "box.site", "--port", "9000"]) == 0
     here, elsewhere, token = capsys.readouterr().out.splitlines()

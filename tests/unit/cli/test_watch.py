@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rlpost.cli import watch as live
 from rlpost.cli.main import main
-from rlpost.cli.standing import warnings_in
+from rlpost.cli.run_status import warnings_in
 from rlpost.cli.watch import is_over, page, phase_bar, read_view, sparkline
 from rlpost.report.panels import mean_phases
 from slurm.queue import FORGOTTEN, QueueEntry

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.key_words import take_keys
-from rlpost.cli.settings import parser
+from rlpost.cli.command_line import parser
+from rlpost.cli.secret_flags import take_keys
 from rlpost.config import flags
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import load

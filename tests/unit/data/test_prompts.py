@@ -10,8 +10,8 @@ import pytest
 
 from rlpost.compat.slime.sample import label_of
 from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.data.prompt_settings import check_prompts, longest_prompt
 from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
-from rlpost.data.settings import check_prompts, longest_prompt
 from rlpost.errors import ConfigError, DataError
 from tests.unit.data.sets import letters, numbered, write, write_parquet
 
@@ -84,7 +84,8 @@ def test_the_check_needs_nothing_heavy(tmp_path: Path) -> None:
     """It runs on a login node."""
     path = write(tmp_path / "p.jsonl", GOOD)
     program = (
-        "import sys; from rlpost.data.prompts import PromptFields, check_prompt_file; import rlpost.data.settings;"
+        "import sys; from rlpost.data.prompts import PromptFields, check_prompt_file;"
+        "import rlpost.data.prompt_settings;"
         f"check_prompt_file({str(path)!r}, PromptFields('prompt', 'label'));"
         "heavy = {'torch', 'transformers', 'numpy', 'ray', 'pyarrow'} & set(sys.modules); assert not heavy, heavy"
     )

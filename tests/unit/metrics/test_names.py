@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective, sft_objective
-from rlpost.algorithm.settings import LossSettings
 from rlpost.metrics.names import METRICS, declared, reference, undeclared
 from rlpost.orchestration.batches import rollout_metrics, staleness_metrics
-from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.evaluate import pass_rates, summarise
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
@@ -64,12 +64,12 @@ def test_names_that_are_put_together_are_declared():
     tokens = Tokens(-one, one, -one, -one, -one, one, one, 2 * one, lambda value: 2 * value)
     settings = LossSettings(use_tis=True, use_kl_loss=True)
     names |= {f"train/{name}" for name in policy_objective(tokens, settings)[1] | sft_objective(tokens, settings)[1]}
-    book = Book(Rules(batch_size=1, start_size=1, num_steps=1), Backlog(), step=0)
-    book.fetched([Prompt(0, "x", (1,))])
-    book.replayed(groups[0])
-    book.take()
-    assert len(book.counts()) > 4
-    names |= book.counts().keys()
+    buffer = RolloutBuffer(Rules(batch_size=1, start_size=1, num_steps=1), Backlog(), step=0)
+    buffer.fetched([Prompt(0, "x", (1,))])
+    buffer.replayed(groups[0])
+    buffer.take()
+    assert len(buffer.counts()) > 4
+    names |= buffer.counts().keys()
     assert len(names) > 30
     assert undeclared(names) == []
 

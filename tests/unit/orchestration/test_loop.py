@@ -15,8 +15,8 @@ from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.rollout.book import Book
-from rlpost.rollout.collect import Choices, Collector
+from rlpost.rollout.buffer import RolloutBuffer
+from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
@@ -158,12 +158,12 @@ def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), *
     journal = Journal.resume(folder / "journal", state.journal, step=state.step, settings="")
 
     async def whole():
-        book = Book(rules(settings), state.backlog, step=state.step)
+        buffer = RolloutBuffer(rules(settings), state.backlog, step=state.step)
         ahead = settings.rollout.rollout_mode == "one_step_off"
         choices = Choices(ahead=ahead, wanted=wanted, counters=prompts.counters)
         engines = FakeEngines(stages)
         rollouts = Watched(
-            stages, book, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
+            stages, buffer, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
         )
         loop = Loop(stages, settings, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop)
         return await loop.run(state, saved=saved)

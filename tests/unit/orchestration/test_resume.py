@@ -1,6 +1,6 @@
 """Moments at which a stop is awkward, and a resume that gives the same weights, metrics and order of prompts.
 
-The real loop, collector, book, journal and prompt cursor; stages of ``test_loop`` in this process.
+The real loop, collector, buffer, journal and prompt cursor; stages of ``test_loop`` in this process.
 """
 
 import json

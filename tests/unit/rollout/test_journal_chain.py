@@ -30,14 +30,14 @@ class Life:
     """A run and its crashes; each state of it with the events that have to be found again after it."""
 
     def __init__(self, folder):
-        self.folder, self.num_groups, self.step, self.lent = folder, 0, 0, None
+        self.folder, self.num_groups, self.step, self.in_training = folder, 0, 0, None
         self.states = [(0, 0, [])]  # segment, step, events
         self.journal = resumed(folder)
 
     def again(self, _=0):
         for record in self.journal.again():
             if record.kind == BATCH:
-                self.step, self.lent = self.step + 1, (BATCH, record.meta["prompt_ids"])
+                self.step, self.in_training = self.step + 1, (BATCH, record.meta["prompt_ids"])
 
     def drain(self):
         while self.journal.waiting:
@@ -56,14 +56,14 @@ class Life:
     def batch(self, _):
         self.drain()
         self.journal.batch(self.step, [group(self.num_groups - 1)], {})
-        self.step, self.lent = self.step + 1, (BATCH, [self.num_groups - 1])
-        self.happened(self.lent)
+        self.step, self.in_training = self.step + 1, (BATCH, [self.num_groups - 1])
+        self.happened(self.in_training)
 
     def begin(self, choice):
         """A state is going to be saved, sometimes while the newest batch is not trained."""
         if choice:
-            self.lent = None  # it is trained
-        owed = [] if self.lent is None else [self.lent]
+            self.in_training = None  # it is trained
+        owed = [] if self.in_training is None else [self.in_training]
         step, events = self.step - len(owed), owed + waiting(self.journal)
         self.states.append((self.journal.begin(step), step, events))
 
@@ -73,7 +73,7 @@ class Life:
         if choice == 0 and len(self.states) > 1:
             self.states.pop()
         base, self.step, events = self.states[-1]
-        self.lent = None
+        self.in_training = None
         self.journal = resumed(self.folder, base, self.step)
         assert waiting(self.journal) == events
 

@@ -106,7 +106,7 @@ def test_a_tool_that_says_more_than_there_is_room_for_ends_the_answer() -> None:
 def test_prompt_and_answer_together_have_a_limit_too() -> None:
     async def work(builder: ResponseBuilder) -> int:
         await builder.write()
-        return builder.room
+        return builder.remaining_tokens
 
     engine = FakeEngine(answer=says(("ab", "stop", 1)))
     assert drafting(engine, work, max_context_len=len(PROMPT.token_ids) + 5) == 2

@@ -3,7 +3,7 @@
 import asyncio
 
 from rlpost.checkpoint.state import RunState
-from rlpost.rollout.book import Book, Rules
+from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.supervised import Supervised
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
@@ -29,7 +29,7 @@ def group(prompt):
 
 def source(cursor, backlog, step=0):
     rules = Rules(batch_size=3, start_size=3, num_steps=4, max_staleness=None, keep_partial=False)
-    return Supervised(Book(rules, backlog, step=step), cursor, group, stop_requested=lambda: False)
+    return Supervised(RolloutBuffer(rules, backlog, step=step), cursor, group, stop_requested=lambda: False)
 
 
 def test_a_source_that_is_stopped_anywhere_goes_on_with_the_next_prompts():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.settings import parser
+from rlpost.cli.command_line import parser
 from rlpost.config.flags import fields, parse
 from rlpost.config.load import files_of, load, unknown_keys
 

@@ -1,4 +1,4 @@
-"""Every prompt fetched is trained, filtered or still in the book, once; whatever happens, in whatever order."""
+"""Every prompt fetched is trained, filtered or still in the buffer, once; whatever happens, in whatever order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpost.checkpoint.state import RunState
-from rlpost.rollout.book import Book, Rules, Tally
+from rlpost.rollout.buffer import RolloutBuffer, Rules, Tally
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 NOTHING = Backlog()
@@ -31,35 +31,35 @@ def group(prompt_id: int, *versions: int) -> SampleGroup:
     return SampleGroup(prompt_id, (ScoredSample(answer(prompt_id, *versions), 1.0),))
 
 
-def start(book: Book, prompt_ids: range) -> None:
-    book.fetched([prompt(prompt_id) for prompt_id in prompt_ids])
+def start(buffer: RolloutBuffer, prompt_ids: range) -> None:
+    buffer.fetched([prompt(prompt_id) for prompt_id in prompt_ids])
     for prompt_id in prompt_ids:
-        book.started(prompt_id)
+        buffer.started(prompt_id)
 
 
-def opened(rules: Rules, backlog: Backlog = NOTHING, step: int = 0) -> Book:
-    book = Book(rules, backlog, step=step)
-    book.is_open = True
-    return book
+def opened(rules: Rules, backlog: Backlog = NOTHING, step: int = 0) -> RolloutBuffer:
+    buffer = RolloutBuffer(rules, backlog, step=step)
+    buffer.is_open = True
+    return buffer
 
 
 def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -> None:
-    book = opened(Rules(batch_size=4, start_size=6, num_steps=9))
-    assert book.room() == 6
-    start(book, range(6))
-    assert book.room() == 0
+    buffer = opened(Rules(batch_size=4, start_size=6, num_steps=9))
+    assert buffer.capacity() == 6
+    start(buffer, range(6))
+    assert buffer.capacity() == 0
     for prompt_id in (0, 1):
-        book.finished(group(prompt_id, 0), wanted=False)
-    assert book.room() == 0  # four can still make a batch
-    book.finished(group(2, 0), wanted=False)
-    assert book.room() == 3  # three cannot: up to six again
-    start(book, range(6, 9))
+        buffer.finished(group(prompt_id, 0), wanted=False)
+    assert buffer.capacity() == 0  # four can still make a batch
+    buffer.finished(group(2, 0), wanted=False)
+    assert buffer.capacity() == 3  # three cannot: up to six again
+    start(buffer, range(6, 9))
     for prompt_id in (8, 3, 4, 7, 5):
-        book.finished(group(prompt_id, 0), wanted=True)
-    taken = book.take()
+        buffer.finished(group(prompt_id, 0), wanted=True)
+    taken = buffer.take()
     assert taken is not None
     assert [g.prompt_id for g in taken] == [3, 4, 7, 8]
-    assert book.counts() == {
+    assert buffer.counts() == {
         "rollout/num_filtered": 3,
         "rollout/num_aborted": 0,
         "rollout/num_continued": 0,
@@ -67,35 +67,38 @@ def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -
         "rollout/num_held": 1,
         "rollout/num_unfinished": 1,
     }
-    assert book.take() is None
+    assert buffer.take() is None
 
 
 @pytest.mark.parametrize("keep_partial", [True, False])
 def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -> None:
-    book = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
-    start(book, range(2))
+    buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
+    start(buffer, range(2))
     partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
-    book.finished(group(0, 0), wanted=True)
-    book.cut_off(partial)
-    assert book.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
-    assert book.take() == [group(0, 0)]
-    assert (book.counts()["rollout/num_aborted"], book.counts()["rollout/wasted_tokens"]) == (1, 2 * (not keep_partial))
-    again = book.started(1)
+    buffer.finished(group(0, 0), wanted=True)
+    buffer.cut_off(partial)
+    assert buffer.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
+    assert buffer.take() == [group(0, 0)]
+    assert (buffer.counts()["rollout/num_aborted"], buffer.counts()["rollout/wasted_tokens"]) == (
+        1,
+        2 * (not keep_partial),
+    )
+    again = buffer.started(1)
     assert again.samples == (partial.samples if keep_partial else ())
 
 
 def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> None:
-    book = opened(Rules(batch_size=2, start_size=2, num_steps=9))
-    start(book, range(2))
+    buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9))
+    start(buffer, range(2))
     for prompt_id in range(2):
-        book.finished(group(prompt_id, 0), wanted=True)
-    assert book.take() is not None
-    assert [g.prompt_id for g in book.backlog().finished] == [0, 1]
-    resumed = opened(book.rules, book.backlog())
+        buffer.finished(group(prompt_id, 0), wanted=True)
+    assert buffer.take() is not None
+    assert [g.prompt_id for g in buffer.backlog().finished] == [0, 1]
+    resumed = opened(buffer.rules, buffer.backlog())
     assert resumed.take() == [group(0, 0), group(1, 0)]
-    assert resumed.counts() == book.counts()
-    book.trained()
-    assert book.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
+    assert resumed.counts() == buffer.counts()
+    buffer.trained()
+    assert buffer.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
 
 
 def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_what_the_preemption_did_is_not() -> None:
@@ -124,15 +127,15 @@ def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_wha
 
 
 def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to_the_next_one() -> None:
-    book = opened(Rules(batch_size=1, start_size=2, num_steps=9))
-    start(book, range(2))
-    book.finished(group(0, 0), wanted=False)
-    book.finished(group(1, 0), wanted=True)
-    book.take()
-    start(book, range(2, 4))  # for the next batch, in training
-    book.finished(group(2, 0), wanted=False)
-    again = opened(book.rules, opened(book.rules, book.backlog()).backlog())
-    assert again.take() == [group(1, 0)] and again.counts() == book.counts()
+    buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9))
+    start(buffer, range(2))
+    buffer.finished(group(0, 0), wanted=False)
+    buffer.finished(group(1, 0), wanted=True)
+    buffer.take()
+    start(buffer, range(2, 4))  # for the next batch, in training
+    buffer.finished(group(2, 0), wanted=False)
+    again = opened(buffer.rules, opened(buffer.rules, buffer.backlog()).backlog())
+    assert again.take() == [group(1, 0)] and again.counts() == buffer.counts()
     again.trained()
     again.started(3)
     again.finished(group(3, 0), wanted=True)
@@ -140,48 +143,48 @@ def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to
 
 
 def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> None:
-    book = opened(Rules(batch_size=2, start_size=2, num_steps=3, max_staleness=1))
-    assert book.room() == 4
-    start(book, range(4))
+    buffer = opened(Rules(batch_size=2, start_size=2, num_steps=3, max_staleness=1))
+    assert buffer.capacity() == 4
+    start(buffer, range(4))
     for prompt_id in (0, 1):
-        book.finished(group(prompt_id, 0), wanted=True)
-    assert book.take() is not None and book.room() == 0
-    book.trained()
-    assert book.room() == 0  # the weights are still the old ones
-    book.version = 1
-    assert book.room() == 2
-    start(book, range(4, 6))
+        buffer.finished(group(prompt_id, 0), wanted=True)
+    assert buffer.take() is not None and buffer.capacity() == 0
+    buffer.trained()
+    assert buffer.capacity() == 0  # the weights are still the old ones
+    buffer.version = 1
+    assert buffer.capacity() == 2
+    start(buffer, range(4, 6))
     for prompt_id in range(2, 6):
-        book.finished(group(prompt_id, 0 if prompt_id < 4 else 1), wanted=True)
-    assert [g.prompt_id for g in book.take() or ()] == [2, 3]
-    book.trained()
-    book.version = 2
-    assert book.room() == 0
+        buffer.finished(group(prompt_id, 0 if prompt_id < 4 else 1), wanted=True)
+    assert [g.prompt_id for g in buffer.take() or ()] == [2, 3]
+    buffer.trained()
+    buffer.version = 2
+    assert buffer.capacity() == 0
 
 
 def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> None:
     """Without it the batch would be there, but group 2 began with version 0 and may be trained at version 1 at last."""
-    book = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
-    start(book, range(4))
+    buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
+    start(buffer, range(4))
     for prompt_id in (0, 1):
-        book.finished(group(prompt_id, 0), wanted=True)
-    assert book.take() is not None
-    book.trained()
-    book.version = 1
-    start(book, range(4, 6))
+        buffer.finished(group(prompt_id, 0), wanted=True)
+    assert buffer.take() is not None
+    buffer.trained()
+    buffer.version = 1
+    start(buffer, range(4, 6))
     for prompt_id in (3, 4, 5):
-        book.finished(group(prompt_id, 0 if prompt_id == 3 else 1), wanted=True)
-    assert not book.has_batch()
-    book.finished(group(2, 0, 1), wanted=True)
-    assert [g.prompt_id for g in book.take() or ()] == [2, 3]
+        buffer.finished(group(prompt_id, 0 if prompt_id == 3 else 1), wanted=True)
+    assert not buffer.has_batch()
+    buffer.finished(group(2, 0, 1), wanted=True)
+    assert [g.prompt_id for g in buffer.take() or ()] == [2, 3]
 
 
 def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -> None:
     held = Backlog((group(0, 1), group(1, 4)), (Unfinished(prompt(2), (answer(2, 1, cut=True),)),), 3, 0, 0, 2)
-    book = opened(Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True), held, step=5)
-    assert book.started(2) == Unfinished(prompt(2))
-    assert [g.prompt_id for g in book.take() or ()] == [1]
-    assert book.counts()["rollout/wasted_tokens"] == 2
+    buffer = opened(Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True), held, step=5)
+    assert buffer.started(2) == Unfinished(prompt(2))
+    assert [g.prompt_id for g in buffer.take() or ()] == [1]
+    assert buffer.counts()["rollout/wasted_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -198,10 +201,10 @@ def test_a_tally_that_does_not_add_up_is_refused(broken: Backlog) -> None:
 
 
 def test_a_prompt_that_is_fetched_again_is_refused() -> None:
-    book = Book(Rules(1, 1, 1), Backlog(), step=0)
-    book.fetched([prompt(0)])
+    buffer = RolloutBuffer(Rules(1, 1, 1), Backlog(), step=0)
+    buffer.fetched([prompt(0)])
     with pytest.raises(AssertionError, match="fetched twice"):
-        book.fetched([prompt(0)])
+        buffer.fetched([prompt(0)])
 
 
 class World:
@@ -209,12 +212,12 @@ class World:
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.rules, self.book = rules, opened(rules)
+        self.rules, self.buffer = rules, opened(rules)
         self.cursor, self.running = 0, {}
         self.trained, self.filtered, self.staleness = [], [], [0]
 
     def run(self) -> None:
-        while self.book.step < self.rules.num_steps:
+        while self.buffer.step < self.rules.num_steps:
             event = self.draw.random()
             if event < 0.03:
                 self.resume()
@@ -225,19 +228,19 @@ class World:
                 self.finish_one()
 
     def fill(self) -> None:
-        self.book.is_open = True
-        while (room := self.book.room()) > 0:
-            entries = self.book.waiting[:room] or self.book.fetched([prompt(self.cursor + i) for i in range(room)])
+        self.buffer.is_open = True
+        while (room := self.buffer.capacity()) > 0:
+            entries = self.buffer.waiting[:room] or self.buffer.fetched([prompt(self.cursor + i) for i in range(room)])
             self.cursor = max(self.cursor, *(entry.prompt.prompt_id + 1 for entry in entries))
             for entry in entries:
-                entry = self.book.started(entry.prompt.prompt_id)
+                entry = self.buffer.started(entry.prompt.prompt_id)
                 versions = [
                     v
                     for sample in entry.samples
                     for v, n in sample.version_spans or [(sample.policy_version, 1)] * len(sample.response_ids)
                     for _ in range(n)
                 ]
-                self.running[entry.prompt.prompt_id] = [*versions, self.book.version]
+                self.running[entry.prompt.prompt_id] = [*versions, self.buffer.version]
 
     def finish_one(self) -> None:
         prompt_id = self.draw.choice(list(self.running))
@@ -245,36 +248,36 @@ class World:
         wanted = self.draw.random() < 0.7
         if not wanted:
             self.filtered.append(prompt_id)
-        last = [self.book.version] if self.book.version != versions[-1] else []
-        self.book.finished(group(prompt_id, *versions, *last), wanted=wanted)
+        last = [self.buffer.version] if self.buffer.version != versions[-1] else []
+        self.buffer.finished(group(prompt_id, *versions, *last), wanted=wanted)
 
     def cut_off_all(self) -> None:
         for prompt_id, versions in self.running.items():
             written = (answer(prompt_id, *versions, cut=True),) if self.draw.random() < 0.5 else ()
-            self.book.cut_off(Unfinished(prompt(prompt_id), written))
+            self.buffer.cut_off(Unfinished(prompt(prompt_id), written))
         self.running = {}
 
     def train(self) -> bool:
-        groups = self.book.take()
+        groups = self.buffer.take()
         if groups is None:
             return False
         if self.draw.random() < 0.1:
             self.resume()  # before the step was trained
             return True
-        self.staleness += [self.book.version - each.oldest_version for each in groups]
+        self.staleness += [self.buffer.version - each.oldest_version for each in groups]
         self.trained += [each.prompt_id for each in groups]
-        self.book.trained()
+        self.buffer.trained()
         if self.draw.random() < 0.1:
             self.resume()  # trained, and the engines start with the new weights
-        self.book.version = self.book.step
+        self.buffer.version = self.buffer.step
         return True
 
     def resume(self) -> None:
         """All that is known is what a checkpoint holds."""
         self.running = {}
-        state = RunState(self.book.step).holding({}, self.book.backlog())
+        state = RunState(self.buffer.step).holding({}, self.buffer.backlog())
         state = RunState.from_json(state.to_json())
-        self.book = opened(self.rules, state.backlog, step=state.step)
+        self.buffer = opened(self.rules, state.backlog, step=state.step)
 
 
 @given(
@@ -290,7 +293,7 @@ def test_every_prompt_is_trained_filtered_or_held_once(
     """Whatever is dropped, cut off, saved and resumed; and never too old where there is a bound."""
     world = World(Rules(batch, batch + more, 8, staleness, partial), seed)
     world.run()
-    held = world.book.backlog()
+    held = world.buffer.backlog()
     assert len(world.trained) == 8 * batch
     assert sorted([*world.trained, *world.filtered, *held.prompt_ids]) == list(range(world.cursor))
     assert (held.num_trained, held.num_filtered) == (len(world.trained), len(world.filtered))

@@ -1,7 +1,7 @@
-"""Collecting: from the prompt cursor to batches of groups, in the way of --rollout-mode.
+"""From the prompt cursor to batches of groups, in the way of --rollout-mode.
 
-Comes in: a cursor, a writer of groups, filters, a book that decides. Goes out: one batch a step, what is in hand at any
-moment, and what happened on the way. Here is only what waits: every decision is made by the ``Book``.
+Input: a cursor, a writer of groups, filters, a rollout buffer. Output: one batch a step, what is pending at any moment,
+and counts of what happened on the way. This module only waits: every decision is made by the ``RolloutBuffer``.
 
     sync            batch | train | sync | batch | train | sync
     one_step_off    batch | train           | sync | train         | sync      generation of the next batch begins when
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from rlpost.errors import ConfigError, DataError, Preempted
-from rlpost.rollout.book import Book
+from rlpost.rollout.buffer import RolloutBuffer
 from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insufficient, pop_first
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
@@ -80,7 +80,7 @@ class Collector:
 
     def __init__(
         self,
-        book: Book,
+        buffer: RolloutBuffer,
         cursor: Cursor,
         writer: Writer,
         *,
@@ -88,10 +88,10 @@ class Collector:
         stop_requested: Callable[[], bool],
         journal: Journal | None = None,
     ) -> None:
-        self._book, self._cursor, self._writer = book, cursor, writer
+        self._buffer, self._cursor, self._writer = buffer, cursor, writer
         self._choices, self._stop_requested = choices, stop_requested
         self._journal = journal or Journal.off()
-        self._begins_early = choices.ahead or book.rules.max_staleness is not None
+        self._begins_early = choices.ahead or buffer.rules.max_staleness is not None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -112,38 +112,42 @@ class Collector:
         if groups is None:
             self._open()
             await self._until_batch()
-            self._book.counted(self._choices.counters())
-            groups = self._book.take()
+            self._buffer.counted(self._choices.counters())
+            groups = self._buffer.take()
             assert groups is not None, "there was a batch"
             self._num_dropped = 0
             if self._choices.record is not None:
-                self._choices.record(self._book.step, groups)
-            self._journal.batch(self._book.step, groups, self._book.counts(), newest_id=self._book.newest_id)
+                self._choices.record(self._buffer.step, groups)
+            self._journal.batch(self._buffer.step, groups, self._buffer.counts(), newest_id=self._buffer.newest_id)
         await self._journal.durable()
-        if self._begins_early and not self._journal.num_batches and self._book.step + 1 < self._book.rules.num_steps:
+        if (
+            self._begins_early
+            and not self._journal.num_batches
+            and self._buffer.step + 1 < self._buffer.rules.num_steps
+        ):
             self._again()
             self._open()
         return groups
 
     def trained(self) -> None:
         """The last batch is trained."""
-        self._book.trained()
+        self._buffer.trained()
 
     async def settle(self) -> None:
         """Bring generation to where the weights may change. Raises what ``batch`` raises."""
-        if self._choices.ahead and self._book.is_open:
+        if self._choices.ahead and self._buffer.is_open:
             await self._until_batch()
 
     def synced(self, version: int) -> None:
         """The engines have the weights of ``version``."""
-        self._book.version = version
-        if self._book.is_open:
+        self._buffer.version = version
+        if self._buffer.is_open:
             self._fill()
 
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
         """State of the cursor, and all that was fetched before it and is not trained."""
-        self._book.counted(self._choices.counters())
-        return self._cursor.state(), self._book.backlog()
+        self._buffer.counted(self._choices.counters())
+        return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
         """Whether something may be written before the next batch is trained: not while the journal has batches."""
@@ -151,36 +155,36 @@ class Collector:
 
     def counts(self) -> Mapping[str, float]:
         """What happened before the last batch and since the one before it, by metric name."""
-        return self._book.counts()
+        return self._buffer.counts()
 
     def _check_journal(self) -> None:
         """Before anything is trained: what of the journal belongs to this run and these prompts."""
-        records, found = self._journal.waiting, Fit(0, self._book.step)
+        records, found = self._journal.waiting, Fit(0, self._buffer.step)
         if records:
-            found = fit(records, self._book, self._cursor.copy())
+            found = fit(records, self._buffer, self._cursor.copy())
             self._choices.counters()  # rows that the copy skipped
         self._journal.end_at(found.position, step=found.step, why=found.why)
 
     def _again(self) -> list[SampleGroup] | None:
-        """The batch that was taken here before a crash; all groups that had finished are in the book once more."""
+        """The batch that was taken here before a crash; all groups that had finished are in the buffer once more."""
         taken = None
         for record in self._journal.again():
-            while self._book.newest_id < newest_fetched(record):
-                self._book.fetched(self._cursor.take(1))
+            while self._buffer.newest_id < newest_fetched(record):
+                self._buffer.fetched(self._cursor.take(1))
             if record.kind == GROUP:
-                self._book.replayed(record.group(), wanted=record.meta["wanted"])
+                self._buffer.replayed(record.group(), wanted=record.meta["wanted"])
             else:
                 self._choices.counters()  # they are in the record
-                taken = self._book.take_again(record.meta["prompt_ids"], record.meta["counts"])
+                taken = self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])
         return taken
 
     async def stop(self) -> None:
         """Cut off what runs. A run that has to leave waits neither for an engine that hangs nor for a slow tool."""
-        self._book.is_open = False
+        self._buffer.is_open = False
         await self._writer.connection.halt(list(self._tasks), must_leave=self._stop_requested)
 
     def _open(self) -> None:
-        self._book.is_open = True
+        self._buffer.is_open = True
         self._writer.connection.go_on()
         self._fill()
 
@@ -188,7 +192,7 @@ class Collector:
         """Wait until there is a batch; where generation works for one at a time, cut off the rest."""
         async with self._choices.watch():  # also while the rest is cut off: an engine that hangs would never let go
             await self._wait()
-            if self._book.rules.max_staleness is None:
+            if self._buffer.rules.max_staleness is None:
                 await self.stop()
 
     async def _wait(self) -> None:
@@ -198,7 +202,7 @@ class Collector:
                 raise self._failure
             if self._stop_requested():
                 await self._stopped()
-            if self._book.has_batch():
+            if self._buffer.has_batch():
                 return
             assert self._tasks, "no batch, and nothing that could become one"
             self._changed.clear()
@@ -208,20 +212,20 @@ class Collector:
 
     async def _stopped(self) -> NoReturn:
         await self.stop()
-        raise Preempted(f"a stop was requested while generating; {self._book.num_finished} groups are kept")
+        raise Preempted(f"a stop was requested while generating; {self._buffer.num_finished} groups are kept")
 
     def _fill(self) -> None:
-        """Start as many groups as the book has room for: first those that wait, then new prompts."""
-        while (room := self._book.room()) > 0:
-            for entry in self._chosen(room) or self._book.fetched(self._cursor.take(room)):
-                task = asyncio.create_task(self._run(self._book.started(entry.prompt.prompt_id)))
+        """Start as many groups as the buffer has capacity for: first those that wait, then new prompts."""
+        while (capacity := self._buffer.capacity()) > 0:
+            for entry in self._chosen(capacity) or self._buffer.fetched(self._cursor.take(capacity)):
+                task = asyncio.create_task(self._run(self._buffer.started(entry.prompt.prompt_id)))
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
 
-    def _chosen(self, room: int) -> Sequence[Unfinished]:
+    def _chosen(self, capacity: int) -> Sequence[Unfinished]:
         """Which of the groups that wait start now. Raises ConfigError when --buffer-filter-path names others."""
-        waiting = self._book.waiting
-        chosen = list(self._choices.first(waiting, room))[:room] if waiting else []
+        waiting = self._buffer.waiting
+        chosen = list(self._choices.first(waiting, capacity))[:capacity] if waiting else []
         left = {entry.prompt.prompt_id for entry in waiting}
         for entry in chosen:
             if isinstance(entry, Unfinished) and entry.prompt.prompt_id in left:
@@ -237,38 +241,38 @@ class Collector:
         try:
             written = await self._writer.write(entry)
         except asyncio.CancelledError:
-            self._book.cut_off(entry)
+            self._buffer.cut_off(entry)
             raise
         if isinstance(written, Unfinished):
-            self._book.cut_off(written)
+            self._buffer.cut_off(written)
             return
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
         wanted = bool(written.samples) and self._is_wanted(written)  # without samples it was given up
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
-        self._book.finished(written, wanted=wanted)
+        self._buffer.finished(written, wanted=wanted)
         if not wanted:
             self._say_dropped()
-        if self._book.is_open and self._failure is None:
+        if self._buffer.is_open and self._failure is None:
             self._fill()
 
     def _is_wanted(self, group: SampleGroup) -> bool:
         """Whether to train a group, by the filter, and by what there would be without it."""
         wanted = self._choices.wanted
-        return wanted(group) or (keeps_when_insufficient(wanted) and not self._book.has_spare())
+        return wanted(group) or (keeps_when_insufficient(wanted) and not self._buffer.has_spare())
 
     def _say_dropped(self) -> None:
         """A filter that drops nearly everything looks like a run that hangs."""
         self._num_dropped += 1
-        batches, rest = divmod(self._num_dropped, self._book.rules.batch_size)
+        batches, rest = divmod(self._num_dropped, self._buffer.rules.batch_size)
         if rest == 0 and batches >= MANY_BATCHES and batches & (batches - 1) == 0:
             logger.warning(
                 "step %d: %d groups were dropped by --dynamic-sampling-filter-path and %d kept; are the prompts too "
                 "easy or too hard?",
-                self._book.step,
+                self._buffer.step,
                 self._num_dropped,
-                self._book.num_finished,
+                self._buffer.num_finished,
             )
 
     def _done(self, task: asyncio.Task[None]) -> None:
@@ -283,14 +287,14 @@ class Replay:
 
     def __init__(
         self,
-        book: Book,
+        buffer: RolloutBuffer,
         cursor: Cursor,
         template: str,
         *,
         counters: Callable[[], Mapping[str, float]] = dict,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._book, self._cursor, self._template = book, cursor, template
+        self._buffer, self._cursor, self._template = buffer, cursor, template
         self._counters, self._stop_requested = counters, stop_requested
 
     async def batch(self) -> list[SampleGroup]:
@@ -302,43 +306,44 @@ class Replay:
         """
         if self._stop_requested():
             raise Preempted("a stop was requested before the next recorded batch")
-        if not self._book.has_batch():
+        if not self._buffer.has_batch():
             for group in self._recorded():
-                self._book.replayed(group)
-        self._book.counted(self._counters())
-        groups = self._book.take()
+                self._buffer.replayed(group)
+        self._buffer.counted(self._counters())
+        groups = self._buffer.take()
         assert groups is not None, "a recording is a batch"
         return groups
 
     def _recorded(self) -> Sequence[SampleGroup]:
-        step = self._book.step
+        step = self._buffer.step
         groups = read_groups(self._template, step)
         newest = max(group.prompt_id for group in groups)
-        while self._book.newest_id < newest:
-            self._book.fetched(self._cursor.take(1))
-        waiting = {entry.prompt.prompt_id for entry in self._book.waiting}
+        while self._buffer.newest_id < newest:
+            self._buffer.fetched(self._cursor.take(1))
+        waiting = {entry.prompt.prompt_id for entry in self._buffer.waiting}
         found = sorted(group.prompt_id for group in groups)
-        if len(groups) != self._book.rules.batch_size or not waiting.issuperset(found):
+        if len(groups) != self._buffer.rules.batch_size or not waiting.issuperset(found):
             raise DataError(
                 f"{self._template}: the recording of step {step} has {len(groups)} groups, of prompts "
-                f"{found[0]}..{found[-1]}; this run needs {self._book.rules.batch_size}, of {sorted(waiting)[:1]}.. on"
+                f"{found[0]}..{found[-1]}; this run needs {self._buffer.rules.batch_size}, from "
+                f"{sorted(waiting)[:1]} on"
             )
         return groups
 
     def trained(self) -> None:
         """See ``Collector``."""
-        self._book.trained()
+        self._buffer.trained()
 
     async def settle(self) -> None:
         """Nothing runs."""
 
     def synced(self, version: int) -> None:
         """See ``Collector``."""
-        self._book.version = version
+        self._buffer.version = version
 
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
         """See ``Collector``."""
-        return self._cursor.state(), self._book.backlog()
+        return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
         """Engines follow the training as if they had written the batches."""
@@ -346,7 +351,7 @@ class Replay:
 
     def counts(self) -> Mapping[str, float]:
         """See ``Collector``: the same names."""
-        return self._book.counts()
+        return self._buffer.counts()
 
     async def stop(self) -> None:
         """Nothing runs."""

@@ -1,14 +1,14 @@
-"""The book of a rollout: which prompts are fetched, which groups are started, wanted, dropped, held. Pure.
+"""The buffer of a rollout: which prompts are fetched, which groups are started, wanted, dropped, held. Pure.
 
 Comes in: what happened (a prompt was fetched, a group finished, was cut off, was trained) and the version of the
 weights. Goes out: how many groups to start, when a batch is there and which groups are in it, and at any moment a
-``Backlog`` from which another book goes on.
+``Backlog`` from which another buffer goes on.
 
-    fetched -> waiting <-> running -> finished -> lent -> trained
+    fetched -> waiting <-> running -> finished -> in training -> trained
                                |         |
                                +---------+-> filtered
 
-Invariant, kept by the ``Tally``: every prompt fetched is trained, filtered or still in the book, once.
+Invariant, kept by the ``Tally``: every prompt fetched is trained, filtered or still in the buffer, once.
 
 Two ways to fill it. With ``max_staleness`` None generation works for one batch at a time: it starts ``start_size``
 groups, more when too few are left of them, and what runs when the batch is full is cut off. With a number it never
@@ -79,7 +79,7 @@ class Tally:
         assert self.num_fetched == self.num_trained + self.num_filtered + len(held), f"{counts}, held {len(held)}"
 
 
-class Book:
+class RolloutBuffer:
     """See the module. ``step`` is the number of trained steps, ``version`` that of the weights that generate."""
 
     def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
@@ -91,10 +91,10 @@ class Book:
         self._running: dict[int, Unfinished] = {}
         self._since: dict[int, int] = {}  # the version that wrote, or will write, the first token of what runs
         self._finished = {group.prompt_id: group for group in backlog.finished}
-        self._lent: dict[int, SampleGroup] = {}
-        self._counts = defaultdict(float, backlog.counts)  # since a batch was lent
-        self._lent_counts: Mapping[str, float] = {}
-        self._owed_counts = backlog.lent_counts  # of the next batch: it was lent before
+        self._in_training: dict[int, SampleGroup] = {}
+        self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
+        self._counts_in_training: Mapping[str, float] = {}
+        self._owed_counts = backlog.counts_in_training  # of the next batch: it was taken before
 
     @property
     def waiting(self) -> tuple[Unfinished, ...]:
@@ -111,7 +111,7 @@ class Book:
         """Of the prompt that was fetched last."""
         return self._tally.newest_id
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many groups to start now."""
         self._filter_too_old()
         rules, at_hand = self.rules, len(self._finished) + len(self._running)
@@ -120,7 +120,7 @@ class Book:
         if rules.max_staleness is None:
             return rules.start_size - at_hand if at_hand < rules.batch_size else 0
         ahead = self.step - self.version  # 1 between training and sync: what starts then is a version older
-        under_way = at_hand + len(self._lent)
+        under_way = at_hand + len(self._in_training)
         in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - under_way
         to_the_end = (rules.num_steps - self.step) * rules.batch_size - under_way
         return max(0, min(in_time, to_the_end))
@@ -181,7 +181,7 @@ class Book:
         finished."""
         self._filter_too_old()
         groups = self._lend([self._finished[prompt_id] for prompt_id in prompt_ids])
-        self._lent_counts = counts
+        self._counts_in_training = counts
         return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
@@ -191,22 +191,22 @@ class Book:
 
     def trained(self) -> None:
         """What was taken is trained."""
-        for prompt_id in self._lent:
+        for prompt_id in self._in_training:
             self._tally.trained(prompt_id)
-        self._lent = {}
+        self._in_training = {}
         self.step += 1
 
     def backlog(self) -> Backlog:
-        """All that is in the book: what runs as it was when it was started, what is lent as finished."""
+        """All that is in the buffer: what runs as it was when it was started, what is in training as finished."""
         found = Backlog(
-            finished=(*self._lent.values(), *self._finished.values()),
+            finished=(*self._in_training.values(), *self._finished.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
             num_fetched=self._tally.num_fetched,
             num_trained=self._tally.num_trained,
             num_filtered=self._tally.num_filtered,
             newest_id=self._tally.newest_id,
             counts={name: number for name, number in self._counts.items() if number},
-            lent_counts=self._lent_counts if self._lent else self._owed_counts,
+            counts_in_training=self._counts_in_training if self._in_training else self._owed_counts,
         )
         self._tally.check(found.prompt_ids)
         return found
@@ -219,7 +219,7 @@ class Book:
     def counts(self) -> Mapping[str, float]:
         """What happened between the last two batches that were taken, and how much was held then, by metric name. A
         batch that a preemption gave back has the counts with which it was taken first."""
-        return self._lent_counts
+        return self._counts_in_training
 
     def _settled(self, group: SampleGroup, wanted: bool) -> None:
         if wanted:
@@ -229,16 +229,16 @@ class Book:
 
     def _lend(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
         for group in batch:
-            self._lent[group.prompt_id] = self._finished.pop(group.prompt_id)
+            self._in_training[group.prompt_id] = self._finished.pop(group.prompt_id)
         if self._owed_counts is None:
             held = {
                 "rollout/num_held": float(len(self._finished)),
                 "rollout/num_unfinished": float(len(self._waiting) + len(self._running)),
             }
-            self._lent_counts = dict.fromkeys(COUNTED, 0.0) | self._counts | held
+            self._counts_in_training = dict.fromkeys(COUNTED, 0.0) | self._counts | held
             self._counts.clear()
         else:
-            self._lent_counts, self._owed_counts = self._owed_counts, None
+            self._counts_in_training, self._owed_counts = self._owed_counts, None
         return sorted(batch, key=lambda group: group.prompt_id)
 
     def _filter_too_old(self) -> None:

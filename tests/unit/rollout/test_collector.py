@@ -15,8 +15,8 @@ from rlpost.compat.slime.filters import check_reward_nonzero_std_with_fallback a
 from rlpost.errors import ConfigError, DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection
-from rlpost.rollout.book import Book, Rules
-from rlpost.rollout.collect import Choices, Collector, Replay
+from rlpost.rollout.buffer import RolloutBuffer, Rules
+from rlpost.rollout.collector import Choices, Collector, Replay
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.filters import (
     check_reward_nonzero_std,
@@ -86,19 +86,23 @@ class LongTail(FakeEngine):
 
 
 async def collecting(
-    engine: FakeEngine, work: Callable[[Collector, Book], Any], rules: Rules, backlog: Backlog = NOTHING, **more: Any
+    engine: FakeEngine,
+    work: Callable[[Collector, RolloutBuffer], Any],
+    rules: Rules,
+    backlog: Backlog = NOTHING,
+    **more: Any,
 ) -> Any:
     """Run ``work`` with a collector whose cursor stands behind the backlog."""
     n, stop = more.pop("n", 2), more.pop("stop_requested", lambda: False)
     async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection:
         grader = InlineGrader(more.pop("score", lambda text, label, metadata: float(text[:1] == label[:1])))
         writer = GroupWriter(connection, SAMPLING, n=n, grader=grader)
-        book = Book(rules, backlog, step=more.pop("step", 0))
+        buffer = RolloutBuffer(rules, backlog, step=more.pop("step", 0))
         collector = Collector(
-            book, Counter(backlog.newest_id + 1), writer, choices=Choices(**more), stop_requested=stop
+            buffer, Counter(backlog.newest_id + 1), writer, choices=Choices(**more), stop_requested=stop
         )
         async with asyncio.timeout(30):
-            return await work(collector, book)
+            return await work(collector, buffer)
 
 
 def ids(groups: list[SampleGroup]) -> list[int]:
@@ -113,7 +117,7 @@ def test_groups_that_are_not_wanted_are_replaced_until_the_batch_is_full() -> No
         prompt_id = body["input_ids"][0]
         return generated([1], text=str(prompt_id) if next(turn) % 2 or prompt_id % 2 == 0 else "no")
 
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [1, 3, 5]
         counts = collector.counts()
         assert (counts["rollout/num_filtered"], counts["rollout/wasted_tokens"]) == (3, 6)
@@ -141,7 +145,7 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_c
             choices = Choices(counters=writer.counters, wanted=check_reward_nonzero_std)
             journal = Journal.resume(tmp_path, 0, step=0, settings="same")
             collector = Collector(
-                Book(Rules(2, 2, 4), NOTHING, step=0),
+                RolloutBuffer(Rules(2, 2, 4), NOTHING, step=0),
                 Counter(1),
                 writer,
                 choices=choices,
@@ -162,21 +166,21 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_c
 
 
 def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [40]
 
     asyncio.run(collecting(FakeEngine(), work, Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40))
-    said = [record.getMessage() for record in caplog.records if record.name == "rlpost.rollout.collect"]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlpost.rollout.collector"]
     assert [int(line.split(" groups")[0].split()[-1]) for line in said] == [8, 16, 32]
 
 
 def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_again() -> None:
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 2
         collector.trained()
         await collector.settle()
         collector.synced(1)
-        held, sent = book.num_finished, engine.log.count("generate")
+        held, sent = buffer.num_finished, engine.log.count("generate")
         assert held >= 2
         await collector.batch()
         assert engine.log.count("generate") == sent
@@ -193,7 +197,7 @@ def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_aga
 def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -> None:
     held = Backlog(unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1)
 
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         with pytest.raises(ConfigError, match=r"rollout\.buffer_filter_path: .*prompt_id=(0|99),.*each once"):
             await collector.batch()
 
@@ -204,10 +208,10 @@ def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -
 def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_partial: bool) -> None:
     """Prompt 0 is slow: cut off in step 0 after 3 tokens, gone on with by version 1 up to the limit of 8."""
 
-    async def work(collector: Collector, book: Book) -> SampleGroup:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         assert ids(await collector.batch()) == [1, 2]
         collector.trained()
-        (waiting,) = book.waiting
+        (waiting,) = buffer.waiting
         assert waiting.prompt.prompt_id == 0
         assert [sample.response_ids for sample in waiting.samples] == ([(0, 1, 2)] * 2 if keep_partial else [])
         engine.version = "1"
@@ -234,7 +238,7 @@ def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_par
 
 
 def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
-    async def work(collector: Collector, book: Book) -> SampleGroup:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         await collector.batch()
         collector.trained()
         engine.version = "1"
@@ -257,7 +261,7 @@ def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
             return generated([5, 6], version="3", text="ab", reason="abort")
         return generated([7, 1], version="4", text="c")
 
-    async def work(collector: Collector, book: Book) -> SampleGroup:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         return (await collector.batch())[0]
 
     engine = FakeEngine(answer=answer)
@@ -271,9 +275,9 @@ def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
 def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None:
     stop = asyncio.Event()
 
-    async def preempted(collector: Collector, book: Book) -> Backlog:
+    async def preempted(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         asking = asyncio.create_task(collector.batch())
-        while book.num_finished < 2:
+        while buffer.num_finished < 2:
             await asyncio.sleep(0)
         stop.set()
         with pytest.raises(Preempted):
@@ -287,7 +291,7 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
     assert [len(sample.response_ids) for sample in backlog.unfinished[0].samples] == [3, 3]
     assert engine.under_way == 0
 
-    async def resumed(collector: Collector, book: Book) -> list[SampleGroup]:
+    async def resumed(collector: Collector, buffer: RolloutBuffer) -> list[SampleGroup]:
         return await collector.batch()
 
     again = FakeEngine()
@@ -300,7 +304,7 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypa
     monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
     stop = asyncio.Event()
 
-    async def work(collector: Collector, book: Book) -> Backlog:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         asking = asyncio.create_task(collector.batch())
         while not engine.under_way:
             await asyncio.sleep(0)
@@ -326,7 +330,7 @@ def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(monkeypatch:
                 await asyncio.Event().wait()
             return await super().generate(body)
 
-    async def work(collector: Collector, book: Book) -> Backlog:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         asking = asyncio.create_task(collector.batch())
         while "abort_request" not in engine.log:
             await asyncio.sleep(0.01)
@@ -340,7 +344,7 @@ def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(monkeypatch:
 
 
 def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_now() -> None:
-    async def surplus(collector: Collector, book: Book) -> Backlog:
+    async def surplus(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         await collector.batch()
         collector.trained()
         return collector.in_hand()[1]
@@ -348,7 +352,7 @@ def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_no
     backlog = asyncio.run(collecting(FakeEngine(), surplus, Rules(2, 8, 9)))
     assert len(backlog.finished) >= 2
 
-    async def resumed(collector: Collector, book: Book) -> None:
+    async def resumed(collector: Collector, buffer: RolloutBuffer) -> None:
         assert min(ids(await collector.batch())) > max(group.prompt_id for group in backlog.finished)
         assert collector.counts()["rollout/num_filtered"] == len(backlog.finished)
         await collector.stop()
@@ -366,7 +370,7 @@ def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
         yield
         seen.append(engine.under_way)
 
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [0, 1]
 
     engine = LongTail(lambda prompt_id: prompt_id == 2)
@@ -375,9 +379,9 @@ def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
 
 
 def test_generation_goes_on_while_nobody_waits_when_it_never_rests() -> None:
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 2
-        while book.num_finished < 4:  # training would run here
+        while buffer.num_finished < 4:  # training would run here
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         assert engine.log.count("generate") == 2 * 6
@@ -391,7 +395,7 @@ def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() ->
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         return generated([1], version="bad" if body["input_ids"][0] == 1 else "0")
 
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         with pytest.raises(RolloutError, match="version 'bad'"):
             await collector.batch()
 
@@ -416,16 +420,16 @@ def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_promp
 ) -> None:
     """All groups have equal rewards; no more of them are dropped than are left over."""
 
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 3
-        assert book.newest_id == start_size - 1
+        assert buffer.newest_id == start_size - 1
         assert collector.counts()["rollout/num_filtered"] == num_dropped
 
     asyncio.run(collecting(FakeEngine(), work, Rules(3, start_size, 9), wanted=wanted))
 
 
 def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:
-    async def work(collector: Collector, book: Book) -> None:
+    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         for step in range(2):
             write_groups(template, step, await collector.batch())
             collector.trained()
@@ -439,8 +443,8 @@ def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any)
     recorded(FakeEngine(), rules, template)
 
     async def replay(start: int) -> list[list[int]]:
-        book = Book(rules, Backlog(), step=0)
-        source, found = Replay(book, Counter(start), template, stop_requested=lambda: False), []
+        buffer = RolloutBuffer(rules, Backlog(), step=0)
+        source, found = Replay(buffer, Counter(start), template, stop_requested=lambda: False), []
         for step in range(2):
             found.append(ids(await source.batch()))
             source.trained()

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlpost.cli.key_words import KEY_FLAGS, take_keys
 from rlpost.cli.scaled import scaled, table
+from rlpost.cli.secret_flags import KEY_FLAGS, take_keys
 from rlpost.config import flags
 from rlpost.config.load import Loaded, files_of, load, site_profile
 from rlpost.config.show import resolved

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.key_words import take_keys
+from rlpost.cli.secret_flags import take_keys
 from rlpost.cli.submit import main
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import make_project
