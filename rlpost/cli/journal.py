@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlpost.arguments import Parser
 from rlpost.checkpoint.commit import newest_committed
@@ -28,15 +30,18 @@ COLUMNS = (
     "evaluations",
     "bytes",
 )
+NAMES = {GROUP: "groups", BATCH: "batches", EVALUATION: "evaluations"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``rlpost journal [RUN] [--records]``."""
+    """``rlpost journal [RUN] [--records | --json]``."""
     made = Parser(
         prog="rlpost journal", description="The journal of a run: what followed on its checkpoints, and its damage."
     )
     add_run_options(made)
-    made.add_argument("--records", action="store_true", help="every record, in order")
+    output = made.add_mutually_exclusive_group()
+    output.add_argument("--records", action="store_true", help="every record, in order")
+    output.add_argument("--json", action="store_true", help="one object for programs: segments, and what a resume uses")
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
     try:
@@ -45,12 +50,50 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"rlpost journal: {folder} cannot be listed: {error}") from error
     if not found and not unreadable:
         raise ConfigError(f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run")
+    if options.json:
+        print(json.dumps(journal_object(folder, found, unreadable), indent=2))
+        return 0
     print("\n".join([str(folder), *table([_row(segment) for segment in found])]))
     for segment in found:
         if options.records:
             print("\n".join([f"\n{segment.path.name}", *map(_line, segment.records)]))
     print("\n".join(_chain(folder, found, unreadable)))
     return 0
+
+
+def journal_object(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> dict[str, Any]:
+    """The journal for programs: ``segments`` as in the table, and ``resume``: the checkpoint's step and segment, the
+    segments that a resume from it uses, how many of their records, and every problem."""
+    base, step = _resumed_from(folder.parent, found)
+    used = follow(found, base, step, unreadable=unreadable)
+    return {
+        "folder": str(folder),
+        "segments": [_segment_object(segment) for segment in found],
+        "resume": {
+            "step": step,
+            "segment": base,
+            "uses": [segment.header.number for segment in used.chain],
+            "records": {NAMES[kind]: count for kind, count in Counter(record.kind for record in used.records).items()},
+            "problems": list(used.problems),
+        },
+    }
+
+
+def _segment_object(segment: Segment) -> dict[str, Any]:
+    header, kinds = segment.header, Counter(record.kind for record in segment.records)
+    groups = [record.meta for record in segment.records if record.kind == GROUP]
+    return {
+        "number": header.number,
+        "step": header.step,
+        "base": header.base,
+        "previous": None if header.previous is None else header.previous.number,
+        "groups": len(groups),
+        "dropped": sum(not meta["wanted"] for meta in groups),
+        "tokens": sum(meta["num_tokens"] for meta in groups),
+        "batches": kinds[BATCH],
+        "evaluations": kinds[EVALUATION],
+        "bytes": segment.good_bytes,
+    }
 
 
 def _chain(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> list[str]:
@@ -90,22 +133,12 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(segment: Segment) -> list[str]:
-    header, kinds = segment.header, Counter(record.kind for record in segment.records)
-    groups = [record.meta for record in segment.records if record.kind == GROUP]
-    base = "its own state" if header.base == header.number else f"segment {header.base}"
-    before = "-" if header.previous is None else f"segment {header.previous.number}"
-    return [
-        str(header.number),
-        str(header.step),
-        base,
-        before,
-        str(len(groups)),
-        str(sum(not meta["wanted"] for meta in groups)),
-        str(sum(meta["num_tokens"] for meta in groups)),
-        str(kinds[BATCH]),
-        str(kinds[EVALUATION]),
-        str(segment.good_bytes),
-    ]
+    """The cells of a segment in the order of COLUMNS."""
+    shown = _segment_object(segment)
+    is_state = shown["base"] == shown["number"]
+    shown["base"] = "its own state" if is_state else f"segment {shown['base']}"
+    shown["previous"] = "-" if shown["previous"] is None else f"segment {shown['previous']}"
+    return [str(value) for value in shown.values()]
 
 
 def _line(record: Record) -> str:

@@ -44,6 +44,20 @@ def test_every_segment_is_a_line_with_what_it_holds(tmp_path, run, capsys):
     assert chain == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"
 
 
+def test_the_same_for_programs(tmp_path, run, capsys):
+    write(tmp_path)
+    assert main([str(run.root), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [segment["number"] for segment in found["segments"]] == [0, 1]
+    assert {key: found["segments"][0][key] for key in ("groups", "dropped", "tokens", "batches", "evaluations")} == {
+        "groups": 2, "dropped": 1, "tokens": 11, "batches": 1, "evaluations": 1,
+    }  # fmt: skip
+    assert found["segments"][1]["previous"] == 0
+    resume = found["resume"]
+    assert (resume["step"], resume["segment"], resume["uses"], resume["problems"]) == (0, 0, [0, 1], [])
+    assert resume["records"] == {"groups": 2, "batches": 1, "evaluations": 1}
+
+
 def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
     write(tmp_path)
     path = tmp_path / "saves/journal/0000000.log"
