@@ -30,11 +30,23 @@ _INDENT = 14
 EXIT_PROBLEMS = 2  # as every command that refuses its settings
 
 
+JSON = "--json"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Check and show."""
+    """Check and show. With --json standard output is one object, also for settings that cannot be loaded."""
+    try:
+        return _check(arguments)
+    except ConfigError as error:
+        if JSON not in arguments:
+            raise
+        return _print_object(None, str(error).splitlines())
+
+
+def _check(arguments: Sequence[str]) -> int:
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
-    made.add_argument("--json", action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
+    made.add_argument(JSON, action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
@@ -78,10 +90,10 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
     return problems
 
 
-def _print_object(config: Config, problems: list[str]) -> int:
+def _print_object(config: Config | None, problems: list[str]) -> int:
     """The result for programs, on standard output whether something is wrong or not."""
     content: dict[str, Any] = {"ok": not problems, "problems": problems, "notes": [], "arithmetic": {}}
-    if not problems:
+    if config is not None and not problems:
         content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0

@@ -58,6 +58,12 @@ def test_a_check_lists_its_problems(capsys):
     assert any("--hf-checkpoint" in problem for problem in found["problems"])
 
 
+def test_a_check_of_settings_that_cannot_be_loaded_is_an_object_too(capsys):
+    code, found = output(capsys, "check", RECIPE, "--json", "--no-such-flag", "1")
+    assert code == 2 and not found["ok"]
+    assert any("--no-such-flag" in problem for problem in found["problems"])
+
+
 def test_a_comparison_holds_figures_and_differing_settings(tmp_path, capsys):
     make_run(tmp_path / "a", num_steps=5, preempted_at=(3,))
     make_run(tmp_path / "b", num_steps=7, preempted_at=(), seed=1)
