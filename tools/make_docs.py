@@ -10,9 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from rlpost.cli.api_page import api_page as api
-from rlpost.cli.layouts_page import layouts_page as layouts
-from rlpost.cli.plan_page import recipes_page as recipes
+from pages.api import api_page as api
+from pages.layouts import layouts_page as layouts
+from pages.recipes import recipes_page as recipes
+
 from rlpost.config.show import reference as settings
 from rlpost.metrics.names import reference as metrics
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli import main as door
-from rlpost.cli.api_page import api_page
 from rlpost.config.flags import fields, flag
 from rlpost.config.show import reference
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.rollout.server_args import server_arg_names
 from slurm.run_folder import create_run_folder
 from tests.unit.cli.projects import make_project
+from tools.pages.api import api_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])

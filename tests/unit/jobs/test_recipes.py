@@ -12,7 +12,6 @@ import pytest
 from rlpost.check import check
 from rlpost.cli import plan
 from rlpost.cli.job import job_spec
-from rlpost.cli.plan_page import recipes_page
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
@@ -22,6 +21,7 @@ from slurm.errors import SpecError
 from slurm.render import render_sbatch
 from tests.unit.config.test_seeds import resolved, without, words_of
 from tests.unit.jobs.assets import make_assets
+from tools.pages.recipes import recipes_page
 
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 LARGE = [name for name in RECIPES if name != "tiny"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.cli.layouts_page import STARTS, layouts_page, planned
+from tools.pages.layouts import STARTS, layouts_page, planned
 
 # Billions of parameters, as the models' cards say.
 PUBLISHED = {
