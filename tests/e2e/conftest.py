@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,14 +44,10 @@ def assets() -> Path:
 
 
 @pytest.fixture(scope="session")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the undisturbed run records its generations; visible in every lab."""
-    folder = Path("/var/tmp") / f"rlpost-recordings-{tmp_path_factory.getbasetemp().name}"
-    folder.mkdir()
-    yield folder
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+def recordings() -> Iterator[Path]:
+    """Where the undisturbed run records its generations; visible in every lab. A killed test run may leave one."""
+    with tempfile.TemporaryDirectory(prefix="rlpost-recordings-", dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")
