@@ -175,7 +175,7 @@ def home_of(run: RunFolder) -> Path:
     recorded = last(run.ledger.read(), "attempt").get("home")
     # A run whose batch host has no Python has no such entry; the folder that it makes by itself is HOME/runs/NAME-JOB.
     for home in filter(None, (recorded, run.root.parent.parent)):
-        if (Path(home) / "bootstrap/agent/__main__.py").is_file():
+        if (Path(home) / "bootstrap").is_dir():
             return Path(home)
     raise ConfigError(
         f"{run.root}: holds no code, and {recorded or 'the ledger'} does not lead to the one that it runs; "

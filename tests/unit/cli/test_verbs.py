@@ -184,8 +184,7 @@ def plain_run(home, *, backend="pyxis"):
     run = make_run(home / "runs/tiny-7")
     cluster = {"container": backend, "container_image": "/images/a.sqsh", "environment": {"HF_HOME": "/models"}}
     run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
-    (home / "bootstrap/agent").mkdir(parents=True)
-    (home / "bootstrap/agent/__main__.py").touch()
+    (home / "bootstrap").mkdir()
     return run
 
 
@@ -219,7 +218,7 @@ def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
 def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
     run = plain_run(tmp_path / "home")
     run.ledger.append("attempt", attempt=0, job_id="7", home="/gone")
-    (tmp_path / "home/bootstrap/agent/__main__.py").unlink()
+    (tmp_path / "home/bootstrap").rmdir()
     with pytest.raises(ConfigError, match=r"/gone does not lead to .* link the RLPOST_HOME"):
         attach.home_of(run)
 
