@@ -52,7 +52,7 @@ _TRANSIENT = re.compile(
 
 _IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
 _PYTHON_REMEDY = (
-    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists all missing packages"
+    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists them all"
 )
 _INTERPRETER_REMEDY = (
     "set --python to an interpreter that exists and runs on every node; in a container: a path of the image or a mount"

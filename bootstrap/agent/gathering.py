@@ -62,7 +62,7 @@ class Gathering:
             BringupError: more spares than nodes.
         """
         if self._num_needed < 1:
-            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves no node for the run"
+            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none"
             raise BringupError(cause, verdict="config")
         self._own = asyncio.create_task(read_this_host(self._facts, self._options))
 

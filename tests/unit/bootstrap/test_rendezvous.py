@@ -156,7 +156,9 @@ def test_a_node_behind_address_translation_is_told_why_it_cannot_join() -> None:
         reception, port = await opened(("n0", "n1"))
         elsewhere = NodeReport("n1", 1, 8, {}, "10.0.0.7", "eth0")
         link = await join(lambda _: elsewhere, secret=SECRET, candidates=lambda: [("127.0.0.1", port)])
-        with pytest.raises(LinkLost, match=r"n1 reports address 10\.0\.0\.7 but connected from 127\.0\.0\.1: address trans"):
+        with pytest.raises(
+            LinkLost, match=r"n1 reports address 10\.0\.0\.7 but connected from 127\.0\.0\.1: address trans"
+        ):
             await link.receive()
         assert reception.missing() == ["n1"]
         reception.close()
