@@ -1,1 +1,1 @@
-"""Inside the allocation: one agent a node makes a Ray cluster, runs the driver and ends with a verdict."""
+"""Code that runs inside the allocation: agents that bring up a Ray cluster, run the driver and write a verdict."""

@@ -1,16 +1,17 @@
-"""What the batch script, the agents and the driver agree on: files of an attempt, exit codes, the cluster's shape.
+"""Interface between the batch script, the agents and the driver: attempt files, exit codes, cluster description.
 
-This is the only module of ``bootstrap`` that the trainer imports; stdlib only. An attempt is one start of a job:
-``RUN/attempts/K`` with K the first number from the Slurm restart count on that no start has used.
+This is the only module of ``bootstrap`` that the trainer imports; stdlib only. An attempt is one start of a job in
+``RUN/attempts/K``, where K is the first unused number from the Slurm restart count upwards.
 
-    STOP           written by whoever first learns that the run must end soon (JSON: reason, time of the signal,
-                   deadline, both in seconds since 1970); the driver polls it
-    secret         made by the batch script (or by a single local agent), 0600; authenticates agents, Ray and engines
+    STOP           stop request, written by the first process that learns that the run must end (JSON: reason, time of
+                   the signal, deadline; times in seconds since 1970); the driver polls it
+    secret         created by the batch script (or by a single local agent), mode 0600; authenticates agents, Ray and
+                   engines
     verdict        one word for the batch script: done | requeue | failed | config
-    verdict.json   the same with its cause, for people
-    exclude        hosts that the next start must not get, one a line; only when there are any
-    preflight.json what was checked on every host and what came of it
-    launch.log     what srun said of the step, and what the import of the image said before it
+    verdict.json   the verdict with its cause, for the user
+    exclude        hosts to exclude from the next start, one per line; only if there are any
+    preflight.json checks of every host and their results
+    launch.log     output of srun, preceded by that of the image import
     agent-HOST.log, driver.log
 """
 
@@ -32,15 +33,15 @@ DRIVER_LOG = "driver.log"
 LAUNCH_LOG = "launch.log"
 
 EXIT_DONE = 0
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything consistent is committed, start me again
-EXIT_CONFIG = 78  # EX_CONFIG: starting again cannot help
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the state is committed; requeue
+EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot help
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists that another host may just have written. May wait for as long as the storage hangs.
+    """Whether a file exists that another host may just have written. Blocks while the storage hangs.
 
-    A client of NFS answers "no such file" from its cache for up to acdirmax (60 s). Opening the folder makes it ask
-    the server whether the folder has changed (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode), and then forget that.
+    An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the client revalidate the
+    folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and drop that entry if the folder changed.
     """
     with suppress(OSError):
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -49,7 +50,7 @@ def is_there(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the allocation as the rendezvous saw it."""
+    """One machine of the allocation, as seen by the rendezvous."""
 
     host: str
     ip: str
@@ -59,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster that is up. The agent writes it as one JSON line to the driver's standard input.
+    """A running Ray cluster. The agent writes it as one JSON line to the driver's standard input.
 
     ``ray_address`` is ``IP:PORT`` of the head; ``nodes[0]`` is the head; ``port_base`` starts the block of
     ``port_count`` TCP ports that this job may use for its own services on every node.

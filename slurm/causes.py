@@ -1,12 +1,12 @@
-"""Why an attempt ended before its agents could say so, and whether starting again can help. Pure.
+"""Diagnose attempts that ended before their agents started, and whether a restart can help. Pure.
 
-Input: what each host left (its task's end as srun reports it, the end of its agent's log) and what was said while the
-step was launched (``launch.log``: srun itself, or the import of the image). Output: a ``Finding``, or None.
+Input: per host, the end of its task as srun reports it and the last lines of its agent's log; the launch output
+(``launch.log``, from srun or from the image import). Output: a ``Finding``, or None.
 
-A failure is lasting only if every host of the job shows a known sign of one among its last lines and its task ended
-by itself: a preemption during the setup commands is none. A sign that a registry, a network or a disk was to blame
-outweighs all others, and a text without a known sign may be transient. Only the standard library of Python 3.8 and
-later, see ``supervise``.
+A failure is permanent only if the last lines of every host match a known permanent pattern and every task exited
+without a signal: a preemption during the setup commands is not permanent. Patterns of registry, network and disk
+failures take precedence, and unknown text counts as transient. Only the standard library of Python 3.8 and later,
+see ``supervise``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slurm.nodelist import expand
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
 MAX_CHARS = 1200
-SIGN_LINES = 30  # the last ones of a log, where a lasting sign counts
+SIGN_LINES = 30  # number of last lines of a log in which a permanent pattern counts
 
-# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): of tasks that ended, of a node that
-# did not take its tasks, and of a task that its node could not start. Hosts are a compact list, or a task's number.
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): tasks that ended, a node that did
+# not accept its tasks, and a task that its node could not start. Hosts are a compact list or a task number.
 _TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 _NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
@@ -32,14 +32,14 @@ _AGENT_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\[", re.M)
 
 
 class Sign(NamedTuple):
-    """A known text: ``pattern`` with at most one group, what it means (``{}`` for the group), what to do."""
+    """A known error: ``pattern`` with at most one group, its meaning (``{}`` for the group), the remedy."""
 
     pattern: str
     what: str
     remedy: str
 
 
-# Of networks, registries, disks and memory, in the words of the kernel, curl, enroot, pip and Slurm.
+# Messages of the kernel, curl, enroot, pip and Slurm about networks, registries, disks and memory.
 _TRANSIENT = re.compile(
     r"no space left on device|disk quota exceeded|temporary failure in name resolution|could not resolve host"
     r"|connection (?:refused|reset)|network is unreachable|no route to host|timed out"
@@ -52,7 +52,7 @@ _TRANSIENT = re.compile(
 
 _IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
 _PYTHON_REMEDY = (
-    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists all that lacks"
+    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists them all"
 )
 _INTERPRETER_REMEDY = (
     "set --python to an interpreter that exists and runs on every node; in a container: a path of the image or a mount"
@@ -147,27 +147,29 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class HostEnd:
-    """What one host left. ``how``: its task's end in srun's words, empty where srun named none; ``words``: the end of
-    its agent's log."""
+    """What one host left behind.
+
+    ``how``: srun's message about its task, empty if there is none; ``words``: the last part of its agent's log.
+    """
 
     how: str = ""
     words: str = ""
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the task failed and no signal ended it, neither directly nor below a shell (128 and more)."""
+        """Whether the task failed without a signal, direct or below a shell (exit code 128 or more)."""
         code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
         return code is not None and int(code[1]) < 128
 
     @property
     def agent_began(self) -> bool:
-        """Whether the agent itself wrote something: what came before it had worked."""
+        """Whether the agent itself logged something, so that every step before it succeeded."""
         return _AGENT_LINE.search(self.words) is not None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict`` is ``config`` where starting again cannot help, else ``failed``; ``exclude``: hosts to avoid."""
+    """``verdict`` is ``config`` if a restart cannot help, else ``failed``; ``exclude``: hosts to exclude."""
 
     verdict: str
     cause: str
@@ -175,7 +177,7 @@ class Finding:
 
 
 def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
-    """Hosts whose task has failed, each with srun's words, from what srun wrote; of ``hosts`` task by task."""
+    """Failed hosts and srun's message for each, parsed from ``launch``; ``hosts`` is indexed by task."""
     found = {hosts[int(task)]: how for task, how in _NOT_STARTED.findall(launch) if int(task) < len(hosts)}
     for pattern in (_NOT_LAUNCHED, _TASK_ENDED):
         for nodelist, how in pattern.findall(launch):
@@ -187,11 +189,11 @@ def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
 
 
 def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
-    """Why agents of an attempt without a verdict did not begin; None where that is not what happened.
+    """Explain why the agents of an attempt without a verdict did not start; None if they did.
 
     Args:
         ends: every host of the job.
-        launch: what srun, or the import of the image before it, wrote.
+        launch: output of srun, or of the image import before it.
     """
     is_alone = len(ends) == 1
     early = {}
@@ -211,7 +213,7 @@ def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
 
 
 def without_secrets(text: str, values: Sequence[str] = ()) -> str:
-    """The text with ``***`` for each of these values and for what looks like a password, token or key."""
+    """Replace these values, and anything that looks like a password, token or key, with ``***``."""
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= 6:
             text = text.replace(value, "***")
@@ -221,7 +223,7 @@ def without_secrets(text: str, values: Sequence[str] = ()) -> str:
 
 
 def last_words(text: str) -> str:
-    """The last lines of a text that say something, bounded."""
+    """The last non-empty lines of a text, at most MAX_LINES and MAX_CHARS."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-MAX_LINES:])[-MAX_CHARS:]
 
@@ -249,28 +251,28 @@ def _sign(text: str) -> _Lasting | _Passing | None:
 
 
 def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
-    """What the host's slurmstepd said through srun; in a step of one node it leaves out the host's name."""
+    """Messages of the host's slurmstepd in srun's output; in a one-node step they omit the host name."""
     begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
     lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _never_launched(launch: str) -> Finding | None:
-    """Nothing began anywhere, and no host is to blame: the image could not be imported, or srun refused."""
+    """Finding if nothing started and no host is at fault: the image import failed, or srun refused."""
     words, sign = last_words(launch), _sign(launch)
     if not words:
         return None
     if isinstance(sign, _Lasting):
-        return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast words:\n{words}")
+        return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast lines:\n{words}")
     what = "the image could not be imported" if "enroot import" in launch else "the nodes could not be started"
     named = f" ({sign.what})" if sign else ""
-    return Finding("failed", f"{what}{named}\nlast words:\n{words}")
+    return Finding("failed", f"{what}{named}\nlast lines:\n{words}")
 
 
 def _alike(
     hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, _Lasting | _Passing | None]
 ) -> Sequence[Sequence[str]]:
-    """Hosts that failed in the same way, together."""
+    """Group hosts that failed in the same way."""
     groups: dict[object, list[str]] = {}
     for host in hosts:
         groups.setdefault((signs[host], ends[host].how), []).append(host)
@@ -280,10 +282,10 @@ def _alike(
 def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Lasting | _Passing | None) -> str:
     more = len(hosts) - MAX_HOSTS_NAMED
     named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
-    what = sign.what if sign else "the task ended before its agent began"
+    what = sign.what if sign else "the task ended before its agent started"
     lines = [f"{named}: {what}" + (f" ({end.how})" if end.how else "")]
     if isinstance(sign, _Lasting):
         lines.append(f"remedy: {sign.remedy}")
     words = last_words(end.words)
-    lines.append(f"last words of {hosts[0]}:\n{words}" if words else f"agent-{hosts[0]}.log says nothing")
+    lines.append(f"last lines of {hosts[0]}:\n{words}" if words else f"agent-{hosts[0]}.log is empty")
     return "\n".join(lines)

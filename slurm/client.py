@@ -1,6 +1,6 @@
-"""Orders to the controller, and what it knows of one job: each one short command. Many jobs at once: ``queue``.
+"""Slurm commands for one job: submit, cancel, requeue, query. For many jobs at once see ``queue``.
 
-In: job ids, scripts. Out: values, or a SlurmError that says what Slurm said. Works without its accounting database.
+Input: job ids, scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting database.
 """
 
 from __future__ import annotations

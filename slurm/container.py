@@ -1,19 +1,19 @@
-"""The container of a job's agents: what may be asked for, and the words that pyxis and enroot want. Pure.
+"""The container that the agents run in: validate it and render the pyxis and enroot arguments. Pure.
 
-Comes in: backend, image, mounts. Goes out: text for the batch script. The run's folder and the code are always mounted;
-everything else that the run reads must be listed. What pyxis 0.24 and enroot 4.1 do, and what follows:
+Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are always mounted;
+everything else that the run reads must be listed. Behaviour of pyxis 0.24 and enroot 4.1, and the consequences:
 
-- of two --container-mounts the last one silently wins: there is one list;
-- the image's /etc/environment beats the host's variables: those that must not be the image's are in --container-env,
-  and the settings' own are set by ``env`` inside;
-- PATH and working directory are the image's: the interpreter is one of the image, the folder is given;
-- a container that is kept by name outlives its step: the name holds the job and its restart, and with raw enroot the
-  node, because ENROOT_DATA_PATH may be shared by the nodes;
-- an entrypoint may print, fork or change folders: none runs;
-- a raw .sqsh is served by a process of the step that a signal to the step kills: enroot extracts it first
+- Of two --container-mounts options the last one silently wins: pass a single list.
+- The image's /etc/environment overrides the host's variables: --container-env lists those that the host must set, and
+  ``env`` sets the settings' variables inside the container.
+- PATH and working directory come from the image: use an interpreter of the image, and pass the working directory.
+- A named container outlives its step: its name contains the job and its restart count and, with raw enroot, the node,
+  because nodes may share ENROOT_DATA_PATH.
+- An entrypoint may print, fork or change the directory: disable it.
+- A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the image first
   (``enroot_start.sh``).
 
-``auto`` leaves the choice to the job's first second, or to RLPOST_CONTAINER: ``container.sh``.
+With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTAINER is set.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slurm.image import is_file_name
 
 Backend = Literal["auto", "pyxis", "enroot"]
 BACKENDS = ("auto", "pyxis", "enroot")
-# Of the host's variables, those which win over the image's.
+# Host variables that override the image's.
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
-# Both tools split lists of mounts at ',' and ':' and enroot's table at blanks; '$' is theirs to expand as well.
+# Both tools split mount lists at ',' and ':', and enroot splits its table at blanks; both expand '$'.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
 _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
@@ -41,18 +41,18 @@ _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What the agents run in.
+    """The container of a job's agents.
 
     Attributes:
-        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto``: one of these, or none.
-        image: absolute path of a squashfs file, or a name in a registry, which is imported into ``cache`` once; or
-            ``$NAME``, a variable that holds either when the job is submitted.
+        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto`` (detected; may be none).
+        image: absolute path of a squashfs file; or a name in a registry, imported into ``cache`` once; or ``$NAME``,
+            a variable that holds either of these when the job is submitted.
         mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a variable ``$NAME``.
         cache: folder on the shared file system for imported images; needed for names. None for a variable:
             $RLPOST_IMAGE_CACHE, or runs/images in the job's $RLPOST_HOME.
 
     Raises:
-        SpecError: names the field, what it holds and what it may hold.
+        SpecError: names the field, its value and the allowed values.
     """
 
     backend: Backend
@@ -76,11 +76,11 @@ class Container:
                 )
         has_cache = self.cache is not None and self.cache.startswith("/")
         if not has_cache and (self.is_imported or self.cache is not None):
-            raise SpecError(f"image_cache: {self.cache!r}; image {self.image} needs an absolute path to be imported to")
+            raise SpecError(f"image_cache: {self.cache!r}; set an absolute path to import image {self.image} into")
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Where the mounts are to be seen inside."""
+        """Paths of the mounts inside the container."""
         return tuple(parts[1] for parts in _parts(self.mounts))
 
     @property
@@ -90,28 +90,31 @@ class Container:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the job must find set; with ``auto`` it may do without an image."""
+        """Names of the variables that must be set; with ``auto`` the image is optional."""
         image = () if self.backend == "auto" else (self.image,)
         found = (re.match(_VARIABLE, text) for text in (*image, *self.mounts))
         return tuple(dict.fromkeys(match[0][1:] for match in found if match))
 
 
 def check_mountable(field: str, path: str | None) -> None:
-    """Refuse a path that is mounted always and cannot be written in a list of mounts.
+    """Reject a path that is always mounted but cannot be quoted in a mount list.
 
     Raises:
         SpecError: names the field.
     """
     if path is not None and not re.fullmatch(_PATH, path):
         raise SpecError(
-            f"{field}: {path!r} is mounted into the container, and pyxis and enroot cannot quote what is beyond "
-            "letters, digits and ._@%+=-; choose another place"
+            f"{field}: {path!r} is mounted into the container, and pyxis and enroot can only quote letters, digits "
+            "and ._@%+=-; choose another path"
         )
 
 
 def container_name(job_id: str, num_restarts: int | str) -> str:
-    """What a job's start calls its containers. Raw enroot adds the node, whose data folder may be a shared one; pyxis
-    puts ``pyxis_`` before it (scope "global") or ``pyxis_JOB_`` (scope "job")."""
+    """Container name for one start of a job.
+
+    Raw enroot appends the node, because nodes may share the data folder; pyxis prepends ``pyxis_`` (scope "global")
+    or ``pyxis_JOB_`` (scope "job").
+    """
     return f"rlpost_{job_id}_{num_restarts}"
 
 
@@ -120,7 +123,7 @@ _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 
 def pyxis_options(container: Container) -> str:
-    """Lines of the srun command, each with a backslash at its end. ``$image`` holds the path of the image."""
+    """Lines of the srun command, each ending in a backslash. ``$image`` holds the path of the image."""
     always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
     mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
     return f"""\
@@ -131,7 +134,7 @@ def pyxis_options(container: Container) -> str:
 
 
 def enroot_command(container: Container) -> str:
-    """The line of the srun command that stands before the agent's, with a backslash at its end."""
+    """Line of the srun command before the agent's command, ending in a backslash."""
     options = (f"{parts[0]}:{parts[1]}:x-create=auto,rbind{',ro' if parts[2:] else ''}" for parts in _mounts(container))
     return f"""\
   bash "$RLPOST_HOME/slurm/enroot_start.sh" "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
@@ -139,13 +142,13 @@ def enroot_command(container: Container) -> str:
 
 
 def container_removal(backend: str, seconds: str = "60") -> str:
-    """A line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
+    """Line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
 
-    Raw enroot always leaves one; pyxis does with its default scope "global", where this is done as far as it can be.
+    Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best effort there.
 
     Args:
-        backend: ``enroot``, ``pyxis`` or text for the shell that gives one of these.
-        seconds: how long it may take at most, as text for the shell.
+        backend: ``enroot``, ``pyxis`` or shell text that expands to one of these.
+        seconds: timeout, as shell text.
     """
     step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
     script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {backend} {_NAME}'

@@ -1,16 +1,16 @@
 #!/bin/bash
 # Choose the container of a job: container.sh auto|pyxis|enroot [IMAGE [VARIABLE...]]
-# VARIABLE: names of what must be set in the environment with or without a container.
-# Prints pyxis, enroot or none, and on standard error what was chosen and why. Exit 78: not available, and the remedy.
-# auto is $RLPOST_CONTAINER; unset, it is pyxis where srun has --container-image, else enroot where it is on the PATH,
-# else none. A login node may lack the enroot that the nodes have: outside a job its absence is no error.
+# VARIABLE: environment variables that must be set, with or without a container.
+# Prints pyxis, enroot or none; standard error gets the choice and its reason. Exit 78: not available, with the remedy.
+# auto is $RLPOST_CONTAINER. If unset: pyxis if srun has --container-image, else enroot if it is on the PATH, else
+# none. Login nodes may lack the enroot that compute nodes have: outside a job a missing enroot is not an error.
 set -u
 say() { echo "$(date '+%F %T') container: $*" >&2; }
 refuse() { say "$*" && exit 78; }
 has_pyxis() { srun --help 2>/dev/null | grep -e --container-image >/dev/null; }
 has_enroot() { command -v enroot >/dev/null; }
 
-# RLPOST_CONTAINER counts with auto alone.
+# RLPOST_CONTAINER applies to auto only.
 backend=$1 image=${2:-} missing=$(for name in "${@:3}"; do [ "${!name:-}" ] || echo -n " $name"; done)
 why='the cluster profile says so' none='--container none'
 [ "${RLPOST_CONTAINER:-$backend}" = "$backend" ] || why="$why, RLPOST_CONTAINER=$RLPOST_CONTAINER has no effect"
@@ -40,7 +40,7 @@ fi
   refuse "enroot ($why): enroot is not on the PATH of $(hostname); install it, or choose $none"
 case $backend:$image in
   none:* | *:/* | *:) ;;
-  *:*.sqsh | *:.*) refuse "RLPOST_IMAGE=$image: a file is given by its absolute path, /path/image.sqsh" ;;
+  *:*.sqsh | *:.*) refuse "RLPOST_IMAGE=$image: not an absolute path; use /path/image.sqsh" ;;
 esac
 [ "$backend" = none ] && [ "$image" ] && why="$why; the image $image is not used"
 say "$backend: $why"

@@ -1,4 +1,4 @@
-"""The container that a job would get, asked before there is a job: ``container.sh``, which the job itself runs.
+"""Determine before submission which container a job would use, with the job's own ``container.sh``.
 
 Input: the backend of the settings and the image. Output: pyxis, enroot or none, and why.
 """

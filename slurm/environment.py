@@ -1,6 +1,6 @@
-"""What Slurm's commands take from the environment, so that they do what they are told. Pure.
+"""Remove environment variables that would override the options of sbatch and srun. Pure.
 
-Comes in: the environment of this process, the text of a batch script. Goes out: an environment for sbatch or srun.
+Input: the environment of this process, the text of a batch script. Output: an environment for sbatch or srun.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ SlurmError
   NodelistError(ValueError)   a host list cannot be read
   RunFolderError              a run folder is taken or is not one
   SnapshotError               the code cannot be copied
-  SubmitError                 sbatch did not take the job
-  JobError                    Slurm does not know the job, refuses an order, or does not answer
+  SubmitError                 sbatch rejected the job
+  JobError                    Slurm does not know the job, rejects a command, or does not answer
 """
 
 

@@ -1,8 +1,8 @@
-"""Read what an attempt without a verdict left on disk, and leave the verdict that follows from it.
+"""Derive the verdict of an attempt without one from the files that it left, and write it.
 
 Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the run.
 Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never fails: a file that
-is missing or unreadable is evidence of nothing. Only the standard library of Python 3.8 and later, see ``supervise``.
+is missing or unreadable is ignored. Only the standard library of Python 3.8 and later, see ``supervise``.
 """
 
 from __future__ import annotations

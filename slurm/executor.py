@@ -1,8 +1,8 @@
-"""Submission through submitit: to Slurm where there is one, to this machine where there is not.
+"""Submit a job through submitit: to Slurm, or to this machine if there is no Slurm.
 
-Comes in: a ``JobSpec`` and the run's folder. Goes out: a job id. submitit writes and submits the batch script; the
-text of the script is ours (``render``), because submitit's own starts a pickled function in every task, knows no
-agents and requeues from inside a container that may have no scontrol.
+Input: a ``JobSpec`` and the run folder. Output: a job id. submitit writes and submits the batch script; ``render``
+supplies its text, because submitit's own script runs a pickled function in every task and requeues from inside the
+container, which may have no scontrol.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class RunExecutor(submitit.SlurmExecutor):
     def submit_script(self) -> str:
         """Write the script into submitit's folder, sbatch it, return the job id."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # submitit calls this "not recommended" for a reason that does not touch us: such a job has no pickled result.
+        # submitit marks this "not recommended" because such a job has no pickled result; none is needed here.
         return self._submit_command("").job_id
 
 
 def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
-    """The spec with every place given: this interpreter (a container has its own), this run, its log next to it.
+    """Fill the paths that a spec leaves open: interpreter (unless in a container), run folder, log.
 
-    The jobs of a chain wait for each other by their name: it becomes the run's own.
+    Jobs of a chain wait for each other by name, so the name becomes unique to the run.
     """
     name = spec.job_name
     if spec.requeue == "chain":
@@ -72,17 +72,17 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
 
 
 def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
-    """Submit a run and return its job id: Slurm's, or ``local-PID`` for a run on this machine.
+    """Submit a run and return its job id: from Slurm, or ``local-PID`` for a run on this machine.
 
     Args:
-        spec: the job; places it leaves open are filled by ``completed``.
-        run: the run's folder, made already.
-        home: folder with the code to run, as a rule ``run.code``.
-        where: on the cluster, on this machine under submitit's LocalExecutor, or in this very process under its
-            DebugExecutor: then the run is over when this returns, and a failure enters the debugger.
+        spec: the job; ``completed`` fills the paths that it leaves open.
+        run: the run folder, which must exist.
+        home: folder with the code to run, usually ``run.code``.
+        where: ``slurm``; ``local``, this machine under submitit's LocalExecutor; or ``debug``, this process under its
+            DebugExecutor: the run is over when this returns, and a failure enters the debugger.
 
     Raises:
-        SubmitError: sbatch refused (holds what it said), or several nodes were asked for on this machine.
+        SubmitError: sbatch rejected the job (with its output), or several nodes were requested on this machine.
     """
     spec = completed(spec, run, home=home)
     if where != "slurm":
@@ -93,14 +93,14 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
         with _environment(for_script(os.environ, script)):
             job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
     except RuntimeError as error:
-        raise SubmitError(f"sbatch did not take {run.script}: {error}") from error
+        raise SubmitError(f"sbatch rejected {run.script}: {error}") from error
     run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
     return job_id
 
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Only this of our own meanwhile: submitit starts sbatch with what we have."""
+    """Reduce ``os.environ`` to ``wanted`` for the block: submitit passes it to sbatch unchanged."""
     others = {name: os.environ.pop(name) for name in os.environ.keys() - wanted.keys()}
     try:
         yield
@@ -110,7 +110,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
     if spec.nodes != 1:
-        raise SubmitError(f"nodes={spec.nodes} but without Slurm (none found, or --local) there is only this one")
+        raise SubmitError(f"nodes={spec.nodes} needs Slurm; without it (or with --local) use 1")
     if spec.container:
         raise SubmitError(f"container={spec.container.backend!r} needs Slurm; without it (or with --local) use 'none'")
     assert spec.home and spec.python

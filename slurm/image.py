@@ -1,18 +1,17 @@
-"""Container images as files: import once, keep by digest. Runs on the batch host, before any node starts a container.
+"""Import container images into a shared cache, once per image. Runs on the batch host before the step starts.
 
     python -m slurm.image docker://REGISTRY#NAME:TAG --cache FOLDER      prints the path of the file
 
-Comes in: the name of an image in a registry (or of the node's Docker or Podman). Goes out: a squashfs file in the
-cache that all nodes see, named by the digest of its content, so that the registry is asked once and never by N nodes.
+Input: the name of an image in a registry (or in the node's Docker or Podman). Output: a squashfs file in the shared
+cache, named by the digest of its content. The registry sees one request, not one per node.
 
     CACHE/sha256-HEX.sqsh       an image
-    CACHE/NAME-KEY.json         which digest a name stands for; remove it to import the name anew
+    CACHE/NAME-KEY.json         maps a name to its digest; delete it to import the name again
     CACHE/NAME-KEY.lock
 
-Invariants: an image appears whole or not at all; of several jobs that want the same name one imports and the
-others wait. A user who can read the cache's folder can use its images, and one who can write to it can import: the
-files have the folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see
-``ledger``.
+Invariants: an image appears atomically; of several jobs that need the same name, one imports and the others wait.
+Users who can read the cache folder can use its images, and users who can write to it can import: the files get the
+folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ _DIGEST_NAME = re.compile(r"sha256-([0-9a-f]{64})\.sqsh")
 
 
 class ImageError(Exception):
-    """An image cannot be had; the message says why and what to do."""
+    """An image is not available; the message gives the reason and the remedy."""
 
 
 def is_file_name(image: str) -> bool:
-    """Whether an image is named by its path."""
+    """Whether ``image`` is the path of a file."""
     return image.startswith("/")
 
 
 def uri(image: str) -> str:
-    """The name of an image as ``enroot import`` takes it (enroot, doc/cmd/import.md).
+    """URI of an image for ``enroot import`` (enroot, doc/cmd/import.md).
 
-    ``nvcr.io/nvidia/pytorch:25.01-py3`` is ``docker://nvcr.io#nvidia/pytorch:25.01-py3``: the first part is a registry
-    where it holds a dot or a colon or is ``localhost``, as Docker reads it.
+    ``nvcr.io/nvidia/pytorch:25.01-py3`` becomes ``docker://nvcr.io#nvidia/pytorch:25.01-py3``. As in Docker, the first
+    part is a registry if it contains a dot or a colon or is ``localhost``.
     """
     if "://" in image:
         scheme, _, rest = image.partition("://")
@@ -64,28 +63,28 @@ def _with_registry(name: str) -> str:
 
 
 def key(image: str) -> str:
-    """The name of an image as a file name: readable, and different for different images."""
+    """File name for an image name: readable and unique."""
     name = uri(image)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1]) + "-" + hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the ledger keeps of an image: its digest where it lies in a cache, else path, size and time of the file."""
+    """Ledger entry of an image: its digest if it is in a cache, else path, size and mtime of the file."""
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
         return {"path": str(path), "sha256": match.group(1)}
     try:
         status = path.stat()
     except OSError:
-        return {"path": str(path)}  # on the nodes alone
+        return {"path": str(path)}  # exists on the compute nodes only
     return {"path": str(path), "size": status.st_size, "mtime": int(status.st_mtime)}
 
 
 def ensure(image: str, cache: Path) -> Path:
-    """The file of an image, imported if the cache has none.
+    """Return the file of an image; import it if it is not in the cache.
 
     Raises:
-        ImageError: no enroot here, or it failed (holds what it said); or the cache is not one that this user may use.
+        ImageError: enroot is missing or failed (with its output), or this user lacks access to the cache.
     """
     entry = cache / f"{key(image)}.json"
     # Before the lock: reading needs no permission to write.
@@ -95,8 +94,8 @@ def ensure(image: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     if not os.access(cache, os.W_OK | os.X_OK):
         raise ImageError(
-            f"image_cache = {cache} (--image-cache) holds no {image}, and {_user()} cannot write to it; import "
-            f"the image as a user who can (python3 -m slurm.image {image} --cache {cache}), or give another folder"
+            f"--image-cache {cache} does not contain {image}, and {_user()} cannot write to it; import the image as "
+            f"a user who can (python3 -m slurm.image {image} --cache {cache}), or use another folder"
         )
     with _lock(cache / f"{key(image)}.lock"):
         known = _known(entry)
@@ -104,7 +103,7 @@ def ensure(image: str, cache: Path) -> Path:
             return known
         for stale in cache.glob(f".{key(image)}.*.sqsh"):
             with contextlib.suppress(OSError):  # another user's in a folder with the sticky bit
-                stale.unlink()  # of an import that was killed: we hold the lock
+                stale.unlink()  # left by an import that was killed: this process holds the lock
         path = _import(image, cache)
         beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
         beside.write_text(json.dumps({"image": uri(image), "file": path.name}) + "\n")
@@ -114,7 +113,7 @@ def ensure(image: str, cache: Path) -> Path:
 
 
 def _known(entry: Path) -> Path | None:
-    """Raises ImageError for an image that is there and that this user may not read."""
+    """File of a cached image, or None. Raises ImageError if it exists but this user cannot read it."""
     try:
         path: Path = entry.parent / json.loads(entry.read_text())["file"]
     except PermissionError:
@@ -132,8 +131,8 @@ def _known(entry: Path) -> Path | None:
 
 def _unreadable(path: Path) -> ImageError:
     return ImageError(
-        f"image_cache (--image-cache): {path} exists and {_user()} cannot read it; its owner has to share it "
-        f"(chmod g+r,o+r {path}), or give another folder"
+        f"--image-cache: {path} exists but {_user()} cannot read it; ask its owner to share it "
+        f"(chmod g+r,o+r {path}), or use another folder"
     )
 
 
@@ -145,9 +144,9 @@ def _user() -> str:
 
 
 def _share(path: Path) -> None:
-    """Give a file its folder's permissions to read, which the batch script's umask withholds.
+    """Grant the folder's read permissions on a file, which the batch script's umask removed.
 
-    Only the owner of a file can do this. The group of the file is the folder's where that is setgid.
+    Only the owner of a file can do this. In a setgid folder the file has the folder's group.
     """
     folder = path.parent.stat()
     readable = 0o600 | (folder.st_mode & 0o044)
@@ -177,8 +176,8 @@ def _import(image: str, cache: Path) -> Path:
         return path
     except FileNotFoundError:
         raise ImageError(
-            f"no enroot on this host to import {image}; import it where there is one (enroot import --output FILE.sqsh "
-            f"{uri(image)}) and give the path of the file as container_image"
+            f"no enroot on this host to import {image}; import it on a host with enroot (enroot import --output "
+            f"FILE.sqsh {uri(image)}) and set --container-image to the path of the file"
         ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -198,7 +197,7 @@ def _lock(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"another job imports this image ({path}); waiting for it", file=sys.stderr)
+                print(f"another job is importing this image ({path}); waiting", file=sys.stderr)
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             _say_without_lock(path, error)
@@ -206,7 +205,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor to lock; for writing if possible, for over NFS flock wants that (flock(2)), else for reading."""
+    """Open a file to lock: for writing if possible, as flock over NFS requires (flock(2)), else for reading."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:
@@ -219,13 +218,13 @@ def _open_lock(path: Path) -> int:
 
 
 def _say_without_lock(path: Path, error: OSError) -> None:
-    """A file system without locks, or another user's lock: jobs may import twice, and each image appears whole."""
-    print(f"{path}: no lock ({error}); importing without", file=sys.stderr)
+    """Report a missing lock (file system or permissions): jobs may import twice; images still appear atomically."""
+    print(f"{path}: cannot lock ({error}); importing without a lock", file=sys.stderr)
 
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m slurm.image", description="The file of a container image.")
+    parser = argparse.ArgumentParser(prog="python -m slurm.image", description="Import an image.")
     parser.add_argument("image")
     parser.add_argument("--cache", type=Path, required=True, metavar="FOLDER")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""The ledger of a run: an append-only file of JSON lines, one an event.
+"""The ledger of a run: an append-only file of JSON lines, one per event.
 
-Comes in: events, from the login node, the batch host and the driver. Goes out: the same events in order.
+Input: events from the login node, the batch host and the driver. Output: the same events in order.
 
     submitted   job_id, nodes                                             login node
     attempt     attempt, job_id, nodes, image, code                       batch host, at each start of the job
@@ -12,11 +12,11 @@ Comes in: events, from the login node, the batch host and the driver. Goes out: 
     chained     attempt, job_id                                           batch host, in place of a requeue
     done        step, weights                                             driver
 
-Invariants: a line is on disk when ``append`` returns; a line that a crash cut off or a disk damaged spoils no
-other. The login node, the batch host and the driver append from different hosts, which is not atomic among the
-clients of NFS: each line is written under a lock where the file system has locks, read back, and written again
-when another one took its place. The batch host's own Python may be old: this module, ``supervise`` and ``image``
-run on 3.8 and later, with nothing but its library.
+Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect other lines. The
+login node, the batch host and the driver append from different hosts, and appends of several NFS clients are not
+atomic: each line is written under a lock if the file system has locks, read back, and written again if another
+line replaced it. Batch hosts may have an old Python: this module, ``supervise`` and ``image`` need only the standard
+library of 3.8 and later.
 """
 
 from __future__ import annotations

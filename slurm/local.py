@@ -1,7 +1,7 @@
-"""A run on this machine alone, without Slurm: what submitit's LocalExecutor calls in a process of its own.
+"""Run an attempt on this machine without Slurm, in a process of submitit's LocalExecutor.
 
-Comes in: the commands of an attempt. Goes out: the verdict. What the batch script does on a cluster (signals into
-the STOP file, the verdict into an exit) is done here for one agent. There is no requeue: submit again to go on.
+Input: the commands of an attempt. Output: the verdict. For one agent, this replaces the batch script: signals become
+the STOP file and the verdict becomes an exit code. There is no requeue: submit again to resume.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Check a batch file on the login node, then submit it: what ``./jobs/NAME.sbatch [FLAGS]`` runs outside a job.
+"""Check a batch file on the login node, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a job.
 
-Input: how the script was rendered (its container, variables, recipe), its path, flags of the training. Output: that of
-``sbatch``; or exit 78 and every problem with its remedy. Where the project's environment is there, the settings are
-checked in full by ``rlpost check``; else only whether the files of the recipe exist. Options of sbatch come from its
-own variables (SBATCH_ACCOUNT, SBATCH_PARTITION). Only the standard library of Python 3.8 and later, see ``ledger``.
+Input: rendering parameters of the script (container, variables, recipe), its path, training flags. Output: that of
+``sbatch``; or exit code 78 and all problems with their remedies. If the project's environment is installed,
+``rlpost check`` validates all settings; otherwise only the existence of the recipe's files is checked. Options of
+sbatch come from its own variables (SBATCH_ACCOUNT, SBATCH_PARTITION). Only the standard library of Python 3.8 and
+later, see ``ledger``.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ EXIT_CONFIG = 78
 HOME = Path(__file__).resolve().parents[1]
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
-"""Settings of a recipe that name files to be there; looked for without a TOML parser, which Python 3.8 lacks."""
+"""Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks."""
 
 
 def image_problem(image: str) -> str:
-    """What is wrong with an image that is a file, empty if nothing: a folder that is not here may be on the nodes."""
+    """Problem with an image file, or empty; a folder that is missing here may exist on the nodes."""
     path = Path(image)
     if not path.is_absolute() or not path.parent.is_dir():
         return ""
     if not path.is_file():
-        return f"image {image}: no such file; import it (docs/containers.md), or name an image of a registry"
+        return f"image {image}: no such file; import it (docs/containers.md), or use the name of a registry image"
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            return f"image {image}: not a squashfs file; make it with enroot import -o {path.name} NAME"
+            return f"image {image}: not a squashfs file; create it with enroot import -o {path.name} NAME"
     return ""
 
 
 def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
-    """The files of a recipe by flag, as they stand there: those that no flag replaces."""
+    """Paths in a recipe that no flag overrides, by flag and path."""
     found = {}
     for key in FILE_KEYS:
         flag = "--" + key.replace("_", "-")
@@ -48,7 +49,7 @@ def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
 
 
 def file_problem(name: str, path: str) -> str:
-    """What is wrong with a file of the recipe, empty if nothing; it may begin with a variable, or end in a slice."""
+    """Problem with a recipe's file, or empty; the path may begin with a variable or end in a slice."""
     variable, _, rest = path[1:].partition("/") if path.startswith("$") else ("", "", path)
     if variable and not os.environ.get(variable):
         return f"{name}: {variable} is not set; export {variable}=FOLDER"
@@ -57,14 +58,14 @@ def file_problem(name: str, path: str) -> str:
 
 
 def container(options: argparse.Namespace) -> subprocess.CompletedProcess[str]:
-    """What ``container.sh`` says of this host; enroot may be on the nodes alone."""
+    """Run ``container.sh`` on this host; enroot may be installed on the compute nodes only."""
     words = ["bash", str(HOME / "slurm/container.sh"), options.container, options.image]
     words += [name for name in options.needs if name != "RLPOST_IMAGE" or options.container == "auto"]
     return subprocess.run(words, capture_output=True, text=True)
 
 
 def checked_in_full(recipe: list[str], chosen: str) -> str:
-    """What ``rlpost check`` says, empty if it finds nothing. Raises FileNotFoundError where it cannot be called."""
+    """Problems found by ``rlpost check``, or empty. Raises FileNotFoundError if it cannot run here."""
     python = str(HOME / ".venv/bin/python")
     if subprocess.run([python, "-c", "import pydantic"], stderr=subprocess.DEVNULL).returncode != 0:
         raise FileNotFoundError(python)
@@ -81,7 +82,7 @@ def checked_in_full(recipe: list[str], chosen: str) -> str:
 
 
 def problems(options: argparse.Namespace) -> list[str]:
-    """One line, or what a program has said, for each thing that is wrong."""
+    """All problems: one line each, or the output of the program that found them."""
     late = subprocess.run(
         ["bash", str(HOME / "slurm/cluster_flags.sh"), *options.flags], stderr=subprocess.PIPE, text=True
     )
@@ -99,25 +100,25 @@ def problems(options: argparse.Namespace) -> list[str]:
     if chosen != "none" and options.image:
         found.append(image_problem(options.image))
     if found := [text for text in found if text]:
-        return found  # a check of the settings would only repeat what follows from these
+        return found  # checking the settings would only report consequences of these
     return [text for text in settings_problems(options, chosen) if text]
 
 
 def settings_problems(options: argparse.Namespace, chosen: str) -> list[str]:
-    """The recipe with its flags, or the files that a script without one reads."""
+    """Problems in the recipe with its flags, or in the files that a script without a recipe reads."""
     if not options.recipe:
         return [file_problem("this script reads", path) for path in options.reads]
     flags = [*options.recipe[1:], *options.flags]
     try:
         return [checked_in_full([options.recipe[0], *flags], chosen)]
     except FileNotFoundError as error:
-        print(f"note: no {error.filename or error} with pydantic: the job checks the settings", file=sys.stderr)
+        print(f"note: {error.filename or error} cannot import pydantic; the job checks the settings", file=sys.stderr)
     text = (HOME / options.recipe[0]).read_text()
     return [file_problem(name, path) for name, path in recipe_files(text, flags).items()]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """RENDERED... FILE -- RECIPE... -- FLAGS..."""
+    """Parse RENDERED... FILE -- RECIPE... -- FLAGS..."""
     rendered, rest = words[: words.index("--")], words[words.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--container", default="none")
@@ -143,11 +144,11 @@ def main() -> int:
             return EXIT_CONFIG
         asked = subprocess.run(["sbatch", "--test-only", *script], stderr=subprocess.PIPE, text=True)
     except FileNotFoundError as error:
-        print(f"{error.filename} is not on the PATH of this host; call {options.file} on a login node", file=sys.stderr)
+        print(f"{error.filename} is not on the PATH of this host; run {options.file} on a login node", file=sys.stderr)
         return EXIT_CONFIG
     if asked.returncode != 0:
-        remedy = f"set SBATCH_ACCOUNT, SBATCH_PARTITION and so on, or call sbatch OPTIONS {options.file}"
-        print(f"sbatch --test-only refuses {options.file}:\n{asked.stderr.strip()}\n{remedy}", file=sys.stderr)
+        remedy = f"set SBATCH_ACCOUNT, SBATCH_PARTITION etc., or run sbatch OPTIONS {options.file}"
+        print(f"sbatch --test-only rejected {options.file}:\n{asked.stderr.strip()}\n{remedy}", file=sys.stderr)
         return EXIT_CONFIG
     return subprocess.run(["sbatch", *script]).returncode
 

@@ -1,4 +1,4 @@
-"""Slurm's compact host lists in full, without asking Slurm. Pure; ``scontrol show hostnames`` gives the same."""
+"""Expand Slurm's compact host lists without Slurm. Pure; same result as ``scontrol show hostnames``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the controller says about many jobs in one question. Orders, and more about one job: ``client``.
+"""Query the state of many jobs with one command. For commands on one job see ``client``.
 
-In: job ids. Out: ``QueueEntry`` values. The number of commands depends neither on the number of jobs nor of nodes, and
-nothing here needs slurmdbd. Of a job that the controller has forgotten (MinJobAge, five minutes as a rule) or when it
-does not answer, the state is UNKNOWN.
+Input: job ids. Output: ``QueueEntry`` values. The number of commands is independent of the number of jobs and nodes,
+and slurmdbd is not needed. The state is UNKNOWN if the controller does not answer or no longer knows the job
+(MinJobAge, usually five minutes).
 """
 
 from __future__ import annotations

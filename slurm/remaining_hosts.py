@@ -1,8 +1,8 @@
-"""Whether a job can still run without the hosts that it excludes.
+"""Check whether enough hosts remain for a job after its exclusions.
 
-A job that asks for more nodes than its partition has left waits in BadConstraints for good. Input: what scontrol says
-of the job, what sinfo says of its partition. Output: a sentence, or None, also where Slurm does not answer within
-ANSWER_S. Nodes that are down count: they may come back. Only the standard library of Python 3.8 and later.
+A job that requests more nodes than its partition has left stays pending with BadConstraints. Input: the job from
+scontrol, its partition from sinfo. Output: a sentence, or None, also if Slurm does not answer within ANSWER_S. Nodes
+that are down count, because they may return. Only the standard library of Python 3.8 and later.
 """
 
 from __future__ import annotations

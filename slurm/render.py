@@ -1,33 +1,33 @@
-"""A job spec as the text of a batch script. Pure.
+"""Render a job spec as the text of a batch script. Pure.
 
-Comes in: a ``JobSpec``. Goes out: bash (4.3 or later) for ``sbatch``, at most 80 lines, that ``shellcheck`` passes.
+Input: a ``JobSpec``. Output: a script for ``sbatch``: bash 4.3 or later, at most 80 lines, ``shellcheck``-clean.
 
-The script starts one agent a node under one ``srun``, turns Slurm's signals into the STOP file and does what
-``supervise`` makes of the one word that the agents leave (``bootstrap/handoff.py``); where the batch host has no
-Python, only a preempted run starts again. What the script knows that the agents cannot:
+The script starts one agent per node under one ``srun``, turns Slurm's signals into the STOP file, and passes the
+agents' verdict (``bootstrap/handoff.py``) to ``supervise``, which decides whether to requeue. On a batch host without
+Python, only a preempted run is requeued. Constraints that only the batch script can handle:
 
-- USR2 (time limit near, or preemption where the site sends the job's signal) reaches the batch shell alone.
-- The end of the job, which a preemption moves, stands in squeue's answer; a container may have no squeue. Where it
-  does not answer at USR2 there is no more time than the lead of that signal, for all that is known.
-- TERM to the batch shell means that somebody cancelled the job, or that the end of the grace time has come and Slurm
-  requeues by itself. A cancelled job must not come back, so after TERM the script never requeues.
-- srun takes variables for options: what a job asked for from whose shell this one was submitted, and where a site or
-  user says ``--export=NONE`` to sbatch, that the agents get nothing of what is set here. So does squeue.
-- What srun says of the tasks (``launch.log``) is all that is known of a node whose agent never began; a variable would
-  let it name the first of several nodes only.
-- srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals it.
-- srun lingers after the death of a node until Slurm has noticed (SlurmdTimeout, minutes): the verdict counts as end.
-- The controller may be restarting when the agents end: it is asked for some minutes. What is not known is not requeued.
-- The verdict may come ten seconds before the end of the job, and a job that has reached its time limit cannot be
-  requeued: neither srun nor a container is waited for longer than the end allows.
-- Slurm 22.05 does not requeue a preempted job that ended by itself within its grace time: the script must.
-- The hosts that a job does without can be changed only while it waits: after the requeue, which has sent TERM by then.
-- Where requeueing is forbidden a new job goes on with the same folder. It depends on the end of this one by its name
-  (singleton), which ``executor.completed`` makes the run's own.
+- Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's signal).
+- A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If squeue does not
+  answer at USR2, the script assumes that the signal's lead is all the time left.
+- TERM to the batch shell means that the job was cancelled, or that its grace time is over and Slurm requeues it.
+  A cancelled job must not be requeued, so after TERM the script never requeues.
+- srun and squeue read options from the environment. The submitting shell may itself run in a job and export that
+  job's options, and ``sbatch --export=NONE`` would hide this script's variables from the agents: unset both.
+- srun's messages about the tasks (``launch.log``) are the only record of a node whose agent never started. With
+  SLURM_SRUN_REDUCE_TASK_EXIT_MSG set, srun would report only the first of several nodes.
+- srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals srun.
+- After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends the step.
+- The controller may be restarting when the agents end: retry squeue, and do not requeue if the state stays unknown.
+- The verdict may be written ten seconds before the end of the job, and a job at its time limit cannot be requeued:
+  waiting for srun and for container cleanup is bounded by the end of the job.
+- Slurm 22.05 does not requeue a preempted job that exits within its grace time: the script must.
+- The list of excluded hosts can be changed only while the job is pending: after the requeue, which sends TERM.
+- Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one through its name
+  (``--dependency=singleton``), which ``executor.completed`` makes unique to the run.
 
-A spec without ``home``, ``python`` and ``run_folder`` gives a script that finds them itself, for plain
-``sbatch jobs/NAME.sbatch`` from the project's folder; RLPOST_HOME, RLPOST_PYTHON and RLPOST_RUN_FOLDER override.
-Outside a job such a script checks and submits itself (``login.py``), and it refuses flags that come too late.
+A spec without ``home``, ``python`` and ``run_folder`` renders a script that finds them at run time, for plain
+``sbatch jobs/NAME.sbatch`` from the project folder; RLPOST_HOME, RLPOST_PYTHON and RLPOST_RUN_FOLDER override.
+Outside a job such a script checks and submits itself (``login.py``). It rejects sbatch options given too late.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from slurm.supervise import EXIT_PREEMPTED
 
 
 def render_sbatch(spec: JobSpec) -> str:
-    """The batch script for this job."""
+    """Render the batch script of this job."""
     before = (directives(spec), _RENDERED, submits_itself(spec), _PREAMBLE, places(spec), _ATTEMPT)
     parts = (*before, image(spec), _record(spec), _stop(spec))
     return "".join((*parts, _command(spec), _wait(spec), _decide(spec), _AGAIN, _restart(spec)))
 
 
 def preparation(spec: JobSpec, home: str) -> str:
-    """Text before the agent's command: set the variables, run the setup commands. ``home`` is text for the shell."""
+    """Prefix of the agent's command: set variables, run setup commands. ``home`` is shell text."""
     variables = (f"{name}={value}" for name, value in spec.environment)
     text = shlex.join(("env", *variables)) + " " if spec.environment else ""
     if spec.setup_commands:
@@ -58,7 +58,7 @@ def preparation(spec: JobSpec, home: str) -> str:
 
 
 def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
-    """The options of sbatch; ``is_warned``: whether the batch shell gets USR2 before the end."""
+    """Render the ``#SBATCH`` lines; ``is_warned``: whether the batch shell gets USR2 before the time limit."""
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
     if spec.gpu_request == "gres":
@@ -82,7 +82,7 @@ def _option(name: str, value: str) -> str:
 
 
 def submits_itself(spec: JobSpec) -> str:
-    """A line that checks and submits the script where it is called outside a job; only for one that may be."""
+    """Line that checks and submits the script when it runs outside a job; empty if ``home`` is fixed."""
     if spec.home is not None:
         return ""
     container = spec.container
@@ -101,10 +101,10 @@ def submits_itself(spec: JobSpec) -> str:
 
 
 def places(spec: JobSpec, *, is_supervised: bool = True) -> str:
-    """Lines that set RLPOST_HOME, python and run_folder, and end the job where there is no such thing.
+    """Lines that set RLPOST_HOME, python and run_folder, and exit with 78 if one of them is missing.
 
-    They also refuse flags that come too late and a container that is not available; ``auto`` sets RLPOST_CONTAINER,
-    and where the job is supervised host_python.
+    They also reject sbatch options given too late and a container that is not available. ``auto`` sets
+    RLPOST_CONTAINER and, for a supervised job, host_python.
     """
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
     found = "${RLPOST_PYTHON:-python3}" if spec.container else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
@@ -128,7 +128,7 @@ command -v "$python" >/dev/null || { log "no $python; make install there, or exp
 
 
 def _choice(spec: JobSpec, is_supervised: bool) -> str:
-    """Lines that end the job where its container, or without one the interpreter, is not there."""
+    """Lines that exit with 78 if the container (or, without one, the interpreter) is not available."""
     container = spec.container
     if container is None:
         return _PYTHON
@@ -154,12 +154,12 @@ def _host_python(spec: JobSpec) -> str:
 
 
 def _assigned(image: str) -> str:
-    """What stands behind ``image=``."""
+    """Right-hand side of ``image=``."""
     return f"${{{image[1:]}:-}}" if image.startswith("$") else shlex.quote(image)
 
 
 def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
-    """Lines that set image, or end the job with the names of what is not set; ``log`` for what an import says."""
+    """Lines that set image, or exit and list the unset variables; ``log`` receives the import's output."""
     container = spec.container
     if container is None:
         return ""
@@ -176,15 +176,16 @@ def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
 
 
 def _imported(container: Container, log: str) -> str:
-    """A line that imports what image names, unless that is a file or nothing."""
+    """Line that imports the image unless ``$image`` is a file path or empty."""
     cache = shlex.quote(container.cache) if container.cache else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
     return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}', log)
 
 
 def _get_image(words: str, log: str) -> str:
-    """A command that sets image to the file of an image in the cache; ``words`` for ``slurm.image``, as shell text.
+    """Command that sets image to its file in the cache; ``words``: arguments of ``slurm.image``, as shell text.
 
-    What the import says goes to both logs; where it fails, a step that fails at once stands for srun.
+    The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function that fails at
+    once, so that the failure takes the same path as a failed step.
     """
     get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "{log}" >&2'
     get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
@@ -192,7 +193,7 @@ def _get_image(words: str, log: str) -> str:
 
 
 def _needed(variables: Sequence[str]) -> str:
-    """The rest of an assignment, and a line that ends the job with the names of all variables that are not set."""
+    """Rest of an assignment, and a line that exits and lists all variables that are not set."""
     if not variables:
         return ""
     return f"""\
@@ -202,7 +203,7 @@ def _needed(variables: Sequence[str]) -> str:
 
 
 def shell_word(text: str) -> str:
-    """A word for the shell; a path that begins with a variable ``$NAME`` is left to it."""
+    """Quote a word for the shell; a leading variable ``$NAME`` of a path is still expanded."""
     return f'"{text}"' if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text) else shlex.quote(text)
 
 
@@ -229,7 +230,7 @@ trap write_stop USR2; [ "$stopped" = early ] && write_stop
 
 
 def inside(spec: JobSpec) -> str:
-    """Lines of the srun command that bring it into the container, each with a backslash at its end."""
+    """Lines of the srun command that enter the container, each ending in a backslash."""
     if spec.container is None:
         return ""
     if spec.container.backend == "auto":
@@ -238,7 +239,7 @@ def inside(spec: JobSpec) -> str:
 
 
 def chosen_words(spec: JobSpec, folder: str) -> str:
-    """With ``auto``, lines that set inside to the words of the container that was chosen, and note it in a folder."""
+    """With ``auto``: lines that set inside to the chosen container's arguments and record it in ``folder``."""
     if not _is_auto(spec):
         return ""
     assert spec.container is not None
@@ -253,7 +254,7 @@ inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
 
 
 def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """A line that removes what the container leaves on the nodes, if there is one; ``seconds``: at most, as text."""
+    """Line that removes the container's files on the nodes, if any; ``seconds``: timeout, as shell text."""
     if spec.container is None:
         return ""
     if _is_auto(spec):
@@ -282,7 +283,7 @@ SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun --ntasks-per-node=1 --kill-on-bad-exit=0 
 def _wait(spec: JobSpec) -> str:
     return f"""\
 srun_pid=$! code=0 end=''
-# A signal ends wait, not srun; and srun may stay long after the verdict.
+# A signal interrupts wait, not srun; srun may linger long after the verdict.
 while kill -0 "$srun_pid" 2>/dev/null && [ "$SECONDS" -lt "${{end:-$((SECONDS + 1))}}" ]; do
   [ -e "$attempt_dir/verdict" ] && end=${{end:-$((SECONDS + $(patience {spec.teardown_s})))}}
   sleep 1 & wait -n "$srun_pid" "$!"
@@ -318,7 +319,7 @@ def _restart(spec: JobSpec) -> str:
         options = '${exclude:+"--exclude=$exclude"}'
         return f"""\
 job=$(RLPOST_RUN_FOLDER=$run_folder sbatch --parsable {options} {script} "$@") || exit 75
-log "chain: job $job goes on"; supervise chained --job "${{job%;*}}"; exit 0
+log "chain: job $job resumes the run"; supervise chained --job "${{job%;*}}"; exit 0
 """
     return """\
 scontrol requeue "$SLURM_JOB_ID" || exit 75
@@ -328,24 +329,24 @@ scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$exclude" && break; sleep 0.5
 
 
 _RENDERED = """\
-# Rendered by slurm/render.py, which says why each step is as it is.
+# Rendered by slurm/render.py; its docstring gives the reason for each step.
 """
 _PREAMBLE = """\
 set -u; umask 077; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV "${!SQUEUE_@}"
 log() { echo "$(date '+%F %T') batch: $*"; }
 job_end() { SLURM_TIME_FORMAT=%s timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %e; } # a preemption moves it
-patience() { # seconds for what may hang: $1, unless the job ends before
+patience() { # timeout in seconds: $1, or less if the job ends sooner
   local left=$1 end; end=$(job_end)
   [ "$end" -gt 0 ] 2>/dev/null && left=$((end - $(date +%s) - 5))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
 stopped='' terminated=''; trap 'stopped=early' USR2
-trap 'terminated=1; log "TERM: cancelled, or the grace time is over"' TERM
+trap 'terminated=1; log "TERM: cancelled, or grace time over"' TERM
 """
 
 _ATTEMPT = """\
 SLURM_JOB_END_TIME=$(job_end); export SLURM_JOB_END_TIME RLPOST_HOME PYTHONPATH="$RLPOST_HOME"
-# Every start of the job gets a folder that no start has used.
+# Each start of the job gets an unused attempt folder.
 mkdir -p "$run_folder/attempts" || exit 1
 attempt=${SLURM_RESTART_COUNT:-0}
 while [ -e "$run_folder/attempts/$attempt" ]; do attempt=$((attempt + 1)); done
@@ -358,7 +359,7 @@ log "job $SLURM_JOB_ID attempt $attempt on $SLURM_JOB_NODELIST: $attempt_dir"
 _AGAIN = """\
 [ "$answer" = again ] || exit "$answer"
 for _ in {1..30}; do state=$(timeout 10 squeue -h -j "$SLURM_JOB_ID" -o %T) && break; sleep 2; done
-[ "$state" != RUNNING ] && log "not requeued: Slurm calls the job ${state:-unknown}" && exit 75
+[ "$state" != RUNNING ] && log "not requeued: job state is ${state:-unknown}" && exit 75
 [ "$terminated" ] && log "not requeued: the batch script got TERM" && exit 75
-log "requeue: job $SLURM_JOB_ID starts again"; trap '' TERM # requeue sends it
+log "requeue: job $SLURM_JOB_ID"; trap '' TERM # requeue sends it
 """

@@ -1,7 +1,7 @@
-"""Jobs that do one thing and end, as the text of a batch script: a conversion of weights, a look into an image. Pure.
+"""Render batch scripts of one-shot jobs: a conversion of weights, a check of an image. Pure.
 
-Comes in: a ``JobSpec``, whose ``driver_args`` are the words of the tool. Goes out: bash for ``sbatch``. Such a job
-knows no preemption: one that is started again begins anew.
+Input: a ``JobSpec`` whose ``driver_args`` are the tool's arguments. Output: bash for ``sbatch``. Such a job does not
+handle preemption: after a requeue it starts from scratch.
 """
 
 from __future__ import annotations

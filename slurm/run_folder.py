@@ -1,11 +1,11 @@
-"""The folder of a run on the shared file system: its paths, how it is made, and its ledger.
+"""The run folder on the shared file system: its paths, its creation, and its ledger.
 
     RUN/  run.json  code/  job.sbatch  ledger.jsonl  metrics.jsonl  attempts/  checkpoints/  report/  submitit/
 
-Comes in: a path and the resolved settings as JSON text. Goes out: a ``RunFolder``.
+Input: a path and the resolved settings as JSON text. Output: a ``RunFolder``.
 
-Invariants: the folder is its owner's alone (0700) and its files too (0600); run.json appears whole; a folder that
-holds another run is never taken over by accident.
+Invariants: only the owner has access to the folder (0700) and its files (0600); run.json appears atomically; a folder
+of another run is never reused by accident.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The code as it was when the job was submitted, in RUN/code: what a requeue runs. RUN/code.json says what it is.
+"""Snapshot of the code at submission in RUN/code, which requeued jobs run; RUN/code.json describes it.
 
-Comes in: the project's folder. Goes out: a copy of its tracked files, uncommitted changes and new files included,
-ignored ones left out; or, where the project is no git checkout, of its packages.
+Input: the project folder. Output: a copy of its tracked, modified and new files, without ignored ones; or of its
+packages if the project is not a git checkout.
 
-Invariant: ``target`` appears whole or not at all.
+Invariant: ``target`` appears atomically.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a job asks of Slurm and which commands it runs: a frozen value, checked when it is made.
+"""Specification of a Slurm job and its commands: frozen, and validated on construction.
 
-Comes in: plain values from the command line. Goes out: a ``JobSpec`` that ``render`` may put into a script as it is.
+Input: plain values from the command line. Output: a ``JobSpec`` that ``render`` can insert into a script verbatim.
 
-Invariant: no value of a spec can begin a new line of the script, end a quoted word or pass for an option.
+Invariant: no value of a spec can start a new line of the script, end a quoted word or be parsed as an option.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ class JobSpec:
     """One job: ``nodes`` machines, one agent on each, one driver.
 
     Attributes:
-        spare_nodes: nodes that are allocated beyond those; the agents take the healthy ones.
-        gpu_request: how this site asks for GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at all.
-        time: limit of one attempt, in any form that sbatch takes.
-        exclusive: whole nodes with all their memory; else what the site gives a task.
-        exclude: host lists to do without.
-        requeue: how a run comes back: Slurm's requeue, a new job that waits for this one (for sites that forbid
-            requeueing), or not at all.
-        max_preemptions: times that a run comes back after a preemption or time limit.
-        max_failures: times that it comes back after a failure.
-        max_stalled_attempts: attempts in a row without a new checkpoint after which it does not.
-        container: what the agents run in; None is the node itself.
-        environment: (name, value) of variables of the agents and all below, set inside the container. No secrets: they
-            stand in the script.
-        setup_commands: lines of shell that each node runs before its agent, inside the container.
-        teardown_s: seconds after the verdict at which srun is not waited for any more (it lingers when a node died), or
-            sooner where the job ends.
-        signal_lead_s: seconds before that limit at which Slurm sends USR2 to the batch shell.
-        driver_args: arguments of ``python -m rlpost.train``, before those that the script adds: a recipe comes first.
-        agent_args: more arguments of ``python -m bootstrap.agent``.
-        home: folder with the code; where the script is to find it out at run time, None (see ``render``).
-        python: interpreter; None as above, and in a container its python3.
-        host_python: interpreter of the node itself, for a container ``auto`` that turns out to be none.
-        reads: files and folders that must be there when a script without ``home`` submits itself; they may begin with
-            a variable. None where ``driver_args`` begin with a recipe, which names them.
-        run_folder: None as above.
-        output: log of the batch script, an sbatch pattern; None is ``slurm-%j.out`` where sbatch was called.
+        spare_nodes: extra nodes to allocate; the agents use the healthy ones.
+        gpu_request: how this site requests GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at all.
+        time: limit of one attempt, in any form that sbatch accepts.
+        exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per task.
+        exclude: hosts to exclude, as host lists.
+        requeue: how a run restarts: by Slurm's requeue, as a new job that waits for this one (for sites that forbid
+            requeueing), or never.
+        max_preemptions: maximum restarts after a preemption or time limit.
+        max_failures: maximum restarts after a failure.
+        max_stalled_attempts: consecutive attempts without a new checkpoint after which the run is not restarted.
+        container: container of the agents; None: run on the node itself.
+        environment: (name, value) of variables for the agents and their children, set inside the container. No
+            secrets: the script contains them in plain text.
+        setup_commands: shell lines that each node runs before its agent, inside the container.
+        teardown_s: maximum seconds to wait for srun after the verdict (srun lingers after a node failure); less if
+            the job ends sooner.
+        signal_lead_s: seconds before the time limit at which Slurm sends USR2 to the batch shell.
+        driver_args: arguments of ``python -m rlpost.train``, before those that the script adds; a recipe comes first.
+        agent_args: further arguments of ``python -m bootstrap.agent``.
+        home: folder with the code; None: the script finds it at run time (see ``render``).
+        python: interpreter; None: found at run time, python3 in a container.
+        host_python: interpreter on the node, for a container ``auto`` that resolves to none.
+        reads: files and folders that must exist when a script without ``home`` submits itself; they may begin with a
+            variable. Empty if ``driver_args`` begin with a recipe, which names them.
+        run_folder: None: found at run time.
+        output: log of the batch script, an sbatch pattern; None: ``slurm-%j.out`` in the submit directory.
 
     Raises:
-        SpecError: names the field, what it holds and what it may hold.
+        SpecError: names the field, its value and the allowed values.
     """
 
     job_name: str = "rlpost"
@@ -103,13 +103,13 @@ class JobSpec:
         self._check_numbers()
         self._check_paths()
         if "--" in self.agent_args:
-            raise SpecError("agent_args: '--' ends the agent's arguments; put the driver's into driver_args")
+            raise SpecError("agent_args: '--' ends the agent's arguments; use driver_args for the driver's")
 
     def _check_text(self) -> None:
         for field in fields(self):
             for text in _texts(getattr(self, field.name)):
                 if not text.isprintable():
-                    raise SpecError(f"{field.name}: {text!r} holds a line break or another control character")
+                    raise SpecError(f"{field.name}: {text!r} contains a line break or another control character")
         for name, pattern in (
             ("job_name", _NAME),
             ("partition", _NAMES),
@@ -128,12 +128,12 @@ class JobSpec:
             except NodelistError as error:
                 raise SpecError(f"exclude: {error}") from None
             if not names or not all(_NAME.fullmatch(name) for name in names):
-                raise SpecError(f"exclude: {hosts!r} is no list of hosts; write n01 or n[01-03,07]")
+                raise SpecError(f"exclude: {hosts!r} is not a host list; write n01 or n[01-03,07]")
         if self.requeue not in REQUEUE_POLICIES:
             raise SpecError(f"requeue: {self.requeue!r}; choose one of {', '.join(REQUEUE_POLICIES)}")
         for name, value in self.environment:
             if not _VARIABLE.fullmatch(name) or name.startswith("SLURM_"):
-                raise SpecError(f"environment: {name!r}={value!r}: not a name that a variable of yours may have")
+                raise SpecError(f"environment: {name!r}={value!r}: use letters, digits and '_'; not SLURM_*")
         if self.gpu_request not in GPU_REQUESTS:
             raise SpecError(f"gpu_request: {self.gpu_request!r}; choose one of {', '.join(GPU_REQUESTS)}")
 
@@ -150,11 +150,11 @@ class JobSpec:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low or value > (high or value):
-                raise SpecError(f"{name}: {value!r}; give a whole number from {low}" + (f" to {high}" if high else ""))
+                raise SpecError(f"{name}: {value!r}; use an integer from {low}" + (f" to {high}" if high else ""))
         if self.time_limit_s <= self.signal_lead_s:
             raise SpecError(
-                f"time: {self.time!r} is not longer than --signal-lead-s {self.signal_lead_s}, so the warning would "
-                "come before the job begins; use more time or a shorter lead"
+                f"time: {self.time!r} is not longer than --signal-lead-s {self.signal_lead_s}, so the signal would "
+                "come before the job starts; use more time or a shorter lead"
             )
 
     def _check_paths(self) -> None:
@@ -168,16 +168,16 @@ class JobSpec:
                 raise SpecError(f"{name}: {value!r} is not an absolute path; the job starts in another folder")
         for name in ("run_folder", "output"):
             if "\\" in (getattr(self, name) or ""):
-                raise SpecError(f"{name}: {getattr(self, name)!r} holds a backslash, which Slurm reads as an escape")
+                raise SpecError(f"{name}: {getattr(self, name)!r} contains a backslash, which Slurm reads as an escape")
         if ":" in (self.home or ""):
             raise SpecError(
-                f"home: {self.home!r} holds ':', which separates folders in PYTHONPATH; choose another place"
+                f"home: {self.home!r} contains ':', which separates folders in PYTHONPATH; choose another path"
             )
         if self.output is not None and not self.output.strip():
-            raise SpecError("output: empty; leave it out for slurm-%j.out")
+            raise SpecError("output: empty; omit it for slurm-%j.out")
 
     def with_python(self, interpreter: str) -> JobSpec:
-        """The same job with ``interpreter`` wherever no other is given and none of an image is meant."""
+        """Copy with ``interpreter`` as default on the node; in a container the default is its python3."""
         if self.python is not None:
             return self
         if self.container is None:
@@ -191,7 +191,7 @@ class JobSpec:
         """``time`` in seconds.
 
         Raises:
-            SpecError: not a form that sbatch takes.
+            SpecError: not a form that sbatch accepts.
         """
         match = _TIME.fullmatch(self.time)
         if match is None:

@@ -1,4 +1,4 @@
-"""What Slurm says about a job, as values. Pure: text of ``scontrol show job`` in, ``JobInfo`` out."""
+"""Parse ``scontrol show job`` into ``JobInfo``. Pure."""
 
 from __future__ import annotations
 

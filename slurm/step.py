@@ -1,10 +1,10 @@
-"""A command beside what a job runs already, on the host or in the job's container, as the words of one ``srun``. Pure.
+"""Build the ``srun`` command for an additional step in a running job, on the host or in its container. Pure.
 
-Comes in: job, nodes, command, and the container that the agents run in. Goes out: an argv.
+Input: job, nodes, command, and the agents' container. Output: an argv.
 
-A container is entered by its name with all its mounts: pyxis joins the running one and ignores the mounts, or, where it
-does not find the running one (its data on a bind mount), starts a second on the same files, and then they matter; that
-one says so. enroot is entered by the id of the process that runs in it (``enroot_exec.sh``).
+A pyxis container is entered by name, with all its mounts. pyxis joins the running container and ignores the mounts; if
+it does not find the running one (its data on a bind mount), it starts a second one on the same files, which needs the
+mounts, and reports that. An enroot container is entered by the pid of a process in it (``enroot_exec.sh``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What follows from an attempt: start again or end, and without which nodes. Runs on the batch host itself.
+"""Decide after an attempt whether to requeue, and which hosts to exclude. Runs on the batch host.
 
     python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST [--image FILE]
     python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
     python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
 
-Comes in: the ledger, the files of the attempt, the budgets. Goes out: a line in the ledger and, from ``end``, one line
-for the batch script: ``again [HOST,...]`` (hosts to do without) or the exit code of the job. Reasons go to the log.
-Where the agents could leave no verdict (``evidence``) one is left for them.
+Input: the ledger, the files of the attempt, the budgets. Output: a line in the ledger and, from ``end``, one line for
+the batch script: ``again [HOST,...]`` (hosts to exclude) or the exit code of the job. Reasons go to the log. If the
+agents wrote no verdict, this module derives one from what they left (``evidence``) and writes it.
 
-``decide`` is pure. Only the standard library of Python 3.8 and later: a batch host has what its system brings; without
-any Python the batch script knows a simpler rule by itself.
+``decide`` is pure. Only the standard library of Python 3.8 and later, because batch hosts run the system's Python.
+Without any Python the batch script applies a simpler rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Budgets:
-    """How often a run may start again before a person has to look; counted since it was submitted."""
+    """Limits on automatic restarts of a run, counted since it was submitted."""
 
     max_preemptions: int
     max_failures: int
@@ -49,28 +49,28 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended. ``verdict`` is the agents' word or ``none``, ``code`` the exit code of srun."""
+    """How an attempt ended. ``verdict`` is the agents' verdict or ``none``, ``code`` srun's exit code."""
 
     verdict: str
     code: int = 0
     terminated: bool = False  # the batch shell got TERM
-    may_restart: bool = True  # what the site and the user allow
+    may_restart: bool = True  # False for the requeue policy 'never'
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the batch script is to do: exit with ``code``, or start again when it is None."""
+    """What the batch script must do: exit with ``code``, or requeue if ``code`` is None."""
 
     code: int | None
     reason: str
 
 
 def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer:
-    """What follows from an ending; ``entries`` is the ledger as it was before this ending."""
+    """Decide whether to requeue; ``entries`` is the ledger before this ending was recorded."""
     if ending.verdict == "done":
         return Answer(EXIT_DONE, "the run is done")
     if ending.verdict == "config":
-        return Answer(EXIT_CONFIG, "not requeued: starting again cannot help")
+        return Answer(EXIT_CONFIG, "not requeued: a restart would fail in the same way")
     is_preempted = ending.verdict == "requeue"
     code = exit_code(ending)
     if ending.terminated:
@@ -81,51 +81,51 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
         return Answer(code, "not requeued: the policy is 'never'; submit the run again with --resume")
     stalled = stalled_attempts(entries)
     if stalled >= budgets.max_stalled_attempts:
-        return Answer(code, f"not requeued: {stalled} attempts in a row committed no checkpoint beyond the one before")
+        return Answer(code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint")
     kind, limit = ("preemptions", budgets.max_preemptions) if is_preempted else ("failures", budgets.max_failures)
     count = count_endings(entries, is_preempted) + 1
     if count > limit:
         return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
-    return Answer(None, f"start again after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})")
+    return Answer(None, f"requeue after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})")
 
 
 def exit_code(ending: Ending) -> int:
-    """The job's exit code where an attempt that did not finish is not followed by another."""
+    """Exit code of the job if an unfinished attempt is not requeued."""
     return EXIT_PREEMPTED if ending.verdict == "requeue" else ending.code or 1
 
 
 def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """What happened after a person last submitted the run."""
+    """Entries after the last submission of the run."""
     last = max((i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1)
     return entries[last + 1 :]
 
 
 def was_cancelled(entries: Sequence[Entry]) -> bool:
-    """Whether a person has ended the run for good (``rlpost cancel``) since it was submitted."""
+    """Whether the run was cancelled (``rlpost cancel``) since it was submitted."""
     return any(entry.get("event") == "cancelled" for entry in since_submission(entries))
 
 
 def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
-    """Attempts that ended before, by a preemption (or time limit) or by a failure."""
+    """Number of earlier attempts that ended in a preemption (or time limit), or in a failure."""
     verdicts = [entry.get("verdict") for entry in since_submission(entries) if entry.get("event") == "verdict"]
     return sum((verdict == "requeue") == is_preempted for verdict in verdicts)
 
 
 def stalled_attempts(entries: Sequence[Entry]) -> int:
-    """Attempts in a row, the present one included, without a checkpoint beyond the newest before; an attempt that had
-    no time for one counts by the step that its journal reaches.
+    """Number of consecutive attempts, including this one, without progress.
 
-    An attempt that ended without a verdict (its batch host died) counts as well.
+    Progress is a checkpoint beyond the newest earlier one or, for an attempt without time to save one, a journal that
+    reaches a later step. An attempt without a verdict (its batch host died) counts as well.
     """
     stalled, best, newest_job, is_submitted = 0, -1, "", False
     for entry in entries:
         if entry.get("event") == "submitted":
-            # A job may have begun before sbatch returned and the submission was written down.
+            # A job may start before sbatch returns and the submission is recorded.
             stalled, is_submitted = int(bool(newest_job) and entry.get("job_id") == newest_job), True
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
         elif entry.get("event") == "started" and is_submitted:
-            # A person may have removed checkpoints before submitting again: the newest is where this one begins.
+            # Checkpoints may have been removed before resubmission: the newest is where this attempt starts.
             best, is_submitted = min(best, entry.get("step", best)), False
         elif _reached(entry) > best:
             best, stalled = _reached(entry), 0
@@ -133,57 +133,57 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
 
 def _reached(entry: Entry) -> int:
-    """The step that a resume will reach without generating: of a checkpoint, or of what the journal alone has."""
+    """Step that a resume reaches without generating: from a checkpoint, or from the journal alone."""
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1
 
 
 def bad_hosts(run_folder: Path) -> list[str]:
-    """Hosts that an attempt has named in its file ``exclude``, one a line; of all attempts, sorted."""
+    """Sorted hosts from the ``exclude`` files (one host per line) of all attempts."""
     hosts = set()
     for path in run_folder.glob("attempts/*/exclude"):
         for line in path.read_text(errors="replace").splitlines():
             if _HOST.fullmatch(line.strip()):
                 hosts.add(line.strip())
             elif line.strip():
-                print(f"{path}: {line!r} is no host name; left out", file=sys.stderr)
+                print(f"{path}: {line!r} is not a host name; ignored", file=sys.stderr)
     return sorted(hosts)
 
 
 def start(options: argparse.Namespace) -> int:
-    """Write the ledger's line on a new attempt; EXIT_PREEMPTED where its job was cancelled and must end at once.
+    """Record a new attempt in the ledger; return EXIT_PREEMPTED if its job was cancelled and must end at once.
 
-    Slurm lets a script requeue a job in the same moment in which it is cancelled. Only its own job counts: the one of a
-    new submission may be here before its line is.
+    Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this job counts: the job
+    of a new submission may start before its ``submitted`` line is written.
     """
     run_folder: Path = options.run_folder
     ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
-    details["home"] = os.environ.get("RLPOST_HOME")  # where a step beside the agents finds their code
+    details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):
-        print(f"job {options.job} was cancelled (rlpost cancel) and does not start again", file=sys.stderr)
+        print(f"job {options.job} was cancelled (rlpost cancel); not starting again", file=sys.stderr)
         return EXIT_PREEMPTED
     return 0
 
 
 def chained(options: argparse.Namespace) -> int:
-    """Write the ledger's line on the job that goes on in place of a requeue; whoever cancels the run needs its id.
+    """Record the job that resumes the run in place of a requeue; ``rlpost cancel`` needs its id.
 
-    Who cancels writes first and then reads which jobs there are; so it is here, and one of both sees the other.
+    Both sides write to the ledger before they read it, so at least one of them sees the other.
     """
     ledger = Ledger(options.run_folder / "ledger.jsonl")
     ledger.append("chained", attempt=options.attempt, job_id=options.job)
     if was_cancelled(ledger.read()):
-        print(f"the run was cancelled meanwhile: job {options.job} is taken back", file=sys.stderr)
+        print(f"the run was cancelled meanwhile: cancelling job {options.job}", file=sys.stderr)
         return subprocess.run(["scancel", options.job]).returncode
     return 0
 
 
 def end(options: argparse.Namespace) -> int:
-    """Decide, write the ledger's line, print the answer."""
+    """Decide, record the verdict in the ledger, print the answer."""
     run_folder: Path = options.run_folder
     attempt_dir = run_folder / "attempts" / str(options.attempt)
     ledger = Ledger(run_folder / "ledger.jsonl")
@@ -225,7 +225,7 @@ def end(options: argparse.Namespace) -> int:
 
 
 def nodes_of(entries: Sequence[Entry], attempt: int) -> str:
-    """Slurm's compact list of the hosts of an attempt; empty where the ledger does not know them."""
+    """Slurm's compact host list of an attempt; empty if the ledger has none."""
     for entry in reversed(entries):
         if entry.get("event") == "attempt" and entry.get("attempt") == attempt:
             return str(entry.get("nodes", ""))
@@ -242,7 +242,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m slurm.supervise", description="What follows from an attempt.")
+    parser = argparse.ArgumentParser(prog="python -m slurm.supervise", description="Decide whether to requeue a job.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     starting, ending, chaining = (verbs.add_parser(name) for name in ("start", "end", "chained"))
     chaining.add_argument("--job", required=True)
@@ -253,9 +253,9 @@ def main() -> int:
         starting.add_argument(name, default="")
     for name in ("--code", "--max-preemptions", "--max-failures", "--max-stalled-attempts"):
         ending.add_argument(name, type=int, required=True)
-    ending.add_argument("--exclude", default="", help="hosts that the job does without anyway")
+    ending.add_argument("--exclude", default="", help="hosts that the job excludes anyway")
     ending.add_argument("--terminated", action="store_true", help="the batch shell got TERM")
-    ending.add_argument("--never", action="store_true", help="this site or user wants no second attempt")
+    ending.add_argument("--never", action="store_true", help="requeue policy 'never': no second attempt")
     options = parser.parse_args()
     return {"start": start, "end": end, "chained": chained}[options.verb](options)
 

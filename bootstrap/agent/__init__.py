@@ -1,1 +1,1 @@
-"""One agent a node: the nodes meet, bring up Ray, run the driver and end with a verdict."""
+"""The agents, one per node: rendezvous, Ray bring-up, driver, verdict."""

@@ -1,8 +1,8 @@
-"""Entry of the agent, one a node: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N -- DRIVER...``
+"""Entry point of the agent: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N -- DRIVER...``
 
-Comes in: the command line, Slurm's environment, the attempt's folder with its secret. Goes out: the verdict in that
-folder. The verdict is the result, so the exit code is 0 whenever there is one, and 1 only when none could be written
-(or this node never found the head).
+Input: the command line, Slurm's environment, the attempt's folder with its secret. Output: the verdict in that folder.
+The verdict is the result: the exit code is 0 if it exists, and 1 only if it could not be written (or if this node
+never found the head).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
-    """The attempt's secret; a single local agent makes it.
+    """Read the attempt's secret; outside Slurm, create it first.
 
     Raises:
-        FactsError: inside Slurm and the batch script has left none.
+        FactsError: the batch script has written no secret.
     """
     path = attempt_dir / SECRET_FILE
     if not facts.in_slurm:
@@ -50,7 +50,7 @@ def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
     except FileNotFoundError:
         secret = ""
     if len(secret) < 32:
-        raise FactsError(f"{path} holds no secret of at least 32 characters; the batch script has to make it")
+        raise FactsError(f"{path} holds no secret of at least 32 characters; the batch script must create it")
     return secret.encode()
 
 
@@ -74,14 +74,14 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     if (options.attempt_dir / VERDICT_FILE).exists():
-        logger.error("%s has a verdict already; every start needs a folder of its own", options.attempt_dir)
+        logger.error("%s already has a verdict; use a new --attempt-dir for every start", options.attempt_dir)
         return 1
     facts = None
     try:
         options.attempt_dir.mkdir(parents=True, exist_ok=True)
         facts = read_facts(os.environ, host)
         asyncio.run(_run(facts, options, read_secret(options.attempt_dir, facts)))
-    except Exception as error:  # whatever it is, the batch script must not be left without a verdict
+    except Exception as error:  # the batch script needs a verdict after any error
         expected = isinstance(error, (FactsError, BringupError, NetworkError, PortError, OSError))
         logger.error("%s", error, exc_info=None if expected else error)
         if facts is not None and not facts.is_head:

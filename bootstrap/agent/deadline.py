@@ -1,8 +1,8 @@
-"""When this job ends: by Slurm's own word, or as well as it can be known.
+"""Determine when this job ends.
 
-Comes in: Slurm's environment, and ``squeue`` where there is one (a container may have none). Goes out: seconds since
-1970. Slurm moves the end of a job forward when it preempts it (slurmctld, ``job_mgr.c``: end = now + GraceTime) and
-when somebody changes its time limit, so what is asked at a signal counts more than what was told at the start.
+Input: Slurm's environment, and ``squeue`` if available (a container may lack it). Output: seconds since 1970. Slurm
+moves the end of a job when it preempts the job (slurmctld, ``job_mgr.c``: end = now + GraceTime) and when its time
+limit is changed, so a query at the signal takes precedence over the environment variable set at the start.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
-"""Between two questions for the end, which an operator may have moved."""
+"""Interval between queries of the end of the job, which an operator may change."""
 LEAVE_S = 10.0
-"""Before the deadline the agent writes its verdict, so that the batch script can requeue."""
+"""Seconds before the deadline at which the agent writes its verdict, so that the batch script can requeue."""
 
 
 def stop_text(reason: str, *, now: float, deadline: float | None) -> str:
-    """What stands in a stop file; the batch script writes the same."""
+    """Content of a STOP file, in the same format as the batch script writes it."""
     return json.dumps({"reason": reason, "time": round(now, 3), "deadline": deadline}) + "\n"
 
 
 def deadline_of(stop_file: Path) -> float | None:
-    """The deadline in a stop file; None without a file, or one that names none."""
+    """The deadline in a STOP file; None without a file or without a deadline."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         deadline = float(json.loads(stop_file.read_text())["deadline"])
         return deadline if deadline > 0 else None
@@ -36,46 +36,49 @@ def deadline_of(stop_file: Path) -> float | None:
 
 
 def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: float) -> float:
-    """How long to wait for a driver that was asked to stop: until just before the deadline.
+    """Seconds to wait for a driver after a stop request: until just before the deadline.
 
-    Without one it is ``grace_s``. One that is hours away (somebody asked for a requeue) is no reason to wait for one
-    that hangs: the longer of ``grace_s`` and ``lead_s`` is enough.
+    Without a deadline: ``grace_s``. If the deadline is hours away (a manual requeue), the longer of ``grace_s`` and
+    ``lead_s`` limits the wait for a hanging driver.
     """
     return grace_s if left_s is None else min(max(left_s - LEAVE_S, 1.0), max(grace_s, lead_s))
 
 
 def end_after_signal(asked: float | None, told: float | None, *, now: float, lead_s: float) -> float | None:
-    """The end of a job that was just told to stop: what Slurm answers now; else what it said when the job began, but
-    not later than a grace period as long as the lead."""
+    """End of a job after a stop signal.
+
+    ``asked``: Slurm's answer now, which takes precedence. Otherwise ``told``, the end known at the start of the job,
+    but at most ``lead_s`` seconds from now.
+    """
     if asked is not None:
         return asked
     return now + lead_s if told is None else min(told, now + lead_s)
 
 
 class JobClock:
-    """Of one job. Outside Slurm it knows nothing, and nothing ends."""
+    """Clock of one job. Outside Slurm the job has no known end."""
 
     def __init__(self, environ: Mapping[str, str], *, lead_s: float, now: Callable[[], float] = time.time) -> None:
-        """Args: ``lead_s``: so long before its end the job is to be told to stop."""
+        """``lead_s``: seconds before its end at which the job must receive a stop request."""
         self.lead_s = lead_s
         self.now = now
         self._job_id = environ.get("SLURM_JOB_ID", "")
         self._told = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
 
     async def end(self) -> float | None:
-        """When the job will end, as far as is known now."""
+        """Currently known end of the job; None if unknown."""
         asked = await self._ask()
         return self._told if asked is None else asked
 
     async def end_after_signal(self, *, ask: bool) -> float | None:
-        """The deadline of a stop request that came just now; without ``ask`` Slurm is left alone."""
+        """Deadline of a stop request received now; ``ask``: query Slurm."""
         if not self._job_id:
             return None
         asked = await self._ask() if ask else None
         return end_after_signal(asked, self._told, now=self.now(), lead_s=self.lead_s)
 
     async def until_due(self) -> None:
-        """Returns when the job is to be told to stop though no signal came; never where nobody knows its end."""
+        """Return when a stop request is due even without a signal; never if the end is unknown."""
         while (end := await self.end()) is not None:
             wait_s = end - self.lead_s - self.now()
             if wait_s <= 0:
@@ -100,7 +103,7 @@ class JobClock:
         try:
             answer, _ = await asyncio.wait_for(asking.communicate(), ASK_TIMEOUT_S)
         except TimeoutError:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # it has just exited
                 asking.kill()
             return None
         return _seconds(answer.decode(errors="replace"))

@@ -1,8 +1,8 @@
-"""Disks that fill while a run goes on, found before Ray and the driver fail of them in words of their own.
+"""Detect disks that fill during a run, before Ray and the driver fail with less specific errors.
 
-Comes in: the folder of Ray's session on this node and, on the head, the run folder. Goes out: ``DiskFull``. Looked at
-every second; a finding counts when it stands for as long as the place is given, because a checkpoint that makes room
-for the next may fill a disk for a moment. What cannot be looked at is never full.
+Input: the folder of Ray's session on this node and, on the head, the run folder. Output: ``DiskFull``. Each disk is
+polled every second and must stay full for its grace period, because a checkpoint may fill a disk briefly before older
+ones are removed. A disk that cannot be read never counts as full.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Files of an attempt that other processes read: written whole or not at all.
+"""Atomic writes of the attempt files that other processes read.
 
-Invariant: a reader on any node sees no file, or the complete file. Everything is made for the owner alone (0600).
+Invariant: a reader on any node sees no file or the complete file. Files are created with mode 0600.
 """
 
 from __future__ import annotations

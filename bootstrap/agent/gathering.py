@@ -1,7 +1,7 @@
-"""Who of the allocation is here, who is fit, who takes part.
+"""Track which hosts of the allocation have joined and pass preflight; select those of the cluster.
 
-Comes in: nodes as they join and leave, what each said of itself. Goes out: the hosts of the cluster, one preflight
-table in the log and ``preflight.json``. Invariant: once chosen, the hosts of a cluster do not change.
+Input: nodes as they join and leave, and their reports. Output: the hosts of the cluster, one preflight table in the
+log, and ``preflight.json``. Invariant: once selected, the hosts of a cluster do not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CANARY_POLL_S = 0.05
 
 
 class Gathering:
-    """The head's list of hosts, from the first that joins to the choice."""
+    """The head's list of hosts, from the first join to the selection."""
 
     def __init__(self, facts: Facts, options: Options, reception: Reception) -> None:
         self._facts = facts
@@ -56,32 +56,32 @@ class Gathering:
         self.used: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """Look at the head's own host while the others come.
+        """Start preflight of the head's own host while the others join.
 
         Raises:
             BringupError: more spares than nodes.
         """
         if self._num_needed < 1:
-            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none to run on"
+            cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none"
             raise BringupError(cause, verdict="config")
         self._own = asyncio.create_task(read_this_host(self._facts, self._options))
 
     def joined(self, report: NodeReport) -> None:
-        """A node is here, with what it says of itself."""
+        """Record a node that has joined, with its report."""
         if level_of(check_host(_host_facts(report), self._wanted)) != "EXCLUDE_NODE":
             self._fit.add(report.host)
         self._changed.set()
         self._first.set()
 
     def answered(self, host: str, message: Mapping[str, Any]) -> None:
-        """A node sent a message; those that answer one of our questions count."""
+        """Dispatch a node's message; answers to the head's requests are recorded."""
         if message["kind"] == "measured":
             self._survey.answered(host, message)
         elif message["kind"] == ANSWER:
             self._folder_test.answered(host, message)
 
     def can_do_without(self, host: str, why: str) -> bool:
-        """A node has gone: whether the cluster does not need it, or need not."""
+        """Record that a node is gone; return whether the cluster can run without it."""
         if self.used:
             return host not in self.used
         self._absent[host] = why
@@ -90,7 +90,7 @@ class Gathering:
         return len(self._facts.hosts) - len(self._absent) >= self._num_needed
 
     async def wait_for_first(self) -> None:
-        """Until some other node has joined, or those that are here are enough."""
+        """Wait until another node has joined or enough nodes are present."""
         enough = asyncio.create_task(self.wait())
         first = asyncio.create_task(self._first.wait())
         await asyncio.wait([enough, first], return_when=asyncio.FIRST_COMPLETED)
@@ -98,12 +98,12 @@ class Gathering:
         first.cancel()
 
     async def is_own_host_fit(self) -> bool:
-        """Whether Ray may be started here before everybody has come; ``choose`` says why not."""
+        """Whether this host passes preflight, so that Ray may start early; ``choose`` reports why not."""
         assert self._own is not None
         return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
 
     async def wait(self) -> None:
-        """Until all have joined; with spares, until enough fit ones have and the rest had a little more time."""
+        """Wait until all nodes have joined; with spares: enough fit nodes, then ``spare_wait_s`` for the rest."""
         if not self._options.spare_nodes:
             await self._reception.complete.wait()
         while not self._reception.complete.is_set():
@@ -115,29 +115,32 @@ class Gathering:
             await self._changed.wait()
 
     async def _wait_for_the_rest(self) -> None:
-        """Until every host has joined or is known to be gone."""
+        """Wait until every host has joined or is known to be gone."""
         while any(host not in self._absent for host in self._reception.missing()):
             self._changed.clear()
             await self._changed.wait()
 
     async def choose(self, head_ip: str) -> None:
-        """Judge every host that is here and choose ``used``.
+        """Check every host that has joined and select ``used``.
 
         Raises:
-            BringupError: too few are fit, or what is asked for fits no host.
+            BringupError: too few hosts are fit, or no host can satisfy the request.
         """
         preflight = await self.judge(head_ip, ask_nodes=True)
-        # In a thread: a shared file system that stalls must not stop the signs of life.
+        # In a thread: a stalled shared file system must not stop the heartbeats.
         await asyncio.to_thread(write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
         logger.info("preflight\n%s", preflight.table())
         absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
         self.used = choose_hosts(self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue)
         for host, why in {**preflight.unfit, **absent}.items():
-            logger.warning("%s is left out, a spare node takes its place: %s", host, why)
+            logger.warning("%s is replaced by a spare node: %s", host, why)
 
     async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:
-        """Every check of every host that is here, and who is not. ``head_ip``: where the others reached this one;
-        ``ask_nodes``: they take part in the test of the run folder."""
+        """Run every check on every host that has joined, and list the absent hosts.
+
+        ``head_ip``: the address at which the others reached this host. ``ask_nodes``: include them in the test of the
+        run folder.
+        """
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
         read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
@@ -165,13 +168,13 @@ class Gathering:
         return {host: "it did not join" for host in self._reception.missing()} | self._absent
 
     async def _try_folder(self, hosts: Sequence[str]) -> dict[str, Check]:
-        """The run folder as those hosts see it that are fit so far, all at once."""
+        """Test the run folder on the hosts that are fit so far, concurrently."""
         reports = [report for report in self._reception.reports.values() if report.host in hosts]
         links = {report.host: self._reception.links[report.rank] for report in reports}
         return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host) if links else {}
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
-        """Bandwidth between the hosts that are fit so far, where a threshold is set."""
+        """Measure bandwidth between the hosts that are fit so far, if a threshold is set."""
         wanted = self._options.bandwidth_gbps
         if wanted is None or len(hosts) < 2 or hosts[0] != self._facts.host:
             return {}
@@ -182,8 +185,8 @@ class Gathering:
 
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
-    """What preflight wants to know of the host that this agent runs on."""
-    # Not when it is asked for: the report has to come within 10 s of the hello, and a cold file system may need them.
+    """Read the preflight facts of the host that this agent runs on."""
+    # Early: the report is due within 10 s of the hello, and reading from a cold file system may take that long.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
@@ -195,11 +198,11 @@ def _host_facts(report: NodeReport) -> HostFacts:
     try:
         return HostFacts.from_json(report.host_facts)
     except TypeError as error:
-        return HostFacts(problem=f"its agent speaks another version of the preflight ({error})")
+        return HostFacts(problem=f"its agent uses another version of preflight ({error})")
 
 
 def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
-    """Those of the names that can be seen here; a shared folder shows them all, at the latest after a moment."""
+    """Names of ``names`` that are visible here; a shared folder shows all of them within ``_CANARY_S``."""
     folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
     deadline = time.monotonic() + _CANARY_S
     while True:

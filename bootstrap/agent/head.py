@@ -1,9 +1,11 @@
-"""The head's agent: brings the nodes together, hands the cluster to the driver, watches, gives the verdict.
+"""Head agent: bring up the Ray cluster, run and monitor the driver, write the verdict.
 
-Comes in: facts, options, the secret, the stop request. Goes out: one ``Cluster`` line on the driver's standard input,
-``verdict.json`` and ``verdict``. Invariants: the driver starts first, and every Ray process, so that their imports
-overlap with the bring-up; the driver gets its line only when every node and GPU is registered in Ray, and an end of
-file without a line when that cannot be; the verdict is written before anything is torn down.
+Input: facts, options, the secret, the stop request. Output: one ``Cluster`` line on the driver's standard input,
+``verdict.json`` and ``verdict``.
+
+Invariants: the driver and all Ray processes are started first, so that their imports overlap with the bring-up. The
+driver receives its line only when every node and GPU is registered in Ray; if the bring-up fails it receives an end of
+file without a line. The verdict is written before anything is torn down.
 """
 
 from __future__ import annotations
@@ -65,13 +67,13 @@ logger = logging.getLogger(__name__)
 
 _DRIVER_END_GRACE_S = 10.0
 _NODES_END_S = 30.0
-# A node's end often reaches the driver (as an exception of Ray) before it reaches us.
+# The driver often learns of a lost node (through a Ray exception) before the head agent does.
 _LOSS_MAY_FOLLOW_S = 3.0
 _DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
 
 
 class HeadAgent:
-    """The life of one attempt, seen from its first node."""
+    """Runs one attempt on its first node."""
 
     def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
         self._facts = facts
@@ -84,14 +86,14 @@ class HeadAgent:
         self._stopped_before_loss = False
         self._gathering = Gathering(facts, options, self._reception)
         self._following: list[asyncio.Task[None]] = []
-        self._watching: list[asyncio.Task[None]] = []  # over what is this node's own
+        self._watching: list[asyncio.Task[None]] = []  # Ray and the disks of this node
         self._ending = False
         self._telling: asyncio.Task[None] | None = None
         self._claim: socket.socket | None = None
         self._ray: LocalRay | None = None
 
     async def run(self) -> Verdict:
-        """Until everything has ended; the verdict is on disk by then."""
+        """Run the attempt to its end; the verdict is on disk when this returns."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         bringup = asyncio.create_task(self._bring_up())
@@ -101,7 +103,7 @@ class HeadAgent:
             outcome = await self._outcome_of_bringup(driver, bringup)
             if outcome is None:
                 logger.info("the cluster is up after %.1f s", loop.time() - started_at)
-                # A driver that does not read yet holds up a long line; a stop or a loss must be noticed meanwhile.
+                # Writing a long line blocks until the driver reads; stops and losses must be noticed meanwhile.
                 line = bringup.result().to_json()
                 self._telling = asyncio.create_task(asyncio.to_thread(_write_line, driver_input, line))
                 outcome = await self._outcome_of_run(driver)
@@ -111,7 +113,7 @@ class HeadAgent:
             for task in self._watching:
                 task.cancel()
             if self._watching:
-                await asyncio.wait(self._watching)  # what the disks keep in reserve is room for the verdict
+                await asyncio.wait(self._watching)  # frees the reserved disk space for the verdict
             write_verdict(self._options.attempt_dir, verdict)
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
@@ -135,7 +137,7 @@ class HeadAgent:
         return driver, writing_end
 
     async def _outcome_of_bringup(self, driver: Kept, bringup: asyncio.Task[Cluster]) -> Outcome | None:
-        """None when the cluster is up and the driver waits for it."""
+        """Outcome of a failed bring-up; None if the cluster is up and the driver is waiting for it."""
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
@@ -153,7 +155,7 @@ class HeadAgent:
             if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
             return Outcome(bringup_error=str(error) or repr(error))
-        return Outcome(stop_requested=True)  # nothing has begun that would have to be saved
+        return Outcome(stop_requested=True)  # nothing has started, so there is nothing to save
 
     async def _outcome_of_run(self, driver: Kept) -> Outcome:
         stopped = asyncio.create_task(self._stop.requested.wait())
@@ -187,17 +189,17 @@ class HeadAgent:
         try:
             async with deadline:
                 self._gathering.begin()
-                # The bound socket holds the block of ports for as long as this attempt lives.
+                # The bound socket reserves the block of ports for the whole attempt.
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
                 preparing = asyncio.create_task(self._prepare_ray())
-                preparing.add_done_callback(look_at_error)  # on an unfit host preflight says what is wrong
+                preparing.add_done_callback(look_at_error)  # on an unfit host preflight reports the problem
                 await self._open_door(ports)
                 own, environ = await self._find_own_place()
                 starting = self._start_ray(own, ports, environ, preparing)
                 reports, _ = await all_or_first_error(self._admit(own), starting)
                 await self._start_others(reports, ports)
         except TimeoutError:
-            if not deadline.expired():  # a shared file system can say that as well (ETIMEDOUT)
+            if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
                 raise
             raise self._too_late() from None
         nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
@@ -211,16 +213,16 @@ class HeadAgent:
         self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
 
     def _bind_ip(self) -> str:
-        """Where to listen for the nodes; a node alone stays off the network unless told otherwise."""
+        """Address to listen on; a single node uses the loopback interface unless ``--socket-ifname`` is set."""
         ifname = self._options.socket_ifname
         alone = len(self._facts.hosts) == 1
         if ifname == LOOPBACK_IFNAME or (alone and not ifname):
             return LOOPBACK_IP
-        # Without the user's word, which interface reaches the nodes is not known before they have come.
+        # Without --socket-ifname, the interface that reaches the nodes is unknown until they connect.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
     async def _open_door(self, ports: PortBlock) -> None:
-        """Listen for the other nodes, if there are any, and say where."""
+        """Listen for the other nodes, if any, and publish the addresses."""
         if len(self._facts.hosts) == 1:
             return
         assert self._claim is not None
@@ -231,24 +233,24 @@ class HeadAgent:
         write_atomic(self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
 
     async def _find_own_place(self) -> tuple[NodeReport, dict[str, str]]:
-        """What the head says of itself, and the variables for its network, once a first node shows the way here."""
+        """Report of the head and its network variables, once the first node has connected."""
         facts, options = self._facts, self._options
-        await asyncio.to_thread(installed_versions)  # from a cold file system, while signs of life go on
+        await asyncio.to_thread(installed_versions)  # slow on a cold file system; heartbeats continue
         ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
             await self._gathering.wait_for_first()
-        if self._reception.links:  # all others may be spares that never came
+        if self._reception.links:  # all others may be spares that never joined
             ip = _only_local_ip(self._reception.links.values())
             ifname = ifname_of(ip, local_addresses())
         network, found = logged_network_here(ifname, ip)
         self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
-        # A routed fabric has its address on the loopback interface as well; a node that stays off the network has not.
+        # A routed fabric also has its address on the loopback interface, so check the address, not the interface.
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
-        """Reports of the nodes to use, by rank, once enough have joined."""
+        """Reports of the selected nodes, by rank, once enough have joined."""
         await self._gathering.wait()
         links = self._reception.links
         if links:
@@ -263,9 +265,9 @@ class HeadAgent:
     async def _start_ray(
         self, own: NodeReport, ports: PortBlock, fabric: dict[str, str], preparing: asyncio.Task[None]
     ) -> None:
-        """Ray on this node, up to the moment from which other nodes can join it."""
+        """Start Ray on this node; returns when other nodes can join it."""
         if not await self._gathering.is_own_host_fit():
-            return  # the choice of the hosts ends the attempt, with the reason
+            return  # Gathering.choose ends the attempt and reports the reason
         await preparing
         options = self._options
         node = RayNode(
@@ -287,7 +289,7 @@ class HeadAgent:
         self._watching = [asyncio.create_task(watch) for watch in watches]
 
     async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
-        """Ray on the other nodes; returns when it knows every node and every GPU."""
+        """Start Ray on the other nodes; returns when every node and GPU is registered."""
         order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
         await asyncio.gather(*(self._reception.links[report.rank].send(order) for report in reports[1:]))
         assert self._ray is not None
@@ -303,16 +305,16 @@ class HeadAgent:
         self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
 
     async def _watch_launch(self) -> None:
-        """Lose, or do without, the nodes whose task failed before their agent joined."""
+        """Report or drop the nodes whose task failed before their agent joined."""
         causes: dict[str, str] = {}
         attempt_dir, hosts = self._options.attempt_dir, self._facts.hosts
         async for failed in failures_before_joining(attempt_dir, hosts, self._reception.missing):
             causes |= failed
             needed = [host for host, cause in failed.items() if not self._gathering.can_do_without(host, cause)]
             for host in failed.keys() - set(needed):
-                logger.warning("%s; the run goes on without it", failed[host])
+                logger.warning("%s; the run continues without it", failed[host])
             if needed:
-                # As at the deadline: all but the head speaks against the head rather than against each of them.
+                # As at the deadline: if all but the head failed, suspect the head rather than each of them.
                 all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
                 self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
 
@@ -321,7 +323,7 @@ class HeadAgent:
         self._following.append(asyncio.create_task(self._follow(report, link)))
 
     async def _follow(self, report: NodeReport, link: Link) -> None:
-        """Listen to a node until its connection ends."""
+        """Receive a node's messages until its connection ends."""
         try:
             while True:
                 message = await link.receive()
@@ -335,7 +337,7 @@ class HeadAgent:
 
     def _on_node_end(self, host: str, loss: Loss) -> None:
         if self._gathering.can_do_without(host, loss.cause):
-            logger.info("%s; the run goes on without it", loss.cause)
+            logger.info("%s; the run continues without it", loss.cause)
         else:
             self._lose(loss)
 
@@ -345,22 +347,22 @@ class HeadAgent:
             self._lost.set_result(loss)
 
     def _too_late(self) -> BringupError:
-        """Who kept the bring-up waiting, with the last lines of what they wrote."""
+        """Error that names the hosts that delayed the bring-up, with the last lines of their logs."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
             logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
             cause = f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
-            # All but the head missing speaks against the head or its port rather than against each of them.
+            # If all but the head are missing, suspect the head or its port rather than each of them.
             alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
             return BringupError(cause, exclude=() if alone else missing)
         registered = self._ray.registered if self._ray is not None else {}
         reports = self._reception.reports.values()
         late = [it.host for it in reports if it.host in self._gathering.used and it.ip not in registered]
-        if not registered:  # then nobody else could start
+        if not registered:  # no other node can start before the head
             late = [self._facts.host]
         if not late:
-            return BringupError(f"all nodes joined and Ray is up on the head, but preflight did not end {within}")
+            return BringupError(f"all nodes joined and Ray is up on the head, but preflight did not finish {within}")
         logs = describe_missing(late, attempt_dir, "ray-HOST.log")
         return BringupError(f"Ray did not come up {within} on:\n{logs}")
 
@@ -368,7 +370,7 @@ class HeadAgent:
         for link in self._reception.links.values():
             with suppress(LinkLost):
                 await link.send({"kind": "end", "keep_logs": keep_logs})
-        await driver.end(_DRIVER_END_GRACE_S)  # before Ray, whose loss it would report at length
+        await driver.end(_DRIVER_END_GRACE_S)  # before Ray, or it would log the loss of Ray
         driver.release()
         if self._ray is not None:
             kept_logs = self._options.attempt_dir / f"ray-{self._facts.host}"
@@ -383,15 +385,15 @@ class HeadAgent:
 
 
 def _only_local_ip(links: Collection[Link]) -> str:
-    """The head's address, which all nodes must have reached it under."""
+    """The head's address; all nodes must have connected to the same one."""
     reached = {link.local_ip: link.peer_ip for link in links}
     if len(reached) > 1:
         ways = ", ".join(f"{peer} reached {local}" for local, peer in reached.items())
-        raise NetworkError(f"the nodes came in over different networks ({ways}); choose one with --socket-ifname")
+        raise NetworkError(f"the nodes connected over different networks ({ways}); choose one with --socket-ifname")
     return next(iter(reached))
 
 
 def _write_line(descriptor: int, text: str) -> None:
-    """Write a line and close; a driver that has ended in the meantime is noticed by its exit."""
+    """Write a line and close; if the driver has exited meanwhile, its exit is reported elsewhere."""
     with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
         stream.write(text + "\n")

@@ -1,7 +1,7 @@
-"""Who am I in this allocation: pure reading of what Slurm put into the environment.
+"""Identity of this agent in the allocation, from Slurm's environment variables. Pure.
 
-Comes in: a mapping of environment variables and the machine's host name. Goes out: ``Facts``. Outside Slurm the
-answer is one node with a job id made from the process id, so that two local runs do not share ports or folders.
+Input: a mapping of environment variables and the machine's host name. Output: ``Facts``. Outside Slurm: one node, and
+a job id derived from the process id, so that two local runs do not share ports or folders.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""A keeper runs one command and sees to it that nothing of it outlives the agent.
+"""Keeper process: run one command and ensure that its process tree does not outlive the agent.
 
     python -m bootstrap.agent.keeper --channel FD [--scratch DIR] -- COMMAND...
 
-Comes in: a Unix socket to the agent (``FD``) and the command, whose standard streams are the keeper's own. Goes out
-over the socket, one JSON object a line: ``{"event": "started", "pid"}``, ``{"event": "exited", "code"}`` (negative:
-signal), ``{"event": "gone"}``. Comes in over it: ``end SECONDS``.
+Input: a Unix socket to the agent (``FD``), which carries ``end SECONDS``; the command, which inherits the keeper's
+standard streams. Output over the socket, one JSON object per line: ``{"event": "started", "pid"}``,
+``{"event": "exited", "code"}`` (negative: signal), ``{"event": "gone"}``.
 
-Why a process of its own: Slurm's proctrack/linuxproc sends the TERM of a preemption to every process below the task
-that it finds by parent ids, and Ray must live on until a checkpoint is taken. The keeper has detached itself (session
-of its own, parent init), so that signal stops at the agent. What detaches can be forgotten; hence the invariants:
+Why a separate process: on preemption, Slurm's proctrack/linuxproc sends TERM to every process below the task that it
+finds by parent pid, but Ray must keep running until a checkpoint is saved. The keeper detaches (new session, parent
+init), so that the signal reaches only the agent. Detached processes can leak; hence the invariants:
 
-- when the socket closes, for whatever reason, everything below the keeper is ended (TERM, then KILL) and ``--scratch``
-  removed, and only then does the keeper end;
-- nothing below it can leave: the keeper is a child subreaper (prctl(2)), so orphans become its children, and "no child
-  left" (ECHILD) means that all are gone;
-- when the keeper itself is killed the command gets KILL from the kernel (PR_SET_PDEATHSIG), and the agent, who sees
-  the socket close, kills what is left of the command's session.
+- When the socket closes, for any reason, the keeper ends all its descendants (TERM, then KILL), removes ``--scratch``
+  and only then exits.
+- Descendants cannot escape: the keeper is a child subreaper (prctl(2)), so orphans become its children, and "no child
+  left" (ECHILD) means that all are gone.
+- If the keeper itself is killed, the kernel sends KILL to the command (PR_SET_PDEATHSIG), and the agent, on seeing the
+  socket close, kills the rest of the command's session.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ORPHANED_GRACE_S = 5.0  # between TERM and KILL when nobody is left to say how long
+_ORPHANED_GRACE_S = 5.0  # between TERM and KILL when the agent is gone
 _KILL_ROUND_S = 0.2
-_LINGER_S = 60.0  # how long an agent may look at the scratch folder after the end
+_LINGER_S = 60.0  # the agent may read the scratch folder for this long after the end
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Keeper:
-    """The command's process tree and its way from running over ending to gone."""
+    """The command's process tree and its states: running, ending, gone."""
 
     def __init__(self, channel: socket.socket, command: Sequence[str]) -> None:
         self._channel = channel
@@ -53,7 +53,7 @@ class Keeper:
         self._wakeup, wakeup_end = socket.socketpair()
         self._wakeup.setblocking(False)
         wakeup_end.setblocking(False)
-        self._wakeup_end = wakeup_end  # kept: closing it would stop the wake-ups
+        self._wakeup_end = wakeup_end  # keep a reference: closing it would stop the wake-ups
         signal.set_wakeup_fd(wakeup_end.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._selector.register(channel, selectors.EVENT_READ)
@@ -64,7 +64,7 @@ class Keeper:
         self._report(event="started", pid=self._pid)
 
     def run(self) -> None:
-        """Until nothing is left below."""
+        """Run until no descendant is left."""
         while self._reap():
             self._wait()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -105,7 +105,7 @@ class Keeper:
         self._kill_at = min(self._kill_at, kill_at)
 
     def _reap(self) -> bool:
-        """Collect who has ended; False when no child is left."""
+        """Reap exited children; False if no child is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -113,22 +113,22 @@ class Keeper:
                     return True
                 if pid == self._pid:
                     self._report(event="exited", code=os.waitstatus_to_exitcode(status))
-                    self._begin_end(_ORPHANED_GRACE_S)  # whatever the command left behind
+                    self._begin_end(_ORPHANED_GRACE_S)  # ends the command's remaining children
         except ChildProcessError:
             return False
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # ended in between, which is what was wanted, or has become somebody else's
+            with suppress(psutil.Error):  # it has exited meanwhile, or changed its user
                 process.send_signal(number)
 
     def _report(self, **event: object) -> None:
-        with suppress(OSError):  # the agent is gone; the closed socket is noticed where it is read
+        with suppress(OSError):  # the agent is gone; _listen detects the closed socket
             self._channel.sendall(json.dumps(event).encode() + b"\n")
 
 
 def _spawn(command: Sequence[str]) -> int:
-    """Start the command in a session of its own; 127 is its exit code when it cannot be executed."""
+    """Start the command in a new session; its exit code is 127 if it cannot be executed."""
     pid = os.fork()
     if pid != 0:
         return pid
@@ -144,13 +144,13 @@ def _spawn(command: Sequence[str]) -> int:
 
 
 def _detach() -> None:
-    """Leave the agent's process tree: the first process ends at once and init adopts the second."""
+    """Leave the agent's process tree: the parent exits at once and init adopts the child."""
     if os.fork() != 0:
         os._exit(0)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry of the process; the agent has made it the leader of a session of its own."""
+    """Entry point; the agent has started this process as a session leader."""
     parser = argparse.ArgumentParser(prog="bootstrap.agent.keeper")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--scratch")
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(number, lambda *_: None)  # a handler, unlike "ignore", is not inherited by the command
     keeper = Keeper(socket.socket(fileno=options.channel), options.command)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # the streams are the command's: a pipe must not stay open because of the keeper
+    for descriptor in (0, 1, 2):  # the command owns the streams: the keeper must not hold its pipes open
         os.dup2(nowhere, descriptor)
     keeper.run()
     if options.scratch:

@@ -1,8 +1,8 @@
-"""A conversation between two agents, and how either notices that the other is gone.
+"""Message link between two agents, with failure detection.
 
-Comes in: a connection. Goes out: ``Link``. Three kinds of end are told apart, because they mean different things for
-the node: the connection was closed (the agent ended, its machine lives), nothing was acknowledged (the machine or the
-way to it is dead), nothing was said (the agent hangs, or is stopped; its kernel still acknowledges).
+Input: a connection. Output: a ``Link``. Three failures are distinguished, because they say different things about the
+node: connection closed (the agent exited, its machine is up); no acknowledgement (the machine or the route to it is
+down); no heartbeat (the agent hangs or is stopped, and its kernel still acknowledges).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bootstrap.agent.messages import Codec, Message, MessageError
 
 BEAT_S = 2.0
 SILENCE_S = 10.0
-# A node that loses power sends no end of connection: the kernel asks and gives up after about 8 s.
+# A node that loses power does not close its connections: TCP keepalive detects it after about 8 s.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 2, 2, 3
 _ALIVE: Message = {"kind": "alive"}
 
 
 class LinkLost(Exception):
-    """The other agent is gone: connection closed, machine dead, silence, or talk that is not ours.
+    """The other agent is gone: connection closed, machine down, no heartbeat, or an invalid message.
 
-    ``node_is_bad``: the machine did not answer, so that starting there again would fail again.
+    ``node_is_bad``: the machine did not answer, so a restart there would fail again.
     """
 
     def __init__(self, cause: str, *, node_is_bad: bool = False) -> None:
@@ -33,7 +33,7 @@ class LinkLost(Exception):
 
 
 class Link:
-    """A conversation with another agent, message by message."""
+    """A message stream to another agent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
         self._reader = reader
@@ -59,11 +59,11 @@ class Link:
         return int(self._writer.get_extra_info("peername")[1])
 
     def start_beating(self) -> None:
-        """From now on say ``alive`` every ``BEAT_S`` seconds, and expect to hear something every ``SILENCE_S``."""
+        """Send a heartbeat every ``BEAT_S`` seconds, and expect some message every ``SILENCE_S``."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def send(self, message: Message) -> None:
-        """Raises LinkLost when the other side is gone."""
+        """Send a message. Raises LinkLost if the other side is gone."""
         try:
             self._writer.write(self.codec.pack(message))
             await self._writer.drain()
@@ -71,11 +71,11 @@ class Link:
             raise _lost_by(error) from error
 
     async def receive(self) -> Message:
-        """The next message that is more than a sign of life. Raises LinkLost when there will be none."""
+        """Return the next message that is not a heartbeat. Raises LinkLost if the link ends."""
         while True:
             message = await self._receive_any()
             if message["kind"] == "refused":
-                raise LinkLost(f"it turned this node away: {message['cause']}")
+                raise LinkLost(f"the head rejected this node: {message['cause']}")
             if message != _ALIVE:
                 return message
 
@@ -103,7 +103,7 @@ class Link:
         return message
 
     async def _read(self) -> bytes:
-        """What arrives next. Raises TimeoutError after a silence, which is none where this agent itself stood still."""
+        """Read the next bytes. Raises TimeoutError after a silence, unless this process itself was stalled."""
         loop = asyncio.get_running_loop()
         while True:
             asked_at = loop.time()
@@ -115,14 +115,14 @@ class Link:
                     raise
 
     async def _beat(self) -> None:
-        with suppress(LinkLost):  # who receives learns of it
+        with suppress(LinkLost):  # the receiver reports the loss
             while True:
                 await self.send(_ALIVE)
                 await asyncio.sleep(BEAT_S)
 
 
 def plain_ip(ip: str) -> str:
-    """The address as everybody writes it: no ``%eth0`` behind it, and ``::ffff:10.0.0.1`` is 10.0.0.1."""
+    """Normalise an address: drop the scope ``%eth0``, and map ``::ffff:10.0.0.1`` to 10.0.0.1."""
     address = ipaddress.ip_address(ip.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 

@@ -1,8 +1,7 @@
-"""Ray on this node: its process made ready under a keeper, started by an order, its output kept, its end noticed.
+"""Lifecycle of Ray on this node: prepare its process under a keeper, start it on request, monitor its exit.
 
-Comes in: a ``RayNode``. Goes out: ``LocalRay`` with the nodes that are registered (on the head) and the future of its
-end. Invariant: the session folder is this attempt's own, for the owner alone, and is removed after Ray whatever ends
-first.
+Input: a ``RayNode``. Output: ``LocalRay`` with the registered nodes (on the head) and a future of its exit. Invariant:
+the session folder belongs to this attempt, is accessible to its owner only, and is removed after Ray in any case.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The language of the agents: authenticated frames over a byte stream, without any socket in sight.
+"""Protocol of the agents: authenticated frames over a byte stream. Sans I/O.
 
-A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | JSON``. The code is made over the speaker's side and the
-number of the frame in its direction as well, so a frame that is changed, repeated, reordered or sent back to its
-speaker does not verify.
+A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | JSON``. The HMAC also covers the sender's side and the
+frame number in its direction, so a frame that is modified, replayed, reordered or reflected to its sender does not
+verify.
 
 Handshake, after which both sides know that the other holds the secret *now*:
 
-    node -> head   hello    under a key made from the secret; carries the node's nonce
-    head -> node   welcome  under the same key; repeats that nonce, carries the head's own
-    both           further frames under a key made from the secret and both nonces
+    node -> head   hello    key derived from the secret; carries the node's nonce
+    head -> node   welcome  same key; echoes that nonce, carries the head's nonce
+    both           further frames: key derived from the secret and both nonces
 
-A recorded hello replayed later gets a welcome and can go no further. Nothing is secret in a frame; encryption is not
-the aim.
+A replayed hello gets a welcome but cannot continue. Frames contain no secrets and are not encrypted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Message = dict[str, Any]
 
 
 class MessageError(Exception):
-    """What arrived is not a frame of ours: forged, repeated, too long or no JSON object."""
+    """Invalid frame: forged, replayed, too long, or not a JSON object."""
 
 
 def new_nonce() -> str:
@@ -50,7 +49,7 @@ def session_key(secret: bytes, node_nonce: str, head_nonce: str) -> bytes:
 
 
 class Codec:
-    """One side of one conversation: packs what this side says, unpacks what the other side said."""
+    """One side of a link: packs outgoing messages and unpacks incoming frames."""
 
     def __init__(self, key: bytes, side: Side) -> None:
         self._key = key
@@ -61,7 +60,7 @@ class Codec:
         self._received = bytearray()
 
     def rekey(self, key: bytes) -> None:
-        """Go on under another key; numbers start anew."""
+        """Switch to another key and reset the frame numbers."""
         self._key, self._num_packed, self._num_unpacked = key, 0, 0
 
     def pack(self, message: Message) -> bytes:
@@ -78,14 +77,14 @@ class Codec:
         return len(body).to_bytes(_LENGTH_BYTES, "big") + code + body
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they arrive, in pieces of any size."""
+        """Add received bytes, in chunks of any size."""
         self._received += data
 
     def unpack(self) -> Message | None:
-        """The next message, or None while its frame is not complete.
+        """Return the next message, or None while its frame is incomplete.
 
         Raises:
-            MessageError: the frame is not the one the other side would send next.
+            MessageError: the frame is invalid or out of sequence.
         """
         if len(self._received) < _LENGTH_BYTES:
             return None

@@ -1,7 +1,7 @@
-"""The agent's view of what it runs and of what it is told: kept processes and the STOP file.
+"""Supervised child processes and stop requests of an agent.
 
-Comes in: commands, signals, files. Goes out: futures that the roles (``head``, ``node``) wait for. Everything runs on
-one asyncio event loop; nothing blocks it.
+Input: commands, signals, the STOP file. Output: futures that ``head`` and ``node`` wait for. Everything runs on one
+asyncio event loop without blocking it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bootstrap.handoff import STOP_FILE, is_there
 logger = logging.getLogger(__name__)
 
 _KEEPER = "bootstrap.agent.keeper"
-_END_MARGIN_S = 10.0  # beyond the grace, for KILL to work
+_END_MARGIN_S = 10.0  # time for KILL after the grace period
 _STOP_POLL_S = 0.5
 _HEAD_FIRST_S = 3.0
 
 
 class Kept:
-    """A command under a keeper. ``exited`` resolves to its exit code, ``gone`` when nothing of it is left."""
+    """A command under a keeper. ``exited`` is its exit code, ``gone`` resolves when its process tree is gone."""
 
     def __init__(self, name: str, channel: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Kept:
     async def start(
         cls, name: str, command: Sequence[str], *, environ: Mapping[str, str], stdio: tuple[int, int], scratch: str = ""
     ) -> Kept:
-        """Run ``command`` with ``stdio`` = (input, output); standard error goes where standard output goes."""
+        """Run ``command`` with ``stdio`` = (input, output); standard error goes to the output as well."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
@@ -70,16 +70,16 @@ class Kept:
         return cls(name, ours)
 
     async def end(self, grace_s: float) -> None:
-        """Ask with TERM, insist with KILL after ``grace_s`` seconds; returns when nothing is left."""
+        """Send TERM, and KILL after ``grace_s`` seconds; returns when the process tree is gone."""
         if not self.gone.done():
             with suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self._channel, f"end {grace_s}\n".encode())
             await asyncio.wait([self.gone], timeout=grace_s + _END_MARGIN_S)
         if not self.gone.done():
-            logger.error("%s (session %s) does not end even with KILL", self.name, self._pid)
+            logger.error("%s (session %s) survives KILL", self.name, self._pid)
 
     def release(self) -> None:
-        """Let the keeper go; it ends what is left, if anything, and removes its scratch folder."""
+        """Disconnect from the keeper, which then ends any remaining process and removes its scratch folder."""
         self._reader.cancel()
         self._channel.close()
 
@@ -116,7 +116,7 @@ class Kept:
 
 
 def kill_session(session_id: int) -> None:
-    """KILL every process of a session and everything below those."""
+    """KILL every process of a session and all their descendants."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             if os.getsid(process.pid) == session_id:
@@ -127,14 +127,13 @@ def kill_session(session_id: int) -> None:
 
 
 class StopRequest:
-    """The wish that the run end soon: the STOP file of the attempt, and the signals that make the agent write it.
+    """Stop request for the run: the attempt's STOP file, and the signals on which the agent writes it.
 
-    Who writes the file first gives the reason and the deadline. The driver reads the file by itself; nothing is killed
-    here.
+    The first writer of the file sets the reason and the deadline. The driver polls the file; this class kills nothing.
     """
 
     def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
-        """The head asks Slurm when the job ends, so that a thousand nodes do not; and stops it when no signal comes."""
+        """Only the head queries Slurm for the end of the job, and requests a stop if no signal arrives."""
         self._path = attempt_dir / STOP_FILE
         self._host = host
         self._clock = clock
@@ -147,19 +146,18 @@ class StopRequest:
             self._writing.append(loop.create_task(self._watch_clock()))
 
     def listen_to(self, *signals: signal.Signals) -> None:
-        """Turn these signals into stop requests from now on."""
+        """Install handlers that turn these signals into stop requests."""
         for number in signals:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
     async def write(self, reason: str, *, within_s: float) -> None:
-        """Ask the driver to end, for a reason of our own: this does not count as a request from outside."""
+        """Ask the driver to stop for an internal reason; ``requested`` stays unset."""
         self._poll.cancel()
         now = self._clock.now()
         await self._write(stop_text(reason, now=now, deadline=now + within_s))
 
     async def seconds_for_the_driver(self, grace_s: float) -> float:
-        """How long a driver that was asked to stop may take, if not the deadline but our patience decides
-        ``grace_s``."""
+        """Seconds that the driver has to stop: until the STOP file's deadline, or ``grace_s`` without one."""
         deadline = await asyncio.to_thread(deadline_of, self._path)
         left_s = None if deadline is None else deadline - self._clock.now()
         return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
@@ -173,12 +171,12 @@ class StopRequest:
         now = self._clock.now()
         deadline = await self._clock.end_after_signal(ask=self._is_head)
         if not self._is_head:
-            await asyncio.sleep(_HEAD_FIRST_S)  # it got the signal too, and knows more
+            await asyncio.sleep(_HEAD_FIRST_S)  # the head gets the signal too, and knows the deadline
         await self._write(stop_text(reason, now=now, deadline=deadline))
-        self.requested.set()  # also when nobody can be told: the job ends all the same
+        self.requested.set()  # even if the file cannot be written: the job ends anyway
 
     async def _write(self, text: str) -> None:
-        # In a thread, because a shared file system that stalls must not stop the agent's signs of life.
+        # In a thread, because a stalled shared file system must not stop the agent's heartbeats.
         try:
             await asyncio.to_thread(write_first, self._path, text)
         except OSError as error:
@@ -186,11 +184,11 @@ class StopRequest:
 
     async def _watch_clock(self) -> None:
         await self._clock.until_due()
-        logger.warning("the job ends in %.0f s, and no signal came: asking the driver to stop", self._clock.lead_s)
-        await self._request(f"the job ends in {self._clock.lead_s:.0f} s, and no signal came")
+        logger.warning("the job ends in %.0f s and no signal arrived: asking the driver to stop", self._clock.lead_s)
+        await self._request(f"the job ends in {self._clock.lead_s:.0f} s and no signal arrived")
 
     async def _watch(self) -> None:
-        # The writer may be another node, and no shared file system tells us about that: this one thing is polled.
-        while not await asyncio.to_thread(is_there, self._path):  # no error of a moment ends the watch
+        # Another node may write the file, and shared file systems send no notifications: poll.
+        while not await asyncio.to_thread(is_there, self._path):  # transient errors do not end the polling
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

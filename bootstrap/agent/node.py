@@ -1,8 +1,8 @@
-"""The agent of every node but the head: join, run Ray, tell the head how it goes, end when told.
+"""Node agent, on every node but the head: join, run Ray, report to the head, end on its order.
 
-Comes in: facts, options, the secret. Goes out: nothing but messages to the head; the head writes the verdict. Only
-when the head is gone without a word does a node leave one, so that the batch script and people learn why; a node that
-the run may do without does not, for the head may well go on.
+Input: facts, options, the secret. Output: messages to the head, which writes the verdict. A node writes the verdict
+only if it loses the head without an order to end, so that the batch script and the user see the cause. A spare node
+never does, because the head may continue without it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from bootstrap.preflight.table import HostFacts
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE_CHARS = 8_000
-# The head is asked over the network far more often; a thousand nodes must not do that to a shared file system.
+# The network is polled far more often; a thousand nodes must not poll a shared file system at that rate.
 _SHARED_FOLDER_POLL_S = 0.25
 
 
 class NodeAgent:
-    """One node's part of an attempt."""
+    """Runs one attempt on a node other than the head."""
 
     def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
         self._facts = facts
@@ -64,14 +64,14 @@ class NodeAgent:
         self._places: list[tuple[str, int]] = []
         self._look_again_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
-        self._keep_logs = True  # Ray's own, unless the head says that nobody will want to read them
-        self._is_needed = not options.spare_nodes  # else from the order to start Ray on
+        self._keep_logs = True  # of Ray, unless the head's order says otherwise
+        self._is_needed = not options.spare_nodes  # with spares: set by the order to start Ray
 
     async def run(self) -> None:
-        """Until the head says that it is over.
+        """Run until the head orders the end.
 
         Raises:
-            BringupError: the head was not found in time.
+            BringupError: the head was not found before the deadline.
         """
         link = None
         try:
@@ -81,7 +81,7 @@ class NodeAgent:
         except LinkLost as error:
             cause = f"{self._facts.host} lost the head {self._facts.head_host}: {error}"
             logger.error("%s", cause)
-            if self._is_needed:  # the batch script takes a verdict for the end of the run
+            if self._is_needed:  # the batch script treats a verdict as the end of the attempt
                 self._leave_verdict(cause)
         finally:
             if self._ray is not None:
@@ -96,16 +96,16 @@ class NodeAgent:
             write_first(attempt_dir / VERDICT_FILE, "failed\n")
 
     async def _join(self) -> Link | None:
-        """The link to the head; None when a stop was requested first, for then there is nothing to join."""
+        """Connect to the head; None if a stop was requested first."""
         facts, options = self._facts, self._options
         preparing = asyncio.create_task(self._prepare_ray())
-        logger.info("looking at this host")  # the last word of one that hangs, for instance in a dead mount
+        logger.info("looking at this host")  # the last line if it hangs, e.g. on a dead mount
         host_facts = await read_this_host(facts, options)
         source_ip = None
         try:
             source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
             await preparing
-        except (NetworkError, RayError) as error:  # the head learns of it, by whatever way there is
+        except (NetworkError, RayError) as error:  # report it to the head over any interface
             host_facts = replace(host_facts, problem=str(error))
         logger.info("looking for the head %s", facts.head_host)
         joining = asyncio.create_task(
@@ -134,14 +134,14 @@ class NodeAgent:
         self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
 
     def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
-        """What this node says of itself over the connection that it has just formed."""
+        """This node's report for the connection just established."""
         ifname, problem = "", host_facts.problem
         try:
             ifname = ifname_of(link.local_ip, local_addresses())
         except NetworkError as error:
             problem = str(error)
         row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
-        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first
+        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first port
         said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
         return NodeReport(
             self._facts.host,
@@ -155,17 +155,17 @@ class NodeAgent:
         )
 
     def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
-        """The row of this node in the comparison, and its contradictions; keeps what Ray's environment needs."""
+        """This node's row in the comparison and its network conflicts; stores the variables for Ray."""
         facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
         return network_row(facts, found, installed_versions()), found.conflict_lines
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
-        """Where the head may be; looked up anew now and then."""
+        """Addresses to try for the head, refreshed every ``_SHARED_FOLDER_POLL_S`` seconds."""
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
-            if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path's, raises nothing where a mount is gone
+            if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path.exists, does not raise on a lost mount
                 raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
             self._check_head_began()
             first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
@@ -173,10 +173,10 @@ class NodeAgent:
         return self._places
 
     def _check_head_began(self) -> None:
-        """Leave the verdict in the place of a head whose task failed before its agent could.
+        """Write the verdict for a head whose task failed before its agent started.
 
         Raises:
-            BringupError: that has happened; nobody will listen where the head should be.
+            BringupError: the head's task has failed, so there is no head to connect to.
         """
         attempt_dir, head = self._options.attempt_dir, self._facts.head_host
         how = read_failed_tasks(attempt_dir, self._facts.hosts).get(head)
@@ -216,7 +216,7 @@ class NodeAgent:
         return order
 
     async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
-        """Let Ray start; raise when it ends, or when this node's disk for it is full."""
+        """Start Ray; raise when it exits or when its disk on this node is full."""
         options = self._options
         node = RayNode(
             ip=link.local_ip,
@@ -228,7 +228,7 @@ class NodeAgent:
             object_store_memory=options.object_store_memory,
         )
         ifname = ifname_of(node.ip, local_addresses())
-        assert self._ray is not None, "a node without a Ray process is not chosen"
+        assert self._ray is not None, "a node without a Ray process is not selected"
         self._ray.start(node, network_environment(self._environ, node, ifname, self._fabric))
         full = asyncio.create_task(until_full(places_of(Path(node.temp_dir), None)))
         try:

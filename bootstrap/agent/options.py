@@ -1,4 +1,4 @@
-"""What an agent is told on its command line."""
+"""Command line of an agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One agent's orders; ``driver`` is the command that the head runs."""
+    """Options of one agent; ``driver`` is the command that the head runs."""
 
     attempt_dir: Path
     num_gpus: int
@@ -30,26 +30,44 @@ class Options:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Read the command line; leaves with usage and exit code 2 when it is wrong."""
+    """Parse the command line; exits with usage and code 2 on an error."""
     parser = argparse.ArgumentParser(prog="python -m bootstrap.agent", description="One agent a node.")
     parser.add_argument("--attempt-dir", type=Path, required=True, help="folder of this attempt, shared by all nodes")
-    parser.add_argument("--num-gpus", type=int, required=True, help="GPUs of this node that Ray may give away")
-    parser.add_argument("--socket-ifname", help="network interface to use; found by itself unless given")
-    parser.add_argument("--bringup-deadline-s", type=float, default=600.0, help="until every node's Ray is up")
-    parser.add_argument("--stop-grace-s", type=float, default=600.0, help="for the driver after a stop request")
-    parser.add_argument("--signal-lead-s", type=float, default=120.0, help="before the job's end, to stop the driver")
-    parser.add_argument("--loss-grace-s", type=float, default=10.0, help="for the driver after a node was lost")
+    parser.add_argument("--num-gpus", type=int, required=True, help="GPUs of this node that Ray may allocate")
+    parser.add_argument("--socket-ifname", help="network interface to use (default: detected)")
+    parser.add_argument(
+        "--bringup-deadline-s", type=float, default=600.0, help="time limit until Ray is up on all nodes"
+    )
+    parser.add_argument(
+        "--stop-grace-s", type=float, default=600.0, help="time for the driver to end after a stop request"
+    )
+    parser.add_argument(
+        "--signal-lead-s",
+        type=float,
+        default=120.0,
+        help="time before the end of the job at which the driver is stopped",
+    )
+    parser.add_argument(
+        "--loss-grace-s", type=float, default=10.0, help="time for the driver to end after a node is lost"
+    )
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
     parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head")
     parser.add_argument(
-        "--ray-dashboard-host", default="127.0.0.1", help="address of the head for it (default: loopback)"
+        "--ray-dashboard-host", default="127.0.0.1", help="address that the dashboard listens on (default: loopback)"
     )
     parser.add_argument("--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs")
-    parser.add_argument("--spare-wait-s", type=float, default=10.0, help="for late nodes when enough are here already")
     parser.add_argument(
-        "--needed-path", type=Path, action="append", default=[], dest="needed_paths", help="what every node has to see"
+        "--spare-wait-s", type=float, default=10.0, help="time to wait for late nodes when enough have joined"
     )
-    parser.add_argument("--bandwidth-gbps", type=float, help="all-reduce in GB/s that a node needs; measured if given")
+    parser.add_argument(
+        "--needed-path",
+        type=Path,
+        action="append",
+        default=[],
+        dest="needed_paths",
+        help="path that must exist on every node",
+    )
+    parser.add_argument("--bandwidth-gbps", type=float, help="minimum all-reduce bandwidth in GB/s; measured if given")
     parser.add_argument("driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs")
     options = vars(parser.parse_args(argv))
     options["attempt_dir"] = options["attempt_dir"].resolve()

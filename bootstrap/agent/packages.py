@@ -1,7 +1,7 @@
-"""What is installed in this environment or image, as one short word that is the same on two nodes only if that is.
+"""Fingerprint of the Python packages installed in this environment or image, to compare nodes.
 
-Comes in: the import path. Goes out: a fingerprint of the names and versions of all installed distributions. The names
-of their folders tell both, so that no file has to be read; an image's own digest is not to be seen from inside it.
+Input: the import path. Output: a digest of the names and versions of all installed distributions. Both come from the
+folder names, without reading files. The image's own digest is not visible from inside the image.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A block of TCP ports that belongs to one job on all its nodes.
+"""A block of TCP ports reserved for one job on all its nodes.
 
-Comes in: the job id and the floor of the kernel's ephemeral range. Goes out: ``PortBlock``. Blocks lie below that
-floor, because a port above it can be taken by anybody's outgoing connection between the check and the use.
+Input: the job id and the lower bound of the kernel's ephemeral range. Output: ``PortBlock``. Blocks lie below that
+bound, because an outgoing connection may take a port above it between the check and the use.
 
-    base + 0          the agents' rendezvous; held for the whole job, which is what claims the block on the head
+    base + 0          the agents' rendezvous; bound for the whole job, which reserves the block on the head
     base + 1 ... 15   Ray's own services
     base + 16 ... 599 Ray's workers
     base + 600 ... 999 the job's own services (engines, router, torch stores)

@@ -1,8 +1,8 @@
-"""How Ray is started on a node: argv and environment, purely.
+"""Command line and environment to start Ray on a node. Pure.
 
-Comes in: addresses, ports and the inherited environment. Goes out: what to execute. Nothing here runs anything.
-Ray is always told its address, all its ports and its folder; every guess it makes by itself (first route, 127.0.1.1
-from /etc/hosts, /tmp/ray, ports 6379 and 10001, the machine's CPUs) is wrong somewhere.
+Input: addresses, ports and the inherited environment. Output: argv and environment. Address, all ports and folder are
+always explicit, because each of Ray's defaults (first route, 127.0.1.1 from /etc/hosts, /tmp/ray, ports 6379 and
+10001, the machine's CPUs) is wrong on some cluster.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The process that becomes ``ray start``: it imports Ray while the nodes still gather, then waits for its order.
+"""Process that becomes ``ray start``: it imports Ray during the rendezvous, then waits for its command.
 
     python -u -m bootstrap.agent.ray_process < ORDER
 
-Comes in: one JSON line on standard input, ``argv`` of Ray's command line, ``environ`` to add, ``watch`` (the address of
-the GCS, on the head). The end of the input without a line means that Ray is not needed. Goes out: what ``ray start``
-prints, and on the head one line for each node that is registered, until the input is closed.
+Input: one JSON line on standard input: ``argv`` of Ray's command line, ``environ`` to add, ``watch`` (address of the
+GCS, on the head). An end of file without a line means that Ray is not needed. Output: that of ``ray start`` and, on
+the head, one line for each registered node until the input is closed.
 
-Why not ``ray start`` itself: its imports take longer than the nodes need to meet, and it says that it is up only when
-it has asked the GCS for its node, which it does once a second. The other nodes may start as soon as the head's raylet
-is registered (Ray waits 2 s before it asks again when they are too early), so that moment has to be known at once.
-This is the one place of ``bootstrap`` that loads Ray, and no agent imports it.
+Why not ``ray start`` itself: its imports take longer than the rendezvous, and it reports that it is up only after
+polling the GCS for its node, once a second. The other nodes may start as soon as the head's raylet is registered (Ray
+retries after 2 s if they are too early), so the registration must be detected at once. This is the only module of
+``bootstrap`` that imports Ray; no agent imports it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Where the agents of an allocation meet: the head listens, every other node connects and proves itself.
+"""Rendezvous of the agents: the head listens, every other node connects and authenticates.
 
-Comes in: facts, the attempt's secret, a deadline. Goes out: one ``Link`` a node, and what each node said of itself.
-Invariants: a peer that cannot prove that it holds the secret gets no byte and changes nothing; the address of the
-connection that was formed is the address used for everything else; every wait has a deadline.
+Input: facts, the attempt's secret, a deadline. Output: one ``Link`` and one ``NodeReport`` per node.
+
+Invariants: a peer that cannot prove that it holds the secret receives no byte and changes no state. The address of the
+established connection is used for everything else. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -35,20 +36,19 @@ logger = logging.getLogger(__name__)
 HEAD_FILE = "head.json"
 _HANDSHAKE_S = 10.0
 _RETRY_S = 0.05
-_RESOLVE_EVERY_S = 2.0  # names are asked for anew, but a name service must not suffer from nodes that wait
-_RESOLVE_S = 5.0  # how long a name may take before the addresses that are known are tried without it
-_STAGGER_S = 0.5  # how long a candidate may stay silent before the next one is tried as well
-_PREFERENCE_S = 0.1  # how much later an earlier candidate may answer and is still taken
+_RESOLVE_EVERY_S = 2.0  # bounds the load of waiting nodes on the name service
+_RESOLVE_S = 5.0  # timeout of a name lookup, after which the known addresses are tried
+_STAGGER_S = 0.5  # delay before the next candidate is tried in parallel
+_PREFERENCE_S = 0.1  # an earlier candidate that answers this much later still wins
 
-
-# What a place that is not the head, or not yet, makes of the attempt to join there.
+# Errors of connecting to an address where the head is not, or not yet, listening.
 _NOT_THE_HEAD = (OSError, LinkLost, TimeoutError, ValueError, KeyError)
 
 
 class BringupError(Exception):
-    """The nodes did not come together; says who is missing or who does not fit.
+    """The bring-up failed; the message names the missing or mismatched hosts.
 
-    ``verdict`` is what the attempt ends with, ``exclude`` the hosts that the next one must not get.
+    ``verdict`` is the verdict of the attempt, ``exclude`` the hosts to exclude from the next one.
     """
 
     def __init__(self, cause: str, *, verdict: Word = "failed", exclude: Sequence[str] = ()) -> None:
@@ -59,7 +59,7 @@ class BringupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node says of itself when it joins."""
+    """A node's description of itself, sent when it joins."""
 
     host: str
     rank: int
@@ -73,7 +73,7 @@ class NodeReport:
 
 @functools.cache
 def installed_versions() -> Mapping[str, str | None]:
-    """Versions that must be equal on all nodes; None for what is not installed. Read once."""
+    """Versions that must be equal on all nodes; None: not installed. Read once."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("ray", "torch", "sglang"):
         try:
@@ -85,7 +85,7 @@ def installed_versions() -> Mapping[str, str | None]:
 
 
 def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
-    """Hosts that differ from the majority, and in what."""
+    """Hosts that differ from the majority, with the differences."""
     odd: dict[str, list[str]] = {}
     for name in sorted({name for report in reports for name in report.versions}):
         counts = Counter(report.versions.get(name) for report in reports)
@@ -97,14 +97,14 @@ def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raises BringupError that names every node which differs from the majority, and in what."""
+    """Raise BringupError if a node's versions differ from the majority's; it names each difference."""
     if odd := odd_versions(reports):
         listed = "; ".join(f"{host} has {what}" for host, differences in odd.items() for what in differences)
         raise BringupError(f"{listed}: use the same environment or image on every node", verdict="config")
 
 
 class Reception:
-    """The head's side: takes hellos until every expected node has joined."""
+    """The head's side: accepts nodes until every expected one has joined."""
 
     def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
         self._secret = secret
@@ -119,11 +119,11 @@ class Reception:
             self.complete.set()
 
     async def open(self, listener: socket.socket) -> None:
-        """Start to take connections on a bound socket."""
+        """Start to accept connections on a bound socket."""
         self._server = await asyncio.start_server(self._on_connection, sock=listener, backlog=len(self._hosts) + 16)
 
     def close(self) -> None:
-        """Take no more connections; the links stay."""
+        """Stop accepting connections; existing links stay open."""
         if self._server is not None:
             self._server.close()
 
@@ -137,7 +137,7 @@ class Reception:
             async with asyncio.timeout(_HANDSHAKE_S):
                 report = await self._admit(link)
         except (LinkLost, TimeoutError, ValueError, TypeError, KeyError) as error:
-            logger.warning("turned away a connection from %s: %s", link.peer_ip, error or type(error).__name__)
+            logger.warning("rejected a connection from %s: %s", link.peer_ip, error or type(error).__name__)
             link.close()
             return
         self.links[report.rank], self.reports[report.rank] = link, report
@@ -153,21 +153,21 @@ class Reception:
         nonce = new_nonce()
         await link.send({"kind": "welcome", "echo": hello["nonce"], "nonce": nonce})
         link.codec.rekey(session_key(self._secret, hello["nonce"], nonce))
-        joined = await link.receive()  # only now is it known that the hello was not a recording
+        joined = await link.receive()  # proves that the hello was not a replay
         try:
             return self._checked(joined["report"], link.peer_ip)
         except (ValueError, TypeError, KeyError) as error:
-            await link.send({"kind": "refused", "cause": str(error)})  # or it would take the head for dead
+            await link.send({"kind": "refused", "cause": str(error)})  # or the node would consider the head dead
             raise
 
     def _checked(self, said: Mapping[str, Any], peer_ip: str) -> NodeReport:
         report = NodeReport(**said)
         if not (0 < report.rank < len(self._hosts)) or report.rank in self.links:
-            raise ValueError(f"{report.host} says it is node {report.rank}, which is taken or does not exist")
+            raise ValueError(f"{report.host} claims rank {report.rank}, which is taken or does not exist")
         if report.ip != peer_ip:
             raise ValueError(
-                f"{report.host} calls itself {report.ip} and came in as {peer_ip}: "
-                "address translation between nodes cannot work; choose another network with --socket-ifname"
+                f"{report.host} reports address {report.ip} but connected from {peer_ip}: address translation "
+                "between nodes is not supported; choose another network with --socket-ifname"
             )
         return report
 
@@ -179,10 +179,10 @@ async def join(
     candidates: Callable[[], Sequence[tuple[str, int]]],
     source_ip: str | None = None,
 ) -> Link:
-    """A node's side: try all places where the head may be until one proves to be it.
+    """Connect a node to the head: try all candidate addresses until one authenticates.
 
-    ``describe`` tells what to report over the connection that was formed. ``candidates`` is asked anew each round,
-    because the head publishes its addresses at its own time. Waits without end; the caller sets the deadline.
+    ``describe`` returns the report for an established connection. ``candidates`` is called in each round, because the
+    head publishes its addresses at any time. Never times out; the caller sets the deadline.
     """
     resolver = _Resolver()
     while True:
@@ -196,12 +196,12 @@ async def join(
 
 
 def head_document(port: int, addresses: Sequence[Address]) -> str:
-    """Text of the head's file: where it listens."""
+    """Content of ``HEAD_FILE``: the addresses and the port where the head listens."""
     return json.dumps({"port": port, "addresses": [address.ip for address in addresses]}) + "\n"
 
 
 def published_candidates(head_file: Path) -> list[tuple[str, int]]:
-    """Addresses that the head has written down; none while it has not."""
+    """Addresses that the head has published; empty until then."""
     try:
         published = json.loads(head_file.read_text())
     except (OSError, ValueError):
@@ -210,27 +210,30 @@ def published_candidates(head_file: Path) -> list[tuple[str, int]]:
 
 
 def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[str, int]]:
-    """Where a node looks for the head: its name at ``port`` and, once that is published, at the port where it does
-    listen, for that is the network that all nodes share; then the published addresses."""
+    """Addresses at which a node tries to reach the head.
+
+    First its name, at ``port`` and at the published port, because all nodes share that network; then the published
+    addresses.
+    """
     published = published_candidates(head_file)
     return list(dict.fromkeys([(head_host, port), *((head_host, other) for _, other in published), *published]))
 
 
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
-    """The missing hosts, each with the last lines of its log (``log_name`` with HOST replaced) and what they mean."""
+    """The missing hosts, each with the likely cause and the last lines of its log (``log_name``, HOST replaced)."""
     logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
     return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 
 
 class _Resolver:
-    """Addresses of hosts, IPv4 before IPv6, remembered for a moment."""
+    """Resolves host names, IPv4 before IPv6, with a short-lived cache."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     async def places(self, host: str, port: int) -> list[tuple[str, int]]:
-        """Where to try; nothing while the name is not known. A name service that hangs does not hold up the others."""
+        """Addresses of a host; empty until resolved. A hanging name service does not delay other hosts."""
         asked_at, _ = self._known.get(host, (-math.inf, []))
         if host not in self._asking and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S:
             self._asking[host] = asyncio.create_task(self._ask(host, port))
@@ -250,10 +253,10 @@ class _Resolver:
 
 
 async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
-    """The link to the first place that proves to be the head; the others are given up.
+    """Link to the first address that authenticates as the head; the other attempts are cancelled.
 
-    An earlier place is preferred: the next one is tried when all before have failed or stay silent (RFC 8305), and
-    after a stall of the head, when several answer almost at once, all nodes are to choose the same network.
+    Earlier addresses are preferred (RFC 8305): the next one is tried when all before it have failed or are silent. If
+    several answer almost at once, for example after a stall of the head, all nodes choose the same network.
     """
     attempts: list[asyncio.Task[Link]] = []
     for index, (ip, port) in enumerate(places):
@@ -293,7 +296,7 @@ async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> 
             await link.send({"kind": "hello", "nonce": nonce})
             welcome = await link.receive()
             if welcome["echo"] != nonce:
-                raise LinkLost("the welcome is a recording")
+                raise LinkLost("the welcome is a replay of an older one")
         except BaseException:
             link.close()
             raise

@@ -1,7 +1,7 @@
-"""Which of the allocation's hosts make the cluster, when some are spare and some are unfit: pure.
+"""Select the hosts of the cluster from an allocation with spare or unfit hosts. Pure.
 
-Comes in: hosts in rank order, how many are needed, who cannot take part and why. Goes out: the hosts to use, in rank
-order, or a ``BringupError`` whose verdict and ``exclude`` make the next attempt start without the bad ones.
+Input: hosts in rank order, the number needed, unusable hosts with reasons. Output: the selected hosts in rank order,
+or a ``BringupError`` whose verdict and ``exclude`` let the next attempt start without the bad hosts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What probably went wrong, from the last lines that a process left behind: pure.
+"""Guess the cause of a failure from the last lines of a log. Pure.
 
-Comes in: text of a log, or what ``files.tail`` says of a log that is not there. Goes out: one sentence, or nothing.
+Input: text of a log, or the message of ``files.tail`` about a missing log. Output: one sentence, or nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-# Expressions, of which the first that fits counts; words of ours, of Python, of Ray 2.60, of enroot and of the
-# kernel.
+# (pattern, cause); the first match applies. Messages of rlpost, Python, Ray 2.60, enroot and the kernel.
 _CAUSES = (
     ("no space left on device", "a disk is full there"),
     ("holds no secret", "its run folder is not the shared one"),
@@ -22,16 +21,16 @@ _CAUSES = (
     ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),
     ("out of memory", "memory ran out"),
     (r"\boom\b|\boom-kill|oom_kill", "memory ran out"),
-    ("permission denied", "a file or folder belongs to somebody else"),
+    ("permission denied", "a file or folder belongs to another user"),
     (
         "cannot be read: no such file",
-        "its agent never began: the node is down, its image is still on the way, or the run folder is not mounted",
+        "its agent never started: the node is down, its image is still loading, or the run folder is not mounted",
     ),
 )
 
 
 def with_likely_cause(log: str) -> str:
-    """The text, with the likely cause in front where one is known."""
+    """The text, preceded by its likely cause if one is known."""
     lower = log.lower()
     cause = next((cause for words, cause in _CAUSES if re.search(words, lower)), None)
     return f"probably {cause}:\n{log}" if cause else log

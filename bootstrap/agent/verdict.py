@@ -1,7 +1,7 @@
-"""How an attempt ended, as one word for the batch script and one sentence for people.
+"""Verdict on an attempt: one word for the batch script and a cause for the user.
 
-Comes in: an ``Outcome``, all that the head agent saw. Goes out: a ``Verdict`` and its files. ``decide`` is pure
-and total: whatever happened, there is a verdict.
+Input: an ``Outcome``, everything that the head agent observed. Output: a ``Verdict`` and its files. ``decide`` is pure
+and total: every outcome has a verdict.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Word = Literal["done", "requeue", "failed", "config"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. ``driver_code`` is None when the driver had to be ended, negative when a signal ended it."""
+    """What happened. ``driver_code``: None if the driver did not exit by itself, negative after a signal."""
 
     driver_code: int | None = None
     driver_tail: str = ""
     bringup_error: str | None = None
-    lost: str | None = None  # the node or the Ray that ended by itself
-    stop_requested: bool = False  # from outside, and before anything was lost
+    lost: str | None = None  # cause of the loss of a node or of Ray
+    stop_requested: bool = False  # externally, and before any loss
     bringup_verdict: Word = "failed"
-    exclude: tuple[str, ...] = ()  # hosts that the next attempt must not get
+    exclude: tuple[str, ...] = ()  # hosts to exclude from the next attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node or a Ray that ended by itself; ``exclude`` names the host when starting there again would fail again."""
+    """Loss of a node or of Ray; ``exclude`` names the host if a restart there would fail again."""
 
     cause: str
     exclude: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The word, why, and which hosts the next attempt must not get."""
+    """The verdict, its cause, and the hosts to exclude from the next attempt."""
 
     verdict: Word
     cause: str
@@ -49,14 +49,14 @@ class Verdict:
 
 
 def decide(outcome: Outcome) -> Verdict:
-    """The verdict on an attempt; the first rule that fits counts."""
+    """Return the verdict on an attempt; the first matching rule applies."""
     code = outcome.driver_code
     if code == EXIT_DONE:
         return Verdict("done", "the driver ended with 0")
     if code == EXIT_CONFIG:
         return Verdict("config", _driver_said(code, outcome.driver_tail))
     if code == EXIT_PREEMPTED and (outcome.stop_requested or outcome.lost is None):
-        return Verdict("requeue", f"the driver committed what was consistent and ended with {code}")
+        return Verdict("requeue", f"the driver committed a consistent state and exited with {code}")
     if outcome.lost is not None:
         return Verdict("failed", outcome.lost, outcome.exclude)
     if code is not None:
@@ -64,15 +64,15 @@ def decide(outcome: Outcome) -> Verdict:
     if outcome.bringup_error is not None:
         return Verdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
     if outcome.stop_requested:
-        # The request came from outside and what was committed before it is still good.
-        return Verdict("requeue", "a stop was requested and the driver had not ended by itself when its time was over")
-    return Verdict("failed", "the agent stopped watching without a reason")
+        # The request was external, and everything committed before it is valid.
+        return Verdict("requeue", "a stop was requested and the driver did not exit before its deadline")
+    return Verdict("failed", "the agent stopped monitoring without a reason")
 
 
 def write_verdict(attempt_dir: Path, verdict: Verdict) -> None:
-    """Leave the verdict in the attempt's folder: first for people, then the word that the batch script acts on.
+    """Write the verdict to the attempt's folder: first ``verdict.json``, then the word for the batch script.
 
-    ``exclude`` holds one host a line; it is there before the word is.
+    ``exclude`` holds one host per line and is written before both.
     """
     if verdict.exclude:
         write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in verdict.exclude))

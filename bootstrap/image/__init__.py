@@ -1,1 +1,1 @@
-"""What a container image has and lacks for a run. Runs on Python 3.8 with the standard library alone."""
+"""Check a container image for what a run needs. Runs on Python 3.8 with the standard library only."""

@@ -1,8 +1,8 @@
-"""What an image lacks: pure judgements over what was read inside it.
+"""Checks of a container image, from facts read inside it. Pure.
 
-Comes in: ``ImageFacts`` and the requirements. Goes out: ``Finding`` values with a level: OK; WARN (runs, and may be
-slow or surprise); LACKS (a run would fail in it). What cannot be looked at, for there is no such device here, is no
-fault.
+Input: ``ImageFacts`` and the requirements. Output: ``Finding`` values with a level: OK; WARN (works, but may be slow
+or behave unexpectedly); LACKS (a run would fail). Facts that cannot be read, e.g. without a GPU here, are not
+faults.
 """
 
 from __future__ import annotations

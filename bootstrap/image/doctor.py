@@ -1,8 +1,8 @@
-"""Says what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu] [--te-for=SETTING,...]``
+"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu] [--te-for=SETTING,...]``
 
-Comes in: the image, and setup.cfg of the code beside this file. Goes out: a table or JSON on standard output, or in a
-file of its own, for what starts a container and its setup commands write there too; exit code
-0 when a run would work in it, 1 when something is lacking. Python 3.8 and later, nothing but its standard library.
+Input: the image, and setup.cfg of the code that contains this file. Output: a table or JSON on standard output or in
+a separate file, because the container runtime and setup commands also write to standard output. Exit code 0 if a run
+would work in the image, 1 if something is missing. Only the standard library of Python 3.8 and later.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads what ``image_checks`` judges, inside an image. Nothing here decides, and nothing raises.
+"""Read the facts of an image for ``image.checks``, from inside it. Decides nothing and never raises.
 
-Standard library of Python 3.8 and later alone: the packages whose absence is to be told may be absent.
+Only the standard library of Python 3.8 and later, because the packages to be checked may be missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The versions that rlpost is made for, read from where they are written: setup.cfg and tools/no_deps.txt.
+"""Read the versions that rlpost requires from setup.cfg and tools/no_deps.txt.
 
-Comes in: the text of setup.cfg, names of extras. Goes out: ``Requirement`` values. Standard library of Python 3.8 and
-later alone: it runs in images that are being made, and in those that are looked at because they are wrong.
+Input: the text of setup.cfg, names of extras. Output: ``Requirement`` values. Only the standard library of Python 3.8
+and later, because it runs in images that are being built or diagnosed.
 """
 
 from __future__ import annotations

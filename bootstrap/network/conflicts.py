@@ -1,7 +1,7 @@
-"""Contradictions between variables that are set and what detection finds on this host. Pure.
+"""Conflicts between the environment variables that are set and the settings detected on this host. Pure.
 
-Input: the variables that are set, the facts of the host, what was decided without them. Output: one ``Conflict`` for
-each contradiction. The value that is set always wins: a site may know better than its hardware shows.
+Input: the variables that are set, the facts of the host, the settings detected without them. Output: one ``Conflict``
+each. The variable always wins: the site may know more than detection can read.
 """
 
 from __future__ import annotations

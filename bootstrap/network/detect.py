@@ -1,7 +1,7 @@
-"""Network settings of one host, decided purely: which interface, which RDMA ports, which environment, and why.
+"""Decide the network settings of one host: interface, RDMA ports, environment, with reasons. Pure.
 
-Comes in: facts of this host, the variables that the user or the site has set. Goes out: a ``Detection``. Nothing is
-read from the machine here. Settings are for one host: names of interfaces and devices differ between nodes of a job.
+Input: facts of this host, the variables set by the user or the site. Output: a ``Detection``. Settings apply to one
+host only: names of interfaces and devices differ between the nodes of a job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""RDMA ports whose network interface is in another network namespace: a host's, or that of another container.
+"""Drop RDMA ports whose network interface is in another network namespace: the host's or another container's.
 
-Comes in: facts, the ports that are left, how a port's link layer is told. Goes out: fewer ports, and warnings. RoCE
-finds its peers through an interface's addresses, so a port without one here serves whoever has it. SR-IOV shows this: a
-container sees all virtual functions under /sys/class/infiniband and has the interfaces of its own alone. Invariant:
-nothing is said where the list of interfaces may lack some, as in a pasted layout.
+Input: facts, candidate ports, a function for a port's link layer. Output: the remaining ports, and warnings. RoCE
+resolves peers through an interface's addresses, so a port without an interface here is unusable. With SR-IOV, a
+container sees all virtual functions under /sys/class/infiniband but only its own interfaces. Invariant: no port is
+dropped if the list of interfaces may be incomplete, as in a pasted layout.
 """
 
 from __future__ import annotations

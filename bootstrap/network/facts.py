@@ -1,8 +1,8 @@
-"""What is known of one host's network, as plain data: interfaces, RDMA ports, routes, how peers are reached.
+"""Network facts of one host as plain data: interfaces, RDMA ports, routes, routes to peers.
 
-Comes in: a document of the schema ``netlayout/1`` (a YAML or JSON file, or ``network_host.read_host``). Goes out:
-frozen ``NetworkFacts``. Invariants: None means that the source does not say, an empty tuple that there is none; the
-keys ``name``, ``platform``, ``tags``, ``expected`` and other words about a layout are never read.
+Input: a document of the schema ``netlayout/1`` (a YAML or JSON file, or ``network.host.read_host``). Output: frozen
+``NetworkFacts``. Invariants: None means unknown, an empty tuple means none; the keys ``name``, ``platform``, ``tags``,
+``expected`` and other descriptions of a layout are never read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which interface reaches the other nodes: read off the connection that forms the cluster, never guessed by name.
+"""Find the interface that reaches the other nodes from the rendezvous connection, never from interface names.
 
-Comes in: the local address of an accepted connection. Goes out: the interface that owns it and the environment that
-makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ from node to node.
+Input: the local address of an accepted connection. Output: the interface that owns it, and the environment that makes
+Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ between nodes.
 
-``python -m bootstrap.network`` tells what would be decided on this host, or on the one that a file of facts describes.
+``python -m bootstrap.network`` prints the settings for this host, or for the host described by a file of facts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""This host's network facts, as a document of the schema ``netlayout/1``: what ``--save`` writes and detection reads.
+"""Read this host's network facts as a document of the schema ``netlayout/1``, for ``--save`` and detection.
 
-Comes in: sysfs and procfs (of ``root``, so that tests can bring their own), addresses from psutil. Goes out:
-a mapping that JSON can hold. Nothing is decided here. What the kernel does not tell is None.
+Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a mapping that JSON can
+represent. Decides nothing. Facts that the kernel does not report are None.
 """
 
 from __future__ import annotations

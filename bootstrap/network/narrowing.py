@@ -1,7 +1,7 @@
-"""Narrowing a set of candidates by one piece of evidence after another, and remembering why.
+"""Narrow a set of candidates by successive criteria and record the reasons.
 
-Comes in: candidates and predicates or scores. Goes out: those that are left, and sentences. Invariant: a set never
-becomes empty; evidence that would leave nobody says nothing.
+Input: candidates, and predicates or scores. Output: the remaining candidates, and sentences. Invariant: a set never
+becomes empty; a criterion that would remove all candidates is ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which RDMA ports carry the collectives: kind, set of devices, GID index.
 
-Comes in: facts and the interface that sockets use. Goes out: the choice, reasons, warnings. Invariants: the set never
-mixes InfiniBand and Ethernet ports; a piece of evidence that would leave no port is passed over; names of devices
-decide nothing (a name's stem only helps to tell two groups apart that the number of GPUs has already told apart).
+Input: facts and the interface that sockets use. Output: the selection, reasons, warnings. Invariants: the set never
+mixes InfiniBand and Ethernet ports; a criterion that would leave no port is ignored; device names decide nothing (a
+name's stem only helps to separate two groups that the number of GPUs already separates).
 """
 
 from __future__ import annotations

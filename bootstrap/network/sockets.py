@@ -1,9 +1,9 @@
 """Which interface sockets use: the one over which the nodes of the job reach each other.
 
-Comes in: facts, and what is known better than any fact (the user's word, the connection that reached the head). Goes
-out: interface, address, reasons, warnings. Evidence in order: the user, the connection, the address under which Slurm
-knows the node, the route to a peer, the default route, then what makes an interface likely (addresses, wire, rate).
-Names decide nothing but the last tie, so that the answer does not hang on the order of a listing.
+Input: facts, the user's setting, the connection that reached the head. Output: interface, address, reasons, warnings.
+Criteria in order of precedence: the user's setting, the connection, the address under which Slurm knows the node, the
+route to a peer, the default route, then heuristics (addresses, medium, rate). Names only break the last tie, so that
+the result does not depend on the order of a listing.
 """
 
 from __future__ import annotations

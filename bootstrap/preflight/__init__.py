@@ -1,1 +1,1 @@
-"""What is examined on a node before Ray starts, and the table of all nodes."""
+"""Checks of each node before Ray starts, and the table of all nodes."""

@@ -1,8 +1,8 @@
-"""All-reduce bandwidth between the nodes, measured before the run where a profile sets a threshold.
+"""Measure all-reduce bandwidth between the nodes before the run, if a profile sets a threshold.
 
-Comes in: the head's order to every node. Goes out: each node's best figure with one of its two neighbours. Neighbours
-are measured in pairs, because a ring of all nodes only tells that some node is slow. Each node runs
-``bandwidth_probe`` (which may import torch) under a keeper, so that nothing of it stays.
+Input: the head's order to every node. Output: each node's best bandwidth with either of its two neighbours. Neighbours
+are measured in pairs, because a ring of all nodes cannot locate the slow node. Each node runs ``bandwidth_probe``
+(which may import torch) under a keeper, so that no process outlives the measurement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures all-reduce between neighbours; one such process a node, one child a GPU. See ``bandwidth``.
+"""Measure all-reduce between neighbours: one process per node, one child per GPU. See ``bandwidth``.
 
-Comes in: place and size of the measurement on the command line, the network's variables in the environment. Goes out:
-the last line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (NCCL tests' definition, 2 (n-1)/n bytes
-over time) with the better of the two neighbours. Runs NCCL where there are GPUs, else gloo.
+Input: rank and size of the measurement on the command line, the network variables in the environment. Output: the last
+line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (as defined by nccl-tests, 2 (n-1)/n bytes over
+time) with the better of the two neighbours. Uses NCCL on GPUs, else gloo.
 """
 
 from __future__ import annotations

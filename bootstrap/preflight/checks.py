@@ -1,7 +1,7 @@
-"""The checks of preflight: pure judgements over what was read from a host, alone and beside the others.
+"""Preflight checks of one host, and comparisons between hosts. Pure.
 
-Comes in: ``HostFacts``, what the job wants, what the head saw. Goes out: ``Check`` values. What could not be read is
-OK: nobody is left out for a missing tool.
+Input: ``HostFacts``, the job's requirements, the head's observations. Output: ``Check`` values. Facts that could not
+be read count as OK: a missing tool never excludes a host.
 """
 
 from __future__ import annotations

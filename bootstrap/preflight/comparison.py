@@ -1,8 +1,7 @@
-"""The nodes of a job side by side: what their network looks like, with the odd ones marked.
+"""Table that compares the network settings of a job's nodes and marks outliers.
 
-Comes in: what each node says of itself when it joins. Goes out: one row a node, and a table in plain text in which
-``!`` stands before every value that most other nodes do not share. Hosts and addresses differ by nature and are
-not marked.
+Input: each node's report on joining. Output: one row per node, and a plain-text table in which ``!`` precedes every
+value that differs from the majority. Hosts and addresses always differ and are not marked.
 """
 
 from __future__ import annotations

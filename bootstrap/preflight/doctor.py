@@ -1,8 +1,8 @@
-"""Looks at hosts as the agents do before a run: ``python -m bootstrap.preflight.doctor [--num-gpus N] [--json]``
+"""Run the agents' preflight on its own: ``python -m bootstrap.preflight.doctor [--num-gpus N] [--json]``
 
-Comes in: this host and, inside a job, Slurm's environment. Goes out: the preflight table or its JSON on standard
-output, one for all nodes of a step (``srun --ntasks-per-node=1``); exit code 0 when all are fit, 1 when one is not.
-Starts nothing and leaves nothing behind.
+Input: this host and, inside a job, Slurm's environment. Output: the preflight table or its JSON on standard output,
+one for all nodes of a step (``srun --ntasks-per-node=1``). Exit code 0 if all hosts are fit, else 1. Leaves no
+processes or files behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The doctor on several nodes at once: they meet as the agents of a run do, and one table compares them.
+"""Run the doctor on several nodes at once, with the rendezvous of a run, and compare them in one table.
 
-Comes in: facts of the step, what a run would want, a folder that all nodes share. Goes out: on the first node the
-preflight of all hosts and their networks side by side; the others say nothing while the first one can speak for them.
-Nothing is started and nothing stays in the folder. Every wait has a deadline, and who is missing is named.
+Input: facts of the step, the run's requirements, a folder that all nodes share. Output: on the first node, the
+preflight of all hosts and a comparison of their networks; the others print only if the first node cannot. Ray is not
+started, and no file stays in the folder. Every wait has a deadline, and missing hosts are named.
 """
 
 from __future__ import annotations

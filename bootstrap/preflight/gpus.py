@@ -1,8 +1,7 @@
-"""NVIDIA GPUs of this host and what their driver says against them: by NVML, else nvidia-smi, and the kernel's log.
+"""Read the NVIDIA GPUs of this host and their faults: from NVML or nvidia-smi, and from the kernel log.
 
 Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as JSON. NVML is called
-in a separate process, because a broken GPU may hold its caller for ever. Nothing is judged here; None means that no
-driver reported it.
+in a separate process, because a broken GPU may block its caller forever. Decides nothing; None means not reported.
 Constants and structures: nvml.h, by way of NVIDIA's package nvidia-ml-py.
 """
 

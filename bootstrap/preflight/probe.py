@@ -1,7 +1,7 @@
-"""Reads the facts of this host that ``preflight`` judges. Nothing here decides, and nothing raises.
+"""Read the facts of this host for the preflight checks. Decides nothing and never raises.
 
-Comes in: the attempt's folder, Ray's folder, the head's name, the environment. Goes out: ``HostFacts``. Every look is
-cheap (files, one rename, nvidia-smi where there is one) and bounded, for every node of the job waits for the slowest.
+Input: the attempt's folder, Ray's folder, the head's name, the environment. Output: ``HostFacts``. Every probe is
+cheap (files, one rename, nvidia-smi if present) and bounded in time, because all nodes wait for the slowest.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the run folder's file system can do, tried when a run starts: alone on each host, and by all hosts together.
+"""Test the run folder's file system at the start of a run: on each host separately, and on all hosts together.
 
-Comes in: a folder of the attempt; the head's order over the connection that formed the cluster. Goes out: what the file
-system lacks, in words, and one ``Check`` a host. Checkpoints need a rename that replaces; what else is missing the run
-does without, and the table says what that costs.
+Input: a folder of the attempt; the head's order over the rendezvous connection. Output: the missing features, in
+words, and one ``Check`` per host. Checkpoints require a rename that replaces a file. The run can do without the other
+features, and the table names the consequences.
 
-    alone      hard links, rename over a file, fsync of a folder, locks
-    together   the head leaves a file and sends an order; every node waits until it sees that file, appends lines to one
-               that all append to at the same moment, leaves one itself and answers; the head waits until it sees that
+    separately   hard links, rename over a file, fsync of a folder, locks
+    together     the head writes a file and sends an order; every node waits until it sees the file, appends lines to
+                 a common file at the same time, writes a file and answers; the head waits until it sees that file
 
 Every wait is bounded: a folder that hangs costs ANSWER_S.
 """

@@ -1,10 +1,10 @@
-"""Is this host fit to run on: the nouns, and the table that comes of them.
+"""Data types of preflight, and the table of its results.
 
-Comes in: ``Check`` values of each host, what was read of it. Goes out: one table for people, JSON, and which hosts to
-use. A fact that could not be read is None and never a reason to leave a host out. The checks: ``preflight_checks``.
+Input: the ``Check`` values and facts of each host. Output: a table, JSON, and the usable hosts. A fact that could not
+be read is None and never excludes a host. The checks are in ``preflight.checks``.
 
-Levels: OK; WARN (goes on, may be slow or break later); EXCLUDE_NODE (this host cannot do it, another one may);
-FATAL_CONFIG (no host can, the job asks for something wrong: the same check leaves out every one of several hosts).
+Levels: OK; WARN (continues, but may be slow or fail later); EXCLUDE_NODE (this host is unfit, another may be fit);
+FATAL_CONFIG (no host can be fit because the request is wrong: the same check excludes all of several hosts).
 """
 
 from __future__ import annotations

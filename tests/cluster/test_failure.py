@@ -139,7 +139,7 @@ def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) 
         lab.run("n02", ["umount", str(lab.shared)], cwd="/")
     assert word == "failed"
     assert cause.startswith("n02 failed before it joined: Slurmd could not connect IO")
-    assert "probably its agent never began" in cause and "not mounted" in cause
+    assert "probably its agent never started" in cause and "not mounted" in cause
     assert attempt.excluded == ["n02"]
     attempt.end()
 

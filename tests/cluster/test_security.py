@@ -74,7 +74,7 @@ def test_strangers_at_the_door_while_the_nodes_gather(lab: Lab) -> None:
     opened_at = time.monotonic()
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
     assert time.monotonic() - opened_at < 20
-    assert "turned away a connection from 10.77.0.13" in attempt.log("agent-n01.log")
+    assert "rejected a connection from 10.77.0.13" in attempt.log("agent-n01.log")
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
     attempt.wait()
     attempt.end()

@@ -26,11 +26,11 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
     attempt = Attempt(lab, "spare", nodes="n01,n02,n03", options="--spare-nodes 1", stub_ray=True)
     cluster = attempt.wait_until_it_works()
     assert [node.host for node in cluster.nodes] == ["n01", "n03"]
-    assert "n02 is left out, a spare node takes its place: temp-dir" in attempt.log("agent-n01.log")
+    assert "n02 is replaced by a spare node: temp-dir" in attempt.log("agent-n01.log")
     assert not (attempt.folder / "ray-n02.log").exists()
     attempt.kill("n02", "bootstrap.agent --attempt-dir")
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
-    assert attempt.wait() == ("requeue", "the driver committed what was consistent and ended with 75")
+    assert attempt.wait() == ("requeue", "the driver committed a consistent state and exited with 75")
     attempt.end()
 
 

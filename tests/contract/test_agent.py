@@ -216,7 +216,7 @@ def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(s
     processes = attempt.processes()
     (attempt.folder / "STOP").write_text('{"reason": "signal USR2"}')
     word, cause = attempt.wait()
-    assert word == "requeue" and "its time was over" in cause
+    assert word == "requeue" and "did not exit before its deadline" in cause
     assert not psutil.wait_procs(processes, DEADLINE_S)[1]
 
 

@@ -32,5 +32,5 @@ def test_an_unknown_trace_is_left_as_it_is(log: str) -> None:
 def test_a_host_without_a_log_has_never_begun(tmp_path: Path) -> None:
     (tmp_path / "agent-n2.log").write_text("exec format error\n")
     said = describe_missing(["n1", "n2"], tmp_path, "agent-HOST.log")
-    assert "n1: probably its agent never began" in said and "n2: exec format error" in said
+    assert "n1: probably its agent never started" in said and "n2: exec format error" in said
     assert tail(tmp_path / "agent-n1.log") in said

@@ -94,7 +94,7 @@ def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_
 
     asyncio.run(whole())
     said = json.loads((tmp_path / "head/STOP").read_text())
-    assert said == {"reason": "the job ends in 60 s, and no signal came", "time": 950.0, "deadline": 1000.0}
+    assert said == {"reason": "the job ends in 60 s and no signal arrived", "time": 950.0, "deadline": 1000.0}
     assert not (tmp_path / "node/STOP").exists()
 
 

@@ -58,7 +58,7 @@ def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
 
     async def scene() -> None:
         verdict = await agent_of(tmp_path, "--stop-grace-s=0.1").run()
-        assert verdict.verdict == "requeue" and "its time was over" in verdict.cause
+        assert verdict.verdict == "requeue" and "did not exit before its deadline" in verdict.cause
 
     run(scene)
 
@@ -112,7 +112,7 @@ def test_who_is_late_is_named(tmp_path: Path) -> None:
             agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
         assert "Ray did not come up within 5 s on:\nn1: " in str(agent._too_late())
         agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
-        assert "preflight did not end within 5 s" in str(agent._too_late())
+        assert "preflight did not finish within 5 s" in str(agent._too_late())
         agent._gathering.used = HOSTS
         agent._ray.registered["10.0.0.1"] = 2
         assert "Ray did not come up within 5 s on:\nn3: " in str(agent._too_late())

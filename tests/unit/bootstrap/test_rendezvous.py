@@ -143,7 +143,7 @@ def test_a_place_is_given_once() -> None:
         reception, port = await opened(("n0", "n1", "n2"))
         await joining(port, 1)
         second = await joining(port, 1)
-        with pytest.raises(LinkLost, match="turned this node away: n1 says it is node 1, which is taken"):
+        with pytest.raises(LinkLost, match="the head rejected this node: n1 claims rank 1, which is taken"):
             await second.receive()
         assert reception.missing() == ["n2"]
         reception.close()
@@ -156,7 +156,9 @@ def test_a_node_behind_address_translation_is_told_why_it_cannot_join() -> None:
         reception, port = await opened(("n0", "n1"))
         elsewhere = NodeReport("n1", 1, 8, {}, "10.0.0.7", "eth0")
         link = await join(lambda _: elsewhere, secret=SECRET, candidates=lambda: [("127.0.0.1", port)])
-        with pytest.raises(LinkLost, match=r"n1 calls itself 10\.0\.0\.7 and came in as 127\.0\.0\.1: address trans"):
+        with pytest.raises(
+            LinkLost, match=r"n1 reports address 10\.0\.0\.7 but connected from 127\.0\.0\.1: address trans"
+        ):
             await link.receive()
         assert reception.missing() == ["n1"]
         reception.close()

@@ -97,7 +97,7 @@ def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_
     run = make_run(tmp_path / "runs/a", job_id="local-999999999")
     run.new_attempt()
     cause = "n01, n02: the image /x.sqsh does not exist (Exited with exit code 1)\nremedy: correct --container-image"
-    ended = {"verdict": "config", "answer": 78, "reason": "not requeued: starting again cannot help"}
+    ended = {"verdict": "config", "answer": 78, "reason": "not requeued: a restart would fail in the same way"}
     run.ledger.append("verdict", attempt=0, cause=cause, **ended)
     assert main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

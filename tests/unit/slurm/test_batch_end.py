@@ -64,7 +64,7 @@ def test_a_controller_that_is_restarting_costs_no_run(tmp_path: Path) -> None:
 def test_a_job_that_slurm_ends_is_not_requeued(tmp_path: Path) -> None:
     code, called, log = run(tmp_path, state="COMPLETING")
     assert code == 75 and not any(line.startswith("scontrol") for line in called)
-    assert "Slurm calls the job COMPLETING" in log
+    assert "job state is COMPLETING" in log
 
 
 def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_what_the_registry_says_is_shown_and_nothing_is_published(registry: Path
 
 def test_without_enroot_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ImageError, match=r"enroot import --output FILE.sqsh docker://a.*container_image"):
+    with pytest.raises(ImageError, match=r"enroot import --output FILE.sqsh docker://a.*--container-image"):
         ensure("a", tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
 def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
     (open_registry / "cache").mkdir(mode=0o755)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"holds no {NAME}, and user {USER} cannot write to it" in done.stderr
+    assert done.returncode == 1 and f"does not contain {NAME}, and user {USER} cannot write to it" in done.stderr
     assert "--image-cache" in done.stderr
 
 
@@ -189,6 +189,6 @@ def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owne
     (path,) = cache.glob("*.sqsh")
     path.chmod(0o600)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"{path} exists and user {USER} cannot read it" in done.stderr
+    assert done.returncode == 1 and f"{path} exists but user {USER} cannot read it" in done.stderr
     ensure(NAME, cache)
     assert ask_as(USER, open_registry).stdout == f"{path}\n"

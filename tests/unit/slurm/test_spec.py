@@ -54,7 +54,7 @@ def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str)
         ("time", "1", "--signal-lead-s 120"),
         ("time", "soon", "D-H"),
         ("time", "1:2:3:4", "D-H"),
-        ("output", " ", "leave it out"),
+        ("output", " ", "omit it"),
     ],
 )
 def test_a_refusal_names_the_field_and_what_it_takes(field: str, value: Any, part: str) -> None:

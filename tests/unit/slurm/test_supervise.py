@@ -162,7 +162,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, m
         "verdict": "failed",
         "cause": "n02 is gone",
         "answer": "again",
-        "reason": "start again after a failure (1 of 1)",
+        "reason": "requeue after a failure (1 of 1)",
         "exclude": ["n02"],
     }
     assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
