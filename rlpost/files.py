@@ -1,6 +1,6 @@
-"""Files that outlive a crash of the machine, whole. Standard library alone.
+"""Atomic, durable file writes, and calls in daemon threads. Standard library only.
 
-``slurm`` and ``bootstrap`` know nothing of this package and have their own.
+``slurm`` and ``bootstrap`` do not import this package and have their own functions.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def started(act: Callable[[], T]) -> Future[T]:
-    """What ``act`` is going to return, from a thread that the end of the process does not wait for."""
+    """Run ``act`` in a daemon thread; return a future of its result."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -92,12 +92,12 @@ def started(act: Callable[[], T]) -> Future[T]:
 
 
 async def in_daemon(act: Callable[[], T]) -> T:
-    """What ``act`` returns, from a thread that the end of the process does not wait for: storage may hang for ever."""
+    """Run ``act`` in a daemon thread and return its result; hung storage does not block the exit."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        if not found.done():  # else nobody waits any more
+        if not found.done():  # else the caller was cancelled
             found.set_exception(error) if error is not None else found.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:

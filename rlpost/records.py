@@ -1,7 +1,7 @@
-"""The nouns of a rollout as JSON values and back: what recordings and checkpoints hold of them.
+"""Conversion of groups and backlogs to JSON values and back, for recordings and checkpoints.
 
-Comes in: groups and backlogs. Goes out: plain values that read back to equal nouns. Fields that have their default are
-left out, so that what an older program wrote can be read.
+Input: groups and backlogs. Output: plain values that read back to equal objects. Fields with default values are left
+out, so that records of older versions can be read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The one policy for what a run writes beside checkpoints and journal: deadline, retry, words, ownership.
+"""Writes of a run's files other than checkpoints and journal: deadline, retries, messages, ownership.
 
-In: writes of one file, each a function. Out: the same writes, in order, made in a thread, so that the event loop never
-waits for a disk. What fails is tried again: at once where the error may pass, else with the next write; a write that
-takes longer than the deadline goes on, and nothing waits for it. Neither ends a run: the log names the file, the error,
-the remedy and what is lost if the run ends before. Invariant: no write begins after ``check`` has raised Fenced.
+Input: writes of one file, each a function. Output: the same writes, in order, in a thread, so that the event loop never
+blocks on storage. A failed write is retried: at once after a transient error, else with the next write. A write that
+exceeds the deadline continues in the background. Neither ends a run: the log names the file, the error, the remedy and
+what is lost if the run ends first. Invariant: no write begins after ``check`` has raised Fenced.
 
 The table of all files of a run is in docs/durability.md.
 """

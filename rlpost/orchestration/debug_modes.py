@@ -1,7 +1,7 @@
-"""Half a run, to look at it alone: the generating half without a trainer, the training half without engines.
+"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only).
 
-In: what ``ClusterStages`` takes. Out: the same stages, of which those of the missing half do nothing
-(--debug-rollout-only, --debug-train-only). Workers stand where they would stand in the whole run.
+Input: that of ``ClusterStages``. Output: the same stages, with no-ops for the side that is not started. The placement
+of workers is that of a full run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The generating half of a run: prompts, engines through the router, graders, batches, evaluation.
+"""Rollout side of a run: prompts, generation through the router, grading, batches, evaluation.
 
-In: settings, the router's address, the state to go on from. Out: a source of batches for the loop, and the metrics of
-held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
+Input: settings, the router's address, the state to resume from. Output: a source of batches for the loop, and metrics
+on held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What is measured of every step beside its phases, and what is recorded of the steps that somebody chose.
+"""Metrics of every step beyond its phases, and traces of selected steps.
 
-In: the groups of a step and its metrics; actors and engines, which are asked. Out: metrics, and files in RUN/traces.
-Invariant: no look at a run ends it: whoever does not answer is missing from a line, with a warning in the log.
+Input: the groups of a step and its metrics; actors and engines, which are queried. Output: metrics, and files in
+RUN/traces. Invariant: monitoring never fails a run. A process that does not answer is missing from the metrics line,
+with a warning in the log.
 """
 
 from __future__ import annotations

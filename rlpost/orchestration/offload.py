@@ -1,12 +1,12 @@
-"""Whose turn it is on GPUs that trainer and engines share; whoever waits has given up its memory.
+"""Offload and onload of trainer and engines that share GPUs.
 
-In: the actors, the fleet, and which side gives up its memory at all (``--offload-train``, ``--offload-rollout``; both
-with ``--colocate``). Without either nothing here does anything. The turns of a step:
+Input: the actors, the fleet, and which sides are offloaded (``--offload-train``, ``--offload-rollout``; both with
+``--colocate``). Without these flags this module does nothing. GPU memory in the phases of a step:
 
-    train      engines away, the whole trainer here
-    send       the trainer's weights beside the engines' weights, nothing else
-    generate   the trainer away, the whole engine here
-    save       the trainer's weights and optimizer beside the engines' weights
+    train      engines offloaded, trainer onloaded
+    send       only the weights of trainer and engines
+    generate   trainer offloaded, engines onloaded
+    save       the trainer's weights and optimizer, the engines' weights
 """
 
 from __future__ import annotations
