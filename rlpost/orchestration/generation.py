@@ -110,7 +110,7 @@ class Generation:
         self._connection = await self._closing.enter_async_context(Connection(router))
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """The source of batches that goes on from ``state`` and from what the journal has of the time after it;
+        """Return the source of batches, resumed from ``state`` and from the journal records after it;
         ``watch`` looks after the engines while one is awaited."""
         config, rollout = self._config, self._config.rollout
         buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)

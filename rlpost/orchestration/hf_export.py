@@ -115,7 +115,7 @@ class _Place:
         mark(self.writing, self._run, self._identity)
         for path in [*self.writing.iterdir(), self.writing]:
             sync(path)
-        self.check(kept)  # once more: writing takes minutes, in which somebody may have put something there
+        self.check(kept)  # again: another process may have created the folder during the export
         if self.replaces and self._target.exists():
             shutil.rmtree(self._old, ignore_errors=True)  # of a crash just before its removal
             os.rename(self._target, self._old)

@@ -39,7 +39,7 @@ class LedgerLines:
         """The same as ``append`` for who has no event loop: the last line."""
         is_written = self._file.finish(partial(self._ledger.append, event, **details))
         if not is_written:
-            logger.error("the ledger does not tell of this: %s", event)
+            logger.error("this event could not be written to the ledger: %s", event)
         return is_written
 
     def entries(self) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def connect(cluster: Cluster) -> list[Offer]:
 
 
 class _Worker:
-    """Holds one plain object in a process of its own; its output goes to a log file of its own."""
+    """Holds one plain object in a separate process with a separate log file."""
 
     def __init__(self, make: Callable[[], Any], log_path: str, env: dict[str, str]) -> None:
         os.environ.update(env)  # before anything heavy is imported here

@@ -62,7 +62,7 @@ class Engine:
             RolloutError: it was not ready within ``deadline_s`` seconds; it is stopped.
         """
         started = time.monotonic()
-        self.stop()  # of a start that nobody waited for
+        self.stop()  # left over from a start that was cancelled
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
         self._server.spawn(

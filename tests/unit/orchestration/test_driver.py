@@ -35,7 +35,7 @@ def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp
     monkeypatch.setattr(driver, "_attempt", attempt)
     monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
     assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_PREEMPTED
-    assert "the ledger does not tell of this: preempted" in caplog.text
+    assert "could not be written to the ledger: preempted" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "code"), ENDS)
