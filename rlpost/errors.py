@@ -1,24 +1,24 @@
-"""Every error that rlpost raises for a person to read.
+"""The exceptions of rlpost; their messages are written for users.
 
     RlpostError
       ConfigError(ValueError)      a setting, a recipe or a file named by one is wrong; found before anything runs
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
       RolloutError                 generation failed
-        EngineDied                 an inference engine ended by itself, or hangs
-      GradingLost                  an answer could not be graded, which says nothing of the answer
+        EngineDied                 an inference engine exited or hangs
+      GradingLost                  an answer could not be graded, for reasons outside the answer
       TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
-      SyncError                    an engine did not take the weights it was sent
+      SyncError                    an engine did not load the weights that were sent
       CheckpointError              a checkpoint cannot be committed or read
         Fenced                     another attempt writes to the folder now; this one must end
-      AssetError                   a model or a data set cannot be had from the hub, or is damaged
-      PlacementError               the cluster does not offer what the run needs
-      Preempted                    a stop was requested; what is consistent has been committed
-        HalfTrained                the same between two optimizer steps of one rollout: the weights must not be saved
-      Interrupted                  an actor left a pass between two micro-batches; its state is that before the step
+      AssetError                   a model or a data set cannot be downloaded, or is damaged
+      PlacementError               the cluster lacks resources that the run needs
+      Preempted                    a stop was requested; the last consistent state is committed
+        HalfTrained                a stop in the middle of a rollout's steps: the weights must not be saved
+      Interrupted                  an actor left a pass between micro-batches; its state is that before the step
 
-A message holds the key or path, what was got, what is needed and how to fix it. Errors cross process borders
-inside Ray, so each is made from one string and stays picklable.
+A message holds the key or path, the value, the constraint and the remedy. Ray pickles exceptions between processes, so
+each takes a single string.
 """
 
 import difflib
@@ -26,13 +26,13 @@ from collections.abc import Iterable
 
 
 def suggestion(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """``; did you mean 'X'?`` when something known is near, else nothing."""
+    """Return ``; did you mean 'X'?`` when a known word is close, else an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
 class RlpostError(Exception):
-    """Base of all of them."""
+    """Base class of all errors of rlpost."""
 
 
 class ConfigError(RlpostError, ValueError):
@@ -48,14 +48,14 @@ class RolloutError(RlpostError):
 
 
 class EngineDied(RolloutError):
-    """An inference engine ended by itself, or does not answer in time."""
+    """An inference engine exited, or does not answer in time."""
 
 
 class GradingLost(RlpostError):
-    """An answer could not be graded for a reason that lies outside it: a server is down, a sandbox is gone.
+    """An answer could not be graded for a reason outside the answer: a server is down, a sandbox is gone.
 
-    A reward function or an answer function of the user's may raise it: the answer is then left out of its group instead
-    of scoring 0, or of ending the run.
+    Custom reward and generate functions may raise it. The answer is then left out of its group, instead of scoring 0 or
+    ending the run.
     """
 
 
@@ -68,7 +68,7 @@ class WeightError(RlpostError, ValueError):
 
 
 class SyncError(RlpostError):
-    """An engine did not take the weights it was sent."""
+    """An engine did not load the weights that were sent."""
 
 
 class CheckpointError(RlpostError):
@@ -76,24 +76,24 @@ class CheckpointError(RlpostError):
 
 
 class Fenced(CheckpointError):
-    """Another attempt writes to the folder of checkpoints now; this one must end, and not come back."""
+    """Another attempt owns the folder of checkpoints; this one must end without a requeue."""
 
 
 class AssetError(RlpostError):
-    """A model or a data set cannot be had from the hub, or is damaged."""
+    """A model or a data set cannot be downloaded, or is damaged."""
 
 
 class PlacementError(RlpostError):
-    """The cluster does not offer what the run needs."""
+    """The cluster lacks resources that the run needs."""
 
 
 class Preempted(RlpostError):
-    """A stop was requested while a phase ran; the caller commits what is consistent and leaves."""
+    """A stop was requested during a phase; the caller commits the last consistent state and exits."""
 
 
 class HalfTrained(Preempted):
-    """A stop between two optimizer steps of one rollout: the trainer's state is of no step, and must not be saved."""
+    """A stop between two optimizer steps of one rollout: state matches no completed step; do not save it."""
 
 
 class Interrupted(RlpostError):
-    """A pass over micro-batches was left, on every rank at the same place; the step it was part of did not happen."""
+    """All ranks left a pass over micro-batches at the same point; its step did not happen."""

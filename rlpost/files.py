@@ -1,6 +1,6 @@
-"""Files that outlive a crash of the machine, whole. Standard library alone.
+"""Atomic, durable file writes, and calls in daemon threads. Standard library only.
 
-``slurm`` and ``bootstrap`` know nothing of this package and have their own.
+``slurm`` and ``bootstrap`` do not import this package and have their own functions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
-"""What some file systems (CIFS, several of FUSE) answer to an fsync of a folder."""
+"""Errors of file systems without fsync of a folder (CIFS, some FUSE file systems)."""
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on disk."""
+    """Fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -36,7 +36,7 @@ def sync(path: Path) -> None:
 
 
 def sync_names(folder: int) -> None:
-    """Return when the names in an open folder are on disk, or at once where the file system has no such promise."""
+    """Fsync an open folder; do nothing where the file system does not support that."""
     try:
         os.fsync(folder)
     except OSError as error:
@@ -45,9 +45,9 @@ def sync_names(folder: int) -> None:
 
 
 def write_whole(path: Path, texts: Iterable[str], *, through: Path | None = None) -> None:
-    """Put texts, one after the other, at ``path``: a reader sees the file that was there or the whole new one.
+    """Write ``texts`` to ``path`` atomically: a reader sees the old file or the complete new one.
 
-    They go first to the file ``through``, on the same file system; to one beside ``path`` unless given.
+    ``through`` is the temporary file, on the same file system; the default is a file beside ``path``.
     """
     beside = through or path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -64,7 +64,7 @@ def write_whole(path: Path, texts: Iterable[str], *, through: Path | None = None
 
 
 def write_within(folder: int, name: str, text: str) -> None:
-    """The same for a file in the folder of a descriptor, whatever its path is by now."""
+    """Like ``write_whole``, in the folder of an open descriptor, even if that folder was renamed."""
     temporary = f".{name}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
@@ -76,7 +76,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def started(act: Callable[[], T]) -> Future[T]:
-    """What ``act`` is going to return, from a thread that the end of the process does not wait for."""
+    """Run ``act`` in a daemon thread; return a future of its result."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -92,12 +92,12 @@ def started(act: Callable[[], T]) -> Future[T]:
 
 
 async def in_daemon(act: Callable[[], T]) -> T:
-    """What ``act`` returns, from a thread that the end of the process does not wait for: storage may hang for ever."""
+    """Run ``act`` in a daemon thread and return its result; hung storage does not block the exit."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        if not found.done():  # else nobody waits any more
+        if not found.done():  # else the caller was cancelled
             found.set_exception(error) if error is not None else found.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:

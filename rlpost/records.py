@@ -1,7 +1,7 @@
-"""The nouns of a rollout as JSON values and back: what recordings and checkpoints hold of them.
+"""Conversion of groups and backlogs to JSON values and back, for recordings and checkpoints.
 
-Comes in: groups and backlogs. Goes out: plain values that read back to equal nouns. Fields that have their default are
-left out, so that what an older program wrote can be read.
+Input: groups and backlogs. Output: plain values that read back to equal objects. Fields with default values are left
+out, so that records of older versions can be read.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unf
 
 
 def group_record(group: SampleGroup) -> dict[str, Any]:
-    """A scored group."""
+    """Convert a scored group."""
     samples = [{"sample": sample_record(scored.sample), "reward": scored.reward} for scored in group.samples]
     return {"prompt_id": group.prompt_id, "samples": samples}
 
 
 def group_from(raw: Mapping[str, Any]) -> SampleGroup:
-    """The inverse of ``group_record``. Raises KeyError or TypeError for what is none."""
+    """The inverse of ``group_record``. Raises KeyError or TypeError for malformed input."""
     samples = (ScoredSample(sample_from(scored["sample"]), scored["reward"]) for scored in raw["samples"])
     return SampleGroup(raw["prompt_id"], tuple(samples))
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
-    """One answer."""
+    """Convert one sample."""
     record = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     if sample.loss_mask is None:
         del record["loss_mask"]
@@ -37,7 +37,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 
 def sample_from(raw: Mapping[str, Any]) -> Sample:
-    """The inverse of ``sample_record``. Raises KeyError or TypeError for what is none."""
+    """The inverse of ``sample_record``. Raises KeyError or TypeError for malformed input."""
     fields = dict(raw)
     for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
         fields[name] = tuple(fields[name])
@@ -49,7 +49,7 @@ def sample_from(raw: Mapping[str, Any]) -> Sample:
 
 
 def backlog_record(backlog: Backlog) -> dict[str, Any]:
-    """All that waits."""
+    """Convert a backlog."""
     return {
         "finished": [group_record(group) for group in backlog.finished],
         "unfinished": [
@@ -69,7 +69,7 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
 
 
 def backlog_from(raw: Mapping[str, Any]) -> Backlog:
-    """The inverse of ``backlog_record``. Raises KeyError or TypeError for what is none."""
+    """The inverse of ``backlog_record``. Raises KeyError or TypeError for malformed input."""
     return Backlog(
         finished=tuple(group_from(group) for group in raw["finished"]),
         unfinished=tuple(

@@ -1,9 +1,9 @@
-"""The one policy for what a run writes beside checkpoints and journal: deadline, retry, words, ownership.
+"""Writes of a run's files other than checkpoints and journal: deadline, retries, messages, ownership.
 
-In: writes of one file, each a function. Out: the same writes, in order, made in a thread, so that the event loop never
-waits for a disk. What fails is tried again: at once where the error may pass, else with the next write; a write that
-takes longer than the deadline goes on, and nothing waits for it. Neither ends a run: the log names the file, the error,
-the remedy and what is lost if the run ends before. Invariant: no write begins after ``check`` has raised Fenced.
+Input: writes of one file, each a function. Output: the same writes, in order, in a thread, so that the event loop never
+blocks on storage. A failed write is retried: at once after a transient error, else with the next write. A write that
+exceeds the deadline continues in the background. Neither ends a run: the log names the file, the error, the remedy and
+what is lost if the run ends first. Invariant: no write begins after ``check`` has raised Fenced.
 
 The table of all files of a run is in docs/durability.md.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0
 LAST_S = 10.0
-"""For what is written when the run is about to end, and may be killed soon."""
+"""Deadline for writes at the end of a run, which may be killed soon."""
 RETRY_AFTER_S = (0.1, 0.5, 1.0)
 MAY_PASS = frozenset(
     {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT, errno.ENOLCK}
@@ -36,7 +36,7 @@ MAY_PASS = frozenset(
 """Errors of a file server that restarts or fails over, and of a file that another client has just replaced."""
 
 _MAKE_ROOM = "make room there, or raise the quota"
-_MEND = "mend the storage or the mount"
+_MEND = "repair the storage or the mount"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: _MAKE_ROOM,
@@ -57,7 +57,7 @@ _REMEDIES = {
 
 
 def storage_words(error: OSError, path: Path | str | None = None) -> str | None:
-    """``FILE: what is wrong; what to do``; None for an error that is not of storage, as of a network.
+    """Return ``FILE: error; remedy``; None for an error that is not one of storage.
 
     >>> storage_words(OSError(28, "No space left on device", "/runs/a/metrics.jsonl"))
     '/runs/a/metrics.jsonl: No space left on device; make room there, or raise the quota'
@@ -115,23 +115,23 @@ class RunFile:
         return done
 
     async def do(self, act: Callable[[], object]) -> bool:
-        """The same; returns when it is done, has failed, or takes longer than the deadline: then False.
+        """Like ``soon``, but wait up to the deadline; return False when the write failed or is late.
 
-        While a write is late, those after it are not waited for. Raises Fenced.
+        While a write is late, later ones return at once. Raises Fenced.
         """
         done = asyncio.wrap_future(self.soon(act))
         await asyncio.wait([done], timeout=0.0 if self._is_late else self._deadline_s)
         return self._outcome(done.done(), done.result)
 
     def finish(self, act: Callable[[], object] = lambda: None) -> bool:
-        """The same for the last word, without an event loop, within LAST_S; False also when a write from before waits
-        still. Raises Fenced."""
+        """Like ``do`` for the last write, without an event loop, within LAST_S; False also while earlier writes are
+        pending. Raises Fenced."""
         done = self.soon(act, is_last=True)
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)
 
     def close(self) -> None:
-        """Try what waits once more; log what is lost when it cannot be written."""
+        """Retry pending writes once; log what is lost if they fail."""
         with self._lock:
             nothing_waits = not self._waiting
         if nothing_waits:
@@ -147,7 +147,7 @@ class RunFile:
         if not is_done:
             if not self._is_late:
                 logger.error(
-                    "%s: a write takes more than %.0f s and is not waited for; %s. If the run ends before it, %s",
+                    "%s: a write takes more than %.0f s and continues in the background; %s. If the run ends first, %s",
                     *(self._path, self._deadline_s, _MEND, self._lost),
                 )
             self._is_late = True
@@ -184,7 +184,7 @@ class RunFile:
                 return
             except OSError as error:
                 if self._check is not None:
-                    self._check()  # a newer attempt may have taken the file away
+                    self._check()  # a newer attempt may own the file
                 if pause_s is None or error.errno not in MAY_PASS:
                     raise
                 time.sleep(pause_s)
@@ -192,19 +192,19 @@ class RunFile:
     def _settle(self, done: Future[bool], error: BaseException | None) -> None:
         with self._lock:
             self._waiting.popleft()
-            had_failed = done.done()  # and who asked knows
+            had_failed = done.done()  # and the caller knows
             if not had_failed and error is None:
                 done.set_result(True)
             elif not had_failed:
                 done.set_exception(error)
         if had_failed and error is None:
-            logger.info("%s: what could not be written before is written now", self._path)
+            logger.info("%s: pending writes have succeeded", self._path)
 
     def _put_off(self, error: OSError) -> None:
-        """Leave all that waits to the next write."""
+        """Keep pending writes for a retry with the next one."""
         words = storage_words(error, self._path) or f"{self._path}: {error}"
         logger.error(
-            "%s. Writes that wait in memory and are tried again with the next one: %d; if the run ends before, %s",
+            "%s. Writes pending in memory, to be retried with the next one: %d; if the run ends first, %s",
             *(words, len(self._waiting), self._lost),
         )
         with self._lock:

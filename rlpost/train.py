@@ -1,7 +1,7 @@
 """``python -m rlpost.train``: the driver of a run. The agent starts it on the head node.
 
-In: a recipe and flags, or a run folder whose ``run.json`` holds the resolved settings; the cluster as one line on
-standard input. Settings are checked before anything heavy is imported.
+Input: a recipe and flags, or a run folder whose ``run.json`` holds the resolved settings; the cluster as one line on
+standard input. Settings are checked before large packages are imported.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    made = parser("python -m rlpost.train", "Train. Started by the agent on the head node; people use rlpost.submit.")
-    made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="where the run lives")
+    made = parser("python -m rlpost.train", "Train. The agent starts this on the head node; users run rlpost.submit.")
+    made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
     made.add_argument(FROM_AGENT, action="store_true", help="read the cluster from standard input")
     options, loaded = settings(made, arguments)
     if not options.cluster_from_stdin or options.run_folder is None:
@@ -55,17 +55,17 @@ def _train(arguments: Sequence[str]) -> int:
 
     line = sys.stdin.readline()
     if not line:
-        logging.error("the agents brought up no cluster; their logs beside this one say why")
+        logging.error("the agents started no cluster; see their logs beside this one")
         return EXIT_NO_CLUSTER
     try:
         return drive(config, run, Cluster.from_json(line))
-    except OSError:  # of a function of theirs, or a fault of ours: ``run_command`` would say little or nothing
+    except OSError:  # a bug: ``run_command`` would log no traceback
         logging.exception("the attempt failed")
         return EXIT_FAILED
 
 
 def _settled(run: RunFolder, given: Config) -> Config:
-    """The settings of the run: those in run.json, or, at its first start without rlpost.submit, those given."""
+    """Return the settings in run.json; at a first start without rlpost.submit, write the given ones there."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
     home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it

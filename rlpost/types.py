@@ -1,9 +1,9 @@
-"""The nouns of the data flow, one a stage, all frozen.
+"""The data types of the pipeline, one per stage, all frozen.
 
     PromptSource -> Prompt -> Sample -> ScoredSample -> SampleGroup -> TrainSample -> TrainBatch -> StepResult
 
-A stage makes the next noun and never fills blanks in the last. Nothing here imports torch: the nouns travel between
-processes as plain Python values.
+Each stage creates the next type and never fills fields of the previous one. Nothing here imports torch: the values
+travel between processes as plain Python objects.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question of the prompt set.
+    """One row of the prompt set.
 
-    ``prompt_id`` counts every prompt ever fetched in a run (epoch x size + position), so that it names the group of
-    samples made from it as well.
+    ``prompt_id`` numbers all prompts fetched in a run (epoch x size + position), so it identifies the group of samples
+    as well.
     """
 
     prompt_id: int
@@ -37,10 +37,11 @@ class Sample:
     ``response_ids`` and ``rollout_logprobs`` have the same length; the log-probs are the engine's own, of the
     temperature-scaled distribution over the full vocabulary. A stop token is part of ``response_ids``.
 
-    ``loss_mask`` has an entry for each of ``response_ids``, 0 for what the model did not write (the output of a tool);
-    None when it wrote all. ``version_spans`` are pairs (policy version, number of tokens) in order, which cover the
-    response; none when all of it is of ``policy_version``, the version at its end. ``extra`` holds JSON values that a
-    function that wrote the answer left for its reward and filter (``rlpost.compat``).
+    ``loss_mask`` has one entry per response token, 0 for tokens that the model did not generate (the
+    output of a tool); None if it generated all. ``version_spans`` are pairs (policy version, number of
+    tokens) in order, which cover the response; empty if all tokens are of ``policy_version``, the version
+    at its end. ``extra`` holds JSON values that a custom generate function passes to its reward and filter
+    (``rlpost.compat``).
     """
 
     prompt_id: int
@@ -69,7 +70,7 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the weights that wrote its first token."""
+        """The oldest policy version that generated a token of it."""
         return min((version for version, _ in self.version_spans), default=self.policy_version)
 
 
@@ -83,9 +84,9 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """The siblings of one prompt that have a reward, in order of their index.
+    """The graded samples of one prompt, ordered by index.
 
-    An index is missing where the grading of that answer was lost; without any sample the prompt was given up.
+    An index is missing if the grading of that answer failed; without samples the prompt was given up.
     """
 
     prompt_id: int
@@ -102,15 +103,15 @@ class SampleGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that wrote a token of the group."""
+        """The oldest policy version that generated a token of the group."""
         return min(scored.sample.oldest_version for scored in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A prompt that was fetched and whose group is not complete, with the answers there are so far.
+    """A fetched prompt whose group is incomplete, with its answers so far.
 
-    An answer whose ``finish_reason`` is "abort" was cut off and is gone on with; one that is not there is begun.
+    An aborted answer (``finish_reason`` "abort") is resumed; missing samples are started.
     """
 
     prompt: Prompt
@@ -124,12 +125,12 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Every prompt that was fetched and neither trained nor filtered: its finished group, or how far it got.
+    """All prompts that were fetched but neither trained nor filtered, with finished groups or partial answers.
 
-    The counts are those of the whole run: fetched = trained + filtered + what is here, at any moment. ``newest_id`` is
-    the id of the prompt that was fetched last: ids rise, so none is fetched twice. ``counts`` is what happened since
-    the last batch was taken, by metric name; ``counts_in_training`` what belongs to a batch that is here because its
-    training did not end (see ``RolloutBuffer``).
+    The counts cover the whole run: fetched = trained + filtered + backlog, at any moment. ``newest_id`` is the id of
+    the prompt fetched last; ids rise, so no prompt is fetched twice. ``counts`` are those since the last batch was
+    taken, by metric name; ``counts_in_training`` those of a batch whose training did not complete (see
+    ``RolloutBuffer``).
     """
 
     finished: tuple[SampleGroup, ...] = ()
@@ -143,14 +144,14 @@ class Backlog:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Of all prompts in it, each once."""
+        """Ids of all prompts in the backlog, each once."""
         waiting = (each.prompt.prompt_id for each in self.unfinished)
         return (*(group.prompt_id for group in self.finished), *waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sequence to train on: prompt and response with one advantage for the whole response, or one a token of it.
+    """A training sequence: prompt and response, with one advantage for the response or one per response token.
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
     ``response_length`` entries. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is what it adds
@@ -172,7 +173,7 @@ class TrainSample:
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """One for each token of the response."""
+        """One advantage per response token."""
         return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,) * self.response_length
 
 
@@ -198,14 +199,14 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step reports: global means, equal on every rank."""
+    """Metrics of one optimizer step: global means, equal on every rank."""
 
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some weights that travel to the engines in one message: Hugging Face names, shapes and dtypes in order.
+    """Weights that are sent to the engines in one message: Hugging Face names, shapes and dtypes in order.
 
     ``dtypes`` are torch names without the module (``"float32"``); ``stage`` is the pipeline stage that sends them.
     """
@@ -218,7 +219,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where an engine answers and how many GPUs, and so ranks, it has."""
+    """The URL of an engine and its number of GPUs, which is its number of ranks."""
 
     url: str
     num_gpus: int = 1

@@ -1,7 +1,7 @@
-"""From scored groups to what each rank trains on. Pure.
+"""Training batches: distributes scored groups over data-parallel ranks. Pure.
 
-In: the groups of a rollout. Out: for each optimizer step a ``TrainBatch`` for each data-parallel rank, with the
-denominators of the global batch; and what there is to say about the groups.
+Input: the groups of a rollout. Output: for each optimizer step one ``TrainBatch`` per data-parallel rank, with the
+denominators of the global batch; and metrics of the groups.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The checkpoints of a run: where they are, which one to resume from, and how one is committed.
+"""The checkpoints of a run: their location, the one to resume from, and commits.
 
-In: the settings and the run's folder. Out: the newest committed checkpoint with its ``RunState``; commits. The driver
-is the one process that commits; the actors only write files into the folder that it opened. A commit that fails, or
-that cannot begin because the one before is still being written, is owed: the loop tries again after its next step. Only
-the loss of the folder to a newer attempt ends the run.
+Input: the settings and the run's folder. Output: the newest committed checkpoint with its ``RunState``; commits.
+
+Only the driver commits; the actors write files into the folder that the driver has created. A commit that fails, or
+that is deferred because the previous one is still being written, is owed: the loop retries it after its next step. Only
+a newer attempt that claims the folder ends the run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Write = Callable[[Path], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """Of one commit: how long training stood still for it, how long it took in all, and what it weighs."""
+    """One commit: seconds that training was blocked, seconds in total, and size in bytes."""
 
     step: int
     blocking_s: float
@@ -45,7 +46,7 @@ class SaveTimes:
 
 
 class Checkpoints:
-    """Commits to ``--save``; finds what to resume from there or, when there is none yet, in ``--load``."""
+    """Commits to ``--save``; finds the checkpoint to resume from there or, failing that, in ``--load``."""
 
     def __init__(
         self,
@@ -55,9 +56,12 @@ class Checkpoints:
         committed: Callable[[int, Path], None],
         provenance: Provenance | None = None,
     ) -> None:
-        """``own_folder`` serves where --save is not given; ``committed(step, path)`` is called after each commit,
-        in a thread, and a failure of storage there is logged; ``provenance`` goes into each and is held against that
-        of what is resumed from."""
+        """
+        Args:
+            own_folder: replaces --save where that is not given.
+            committed: called as ``committed(step, path)`` in a thread after each commit; its storage errors are logged.
+            provenance: written into each checkpoint, and compared with that of the checkpoint to resume from.
+        """
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings
@@ -65,49 +69,49 @@ class Checkpoints:
         self._provenance = provenance
         self._claim: Claim | None = None
         self._background: asyncio.Task[None] | None = None
-        self._started = 0.0  # when the writing of the newest began
-        self._owed: int | None = None  # the newest step whose commit was due and is not there
-        self._newest: Path | None = None  # that this attempt has committed
+        self._started = 0.0  # when the newest checkpoint began to be written
+        self._owed: int | None = None  # the newest step whose commit was due and is missing
+        self._newest: Path | None = None  # the newest checkpoint committed by this attempt
         self.last: SaveTimes | None = None
 
     @property
     def save_folder(self) -> Path:
-        """Where this run commits to."""
+        """The folder that this run commits to."""
         return self._save
 
     @property
     def is_owed(self) -> bool:
-        """Whether a commit that was due failed or was put off, and none has come since."""
+        """Whether a commit failed or was deferred, and none has succeeded since."""
         return self._owed is not None
 
     def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts, before ``newest`` looks into it. Raises CheckpointError."""
+        """Take the folder over from earlier attempts; call it before ``newest``. Raises CheckpointError."""
         try:
             self._claim = claim(self._save, attempt)
         except OSError as error:
             raise CheckpointError(
-                f"--save {self._save}: no checkpoint can be written there: {error}; mend it or choose another folder"
+                f"--save {self._save}: no checkpoint can be written there: {error}; repair it or choose another folder"
             ) from error
 
     def check_owner(self) -> None:
-        """Raises Fenced when another attempt has claimed the folder since."""
+        """Raise Fenced when another attempt has claimed the folder since."""
         if self._claim is not None:
             self._claim.check()
 
     def oldest_kept(self) -> int | None:
-        """The step of the oldest checkpoint that a recovery may fall back to: of the --keep-last newest complete ones.
+        """The step of the oldest checkpoint that a recovery may use, among the --keep-last newest complete ones.
 
-        None when there is no complete one; those of --keep-every do not count. Of those that are newer than the last
-        commit of this attempt the checksums are compared, for which a file system may take its time.
+        None when none is complete; those of --keep-every do not count. Checkpoints newer than the last commit of this
+        attempt are verified by checksum, which may be slow.
         """
         kept = recoverable(self._save, self._settings.keep_last, committed=self._newest)
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
-        """The checkpoint to resume from and its state; (None, the first state) when there is none.
+        """Return the checkpoint to resume from and its state; (None, initial state) when there is none.
 
-        What is skipped is logged with the reason. Raises CheckpointError when only damaged ones are left of what was
-        committed: to begin anew would be to lose the run; ConfigError when it was made with another model.
+        Skipped checkpoints are logged with the reason. Raises CheckpointError when all committed checkpoints are
+        damaged, since a fresh start would lose the run; ConfigError when the checkpoint has another model.
         """
         for folder in (self._save, self._load):
             if folder is None:
@@ -117,48 +121,48 @@ class Checkpoints:
             for path, why in found.skipped:
                 logger.warning("checkpoint %s is skipped: %s", path, why)
             if found.path is not None:
-                self._compare(found.path)
+                self._check_provenance(found.path)
                 return found.path, states[found.path]
             lost = [f"{path.name}: {why}" for path, why in found.skipped if was_committed(path)]
             if lost:
                 raise CheckpointError(
                     f"{folder} has no checkpoint to resume from, though some were committed ({'; '.join(lost)}). "
-                    "Mend the storage, or put one back; to begin anew give another --save"
+                    "Repair the storage or restore one of them; to start from scratch, choose another --save"
                 )
         if self._load is not None:
-            logger.warning("--load %s holds no committed checkpoint: the run begins from --ref-load", self._load)
+            logger.warning("--load %s holds no committed checkpoint; starting from --ref-load", self._load)
         return None, RunState(pending={})
 
     async def commit(self, state: RunState, write: Write) -> bool:
-        """Let ``write`` fill a new folder, add ``state``, commit; older ones go afterwards. Returns True.
+        """Fill a new folder with ``write``, add ``state``, commit, and prune older checkpoints. Returns True.
 
-        Raises CheckpointError or OSError when it cannot be written, or is not within --save-deadline-s.
+        Raises CheckpointError or OSError when writing fails or exceeds --save-deadline-s.
         """
         started = time.monotonic()
         await self.settle()
         self._owed = state.step
         if self._is_writing():
             raise CheckpointError(
-                f"the checkpoint before that of step {state.step} is still being written after "
+                f"the checkpoint before step {state.step} is still being written after "
                 f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under {self._save} hangs"
             )
         async with self._deadline(state):
             folder = await self._written(state, write)
             await self._commit(state, folder, started, blocking_s=None)
-        await self._tidy(state.step)
+        await self._report_and_prune(state.step)
         return True
 
     async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
-        """The same in the background: returns when ``write`` has started it; ``finish`` waits for the files.
+        """Like ``commit``, in the background: return once ``write`` has started; ``finish`` waits for the files.
 
-        Where the one before is still being written this one is put off, with a warning, and False is returned. A
-        failure is logged and told by ``is_owed`` and ``settle``. Raises as ``commit`` does, and Fenced.
+        While the previous checkpoint is still being written, this one is deferred with a warning and False is
+        returned. A failure is logged and reported by ``is_owed`` and ``settle``. Raises as ``commit`` does, and Fenced.
         """
         self._raise_if_fenced()
         self._owed = state.step
         if self._is_writing():
             logger.warning(
-                "checkpoint of step %d is put off: the one before has been written to %s for %.0f s and is not done",
+                "checkpoint of step %d is deferred: the previous one has been in progress in %s for %.0f s",
                 *(state.step, self._save, time.monotonic() - self._started),
             )
             return False
@@ -171,7 +175,7 @@ class Checkpoints:
         return True
 
     async def settle(self) -> bool:
-        """Wait, for --save-deadline-s at most, for what ``start`` left to do; False when a commit is owed.
+        """Wait up to --save-deadline-s for a background commit; return False when a commit is owed.
 
         Raises Fenced.
         """
@@ -190,21 +194,21 @@ class Checkpoints:
 
     @asynccontextmanager
     async def _deadline(self, state: RunState) -> AsyncIterator[None]:
-        """Of what training waits for."""
+        """Limit the part of a save that blocks training to --save-deadline-s."""
         deadline = asyncio.timeout(self._settings.save_deadline_s)
         try:
             async with deadline:
                 yield
         except TimeoutError:
             if not deadline.expired():
-                raise  # the storage's own
+                raise  # a TimeoutError of the storage
             raise CheckpointError(
                 f"checkpoint of step {state.step} was not written to {self._save} within "
                 f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s)"
             ) from None
 
     async def _written(self, state: RunState, write: Write) -> Path:
-        """The folder that ``write`` filled."""
+        """Create a folder, fill it with ``write`` and return it."""
         await in_daemon(self.check_owner)
         lane = None if self._claim is None else self._claim.lane
         try:
@@ -224,17 +228,17 @@ class Checkpoints:
         except Fenced:
             raise
         except (RlpostError, OSError) as error:
-            logger.error("checkpoint of step %d is not committed, the one before stays: %s", state.step, error)
+            logger.error("committing step %d failed, the previous checkpoint is kept: %s", state.step, error)
             await in_daemon(self.check_owner)
             return
-        await self._tidy(state.step)
+        await self._report_and_prune(state.step)
 
     async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
         try:
             num_bytes = await in_daemon(partial(self._write_beside, state, folder))
             path = await in_daemon(partial(commit, folder, check=self.check_owner))
         except (CheckpointError, OSError):
-            await in_daemon(self.check_owner)  # its folder may have been taken away
+            await in_daemon(self.check_owner)  # a newer attempt may have claimed the folder
             raise
         self._newest = path
         total_s = time.monotonic() - started
@@ -245,27 +249,27 @@ class Checkpoints:
             self._owed = None
 
     def _write_beside(self, state: RunState, folder: Path) -> int:
-        """Add what is not the actors' to write; returns the bytes of all."""
+        """Add the driver's files; return the size of the checkpoint in bytes."""
         (folder / STATE_FILE).write_text(state.to_json())
         if self._provenance is not None:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    async def _tidy(self, step: int) -> None:
-        """Tell of a commit, and delete old ones. What fails here does not undo it, and is not waited for."""
+    async def _report_and_prune(self, step: int) -> None:
+        """Report a commit and prune old ones, within a deadline. A failure does not undo the commit."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
-                await in_daemon(partial(self._tell, step))
+                await in_daemon(partial(self._report_commit, step))
                 await in_daemon(self._prune)
         except TimeoutError:
-            logger.warning("old checkpoints in %s are still being deleted; they are not waited for", self._save)
+            logger.warning("old checkpoints in %s are still being deleted; training continues", self._save)
 
-    def _tell(self, step: int) -> None:
+    def _report_commit(self, step: int) -> None:
         assert self._newest is not None
         try:
             self._committed(step, self._newest)
         except (CheckpointError, OSError) as error:
-            logger.error("checkpoint %s is committed, but this cannot be written down: %s", self._newest, error)
+            logger.error("checkpoint %s is committed, but the commit could not be recorded: %s", self._newest, error)
 
     def _prune(self) -> None:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane
@@ -279,29 +283,31 @@ class Checkpoints:
                 committed=self._newest,
             )
         except (CheckpointError, OSError) as error:
-            logger.warning("old checkpoints in %s are not deleted: %s", self._save, error)
+            logger.warning("old checkpoints in %s could not be deleted: %s", self._save, error)
 
-    def _compare(self, path: Path) -> None:
-        """Raises ConfigError for another model; says which settings of the mathematics changed."""
+    def _check_provenance(self, path: Path) -> None:
+        """Raise ConfigError for another model; warn about changed settings of the mathematics."""
         file = path / PROVENANCE_FILE
         if self._provenance is None or not file.exists():
             return
         found = changes(Provenance.from_json(file.read_text()), self._provenance)
         if found.model:
             raise ConfigError(
-                f"{path} was made with another model than --hf-checkpoint: {'; '.join(found.model)}. Resume with the "
-                "model it was made with, or start anew with another --save"
+                f"{path} was made with another model than --hf-checkpoint: {'; '.join(found.model)}; resume with the "
+                "original model, or start from scratch with another --save"
             )
         if found.mathematics:
             logger.warning(
-                "resuming %s with other settings than it was made with, so the run is not the one that it was: %s",
+                "resuming %s with changed settings, so results differ from those of the original run: %s",
                 *(path, "; ".join(found.mathematics)),
             )
 
 
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
-    """Return when every rank says that its files are written. It is asked, ever more rarely, instead of being waited
-    for: whoever waits in a rank holds the thread that others need."""
+    """Return when every rank reports that its files are written.
+
+    The ranks are polled, with increasing pauses: a blocking call would hold the one thread of each actor.
+    """
     pause_s = 0.05
     while not all(await ask()):
         await asyncio.sleep(pause_s)
@@ -309,7 +315,7 @@ async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
 
 
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
-    """Why the state of a checkpoint cannot be used, in words; puts it among ``states`` when it can."""
+    """Return why the state of a checkpoint is unusable; add it to ``states`` and return None otherwise."""
     try:
         states[path] = RunState.from_json((path / STATE_FILE).read_text())
     except (CheckpointError, OSError, UnicodeDecodeError) as error:

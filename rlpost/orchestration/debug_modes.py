@@ -1,7 +1,7 @@
-"""Half a run, to look at it alone: the generating half without a trainer, the training half without engines.
+"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only).
 
-In: what ``ClusterStages`` takes. Out: the same stages, of which those of the missing half do nothing
-(--debug-rollout-only, --debug-train-only). Workers stand where they would stand in the whole run.
+Input: that of ``ClusterStages``. Output: the same stages, with no-ops for the side that is not started. The placement
+of workers is that of a full run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlpost.types import SampleGroup
 
 
 def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> ClusterStages:
-    """The stages that the settings ask for: all of them, or those of one half."""
+    """Create the stages: full, rollout-only or train-only."""
     kind = ClusterStages
     if config.debug.debug_rollout_only:
         kind = RolloutOnly
@@ -36,10 +36,10 @@ def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, s
 
 
 class RolloutOnly(ClusterStages):
-    """Engines keep the weights of --hf-checkpoint; nothing is trained or saved. A step still counts as a version."""
+    """Generates with the weights of --hf-checkpoint, without training. Each step still increments the version."""
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Bring up engines and router."""
+        """Start engines and router."""
         placement, ports = self._layout()
         self._fleet = Fleet(self._config, self._cluster, placement, ports)
         await self._within_deadline(self._fleet.start([""] * len(placement.actors)))
@@ -47,28 +47,28 @@ class RolloutOnly(ClusterStages):
         await self._observation.attach(None, self._fleet, None)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """The source of batches."""
+        """Return the source of batches."""
         self._observation.step = state.step
         return self._generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Nothing."""
+        """Do nothing."""
         return {}
 
     async def sync(self, policy_version: int) -> None:
-        """Engines call the weights that they have by the new version."""
+        """Set the version of the engines' weights."""
         clients = [EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses]
         await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics on held-out prompts; an engine that dies ends the run, for nobody could give it weights."""
+        """Metrics on held-out prompts; an engine that dies ends the run: no trainer can update it."""
         return await self._generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Nothing: there are no weights but those of --hf-checkpoint."""
+        """Do nothing: the weights are those of --hf-checkpoint."""
 
     async def weights_hash(self) -> str:
-        """None of a trainer's."""
+        """Return an empty hash: there is no trainer."""
         return ""
 
 
@@ -76,19 +76,19 @@ class TrainOnly(ClusterStages):
     """Trains on recorded groups, or on the responses of the data; nothing is generated or evaluated."""
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Bring up the actors; load ``checkpoint``, or the Hugging Face weights without one."""
+        """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
         placement, ports = self._layout()
         self._actors = self._actor_workers(placement)
         await self._within_deadline(self._start_actors(placement, ports, checkpoint))
         await self._observation.attach(self._actors, None, None)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """The recorded batches."""
+        """Return the recorded batches."""
         self._observation.step = state.step
         return self._generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """The optimizer steps of a rollout."""
+        """Run the optimizer steps of a rollout."""
         return await self._observation.around(groups, self._training.train(groups))
 
     async def sync(self, policy_version: int) -> None:

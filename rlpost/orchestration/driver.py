@@ -1,6 +1,6 @@
-"""The driver: one attempt of a run, from a cluster that is up to an exit code.
+"""The driver: runs one attempt on a cluster that is up, and returns its exit code.
 
-In: the settings, the run's folder and the cluster that the agents brought up. Out: one of the exit codes of
+Input: the settings, the run's folder and the cluster that the agents started. Output: one of the exit codes of
 ``bootstrap.handoff``; metrics, checkpoints and a reward curve in the run's folder.
 """
 
@@ -48,11 +48,11 @@ PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 
 def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
-    """Run one attempt; returns its exit code. Errors are logged, never raised, unless they are ours to fix."""
+    """Run one attempt and return its exit code. Expected errors are logged; only bugs of rlpost are raised."""
     stop = StopRequest(cluster.stop_file)
     try:
         code = _ended(config, run, cluster, stop)
-    except Fenced as error:  # to come back would be to drive the other attempt out; and the report is its own now
+    except Fenced as error:  # a retry would fence the newer attempt, which owns the report now
         logger.error("%s", error)
         return EXIT_CONFIG
     except BaseException:
@@ -63,7 +63,7 @@ def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
 
 
 def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
-    """The exit code of an attempt that has ended. Raises Fenced, and what is ours to fix."""
+    """Run the attempt and return its exit code. Raises Fenced, and errors that are bugs of rlpost."""
     try:
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
@@ -81,21 +81,24 @@ def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) 
         words = storage_words(error)
         if words is None:
             raise
-        logger.error("%s. What is committed and what the journal has is safe", words)
+        logger.error("%s. Committed checkpoints and the journal are intact", words)
         return EXIT_FAILED
     return EXIT_DONE
 
 
 def _last_report(run: RunFolder) -> None:
-    """The page, within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
+    """Write the report within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
     writing = started(lambda: try_to_write_report(run))
     wait_for([writing], LAST_REPORT_S)
     if not writing.done():
-        logger.warning("no report this time: it is not written to %s within %.0f s", run.report, LAST_REPORT_S)
+        logger.warning("the report was not written to %s within %.0f s", run.report, LAST_REPORT_S)
 
 
 def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
-    """Write down a stop; it stays one when it cannot be written. Raises Fenced when the run is not this attempt's."""
+    """Record a preemption in the ledger; return EXIT_PREEMPTED even if that fails.
+
+    Raises Fenced when a newer attempt owns the run.
+    """
     seconds, saved = _rounded(stop.seconds_from_signal()), stop.left_with or "nothing"
     folder = Path(config.checkpoint.save) if config.checkpoint.save else run.checkpoints
     name = Path(cluster.attempt_dir).name
@@ -103,7 +106,7 @@ def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Clus
     lines = LedgerLines(run.ledger, check=partial(check_attempt, folder, number, str(run.root)))
     details = {"step": stop.at_step, "saved": saved, "seconds_from_signal": seconds}
     lines.finish("preempted", reason=str(request), **details)
-    logger.info("everything is safe %s s after the signal; saved: %s", seconds, saved)
+    logger.info("preempted: state is durable %s s after the signal; saved: %s", seconds, saved)
     return EXIT_PREEMPTED
 
 
@@ -157,23 +160,23 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
 
 
 async def _plot(run: RunFolder) -> None:
-    """The reward curve, for people; a run is done without it."""
+    """Plot the reward curve; a failure does not fail the run."""
     picture = run.report / "reward.png"
     try:
         async with asyncio.timeout(PLOT_S):
             await in_daemon(lambda: plot_rewards(run.metrics, picture))
         logger.info("reward curve: %s", picture)
     except OSError as error:  # TimeoutError is one
-        logger.warning("no reward curve in %s: %s", picture, error or f"not drawn within {PLOT_S:.0f} s")
+        logger.warning("no reward curve in %s: %s", picture, error or f"not plotted within {PLOT_S:.0f} s")
 
 
 async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
-    """What ``act`` returns, from a thread: storage may take its time, and a stop does not wait for it."""
+    """Return the result of ``act``, run in a thread: a stop request does not wait for slow storage."""
     return await stop.unless_requested(in_daemon(act))
 
 
 async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -> None:
-    """Try once more what could not be written; of storage that hangs nothing is expected any more."""
+    """Close the files of the run, retrying failed writes, within a deadline: storage may hang."""
 
     def close() -> None:
         for file in files:
@@ -183,11 +186,11 @@ async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -
         async with asyncio.timeout(2 * LAST_S):
             await in_daemon(close)
     except TimeoutError:
-        logger.error("the files of the run are not closed within %.0f s: its storage hangs", 2 * LAST_S)
+        logger.error("the files of the run were not closed within %.0f s: the storage hangs", 2 * LAST_S)
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files in it and below."""
+    """Total size of all files in ``folder``, recursively, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -196,13 +199,16 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _provenance(config: Config, run: RunFolder) -> Provenance:
-    """What goes into every commit beside the state."""
+    """The provenance that every checkpoint records beside the state."""
     model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     return Provenance.of(config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None)
 
 
 def _journal(config: Config, save_folder: Path, checkpoint: Path | None, state: RunState) -> Journal:
-    """The journal beside the checkpoints; none where nothing is saved. To a checkpoint of --load it has no entries."""
+    """Open the journal beside the checkpoints; --debug-rollout-only has none.
+
+    For a checkpoint of --load the journal holds no records.
+    """
     if config.debug.debug_rollout_only:
         return Journal.off()
     is_own = checkpoint is None or checkpoint.parent == save_folder

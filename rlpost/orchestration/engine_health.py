@@ -1,9 +1,9 @@
-"""The watch over the engines: one that is dead or hangs is restarted and given the current weights before it serves.
+"""Engine health: restarts engines that are dead or hang, and updates their weights before they serve again.
 
-In: the fleet and the way of the weights. Out: a router and engines that all answer and all hold one version, or an
-error. While an engine is away its requests finish elsewhere (the router tries them again), so no prompt is lost and
-none is answered twice. An engine that shares the trainer's GPUs cannot be given weights while the trainer is away: it
-is taken out at once and comes back with the next update.
+Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold one version, or an
+error. During an outage of an engine the router retries its requests on others, so no prompt is lost and none is
+answered twice. A colocated engine cannot receive weights while the trainer is offloaded: it is dismissed at once and
+restarted with the next update.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class EngineHealth:
-    """Updates and repairs, one at a time."""
+    """Runs weight updates and repairs of engines, one at a time."""
 
     def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest) -> None:
-        """Args: ``stop``: a requested one ends a repair that waits for engines to start, and the health checks, for
-        the engines may have been ended already."""
+        """``stop``: a request ends health checks, and a repair that waits for engines to start: by then the engines
+        may be gone already."""
         self._stop = stop
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate
@@ -40,15 +40,15 @@ class EngineHealth:
         self._version = 0  # of the trainer's weights
 
     def trained(self) -> None:
-        """The trainer has the weights of the next version; a repair from now on gives these to all engines."""
+        """Record that the trainer has the next version; later repairs send it to all engines."""
         self._version += 1
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
-        """Bring all engines to ``version``; engines that fail meanwhile, or were dismissed, are restarted first.
+        """Bring all engines to ``version``; restart those that fail meanwhile or were dismissed.
 
-        ``before`` is awaited before weights are sent, and again before they are sent anew; ``ready`` once they arrived.
+        ``before`` is awaited before each attempt to send weights, ``ready`` once they have arrived.
 
-        Raises SyncError when the update fails though every engine answers, or fails again.
+        Raises SyncError when the update fails although every engine answers, or fails a second time.
         """
         async with self._busy:
             self._version, sick = version, list[int]()
@@ -64,48 +64,51 @@ class EngineHealth:
                     logger.warning("%s", error)
                     if self._weights.engines_are_stuck:
                         sick = list(range(len(self._fleet.addresses)))
-                        logger.warning("all engines are restarted: those that answer wait in the same broadcast")
+                        logger.warning("restarting all engines: those that answer are blocked in the same broadcast")
                 await before()
             await self._repair(sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready)
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
-        """Look after the engines while the block generates; a repair that fails ends the block with its error. At a
-        stop request it does not: the block looks for that itself, and cuts off what runs."""
+        """Health-check and repair engines while the block generates.
+
+        A repair that fails ends the block with its error, except after a stop request: the block polls for that itself
+        and aborts its requests.
+        """
         block = asyncio.current_task()
         assert block is not None
         failure: list[BaseException] = []
 
-        async def watch() -> None:
+        async def check_health() -> None:
             try:
                 while not self._stop.requested():
                     await asyncio.sleep(self._interval_s)
-                    await self._look()
+                    await self._check_once()
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
                 if self._stop.requested():
-                    logger.warning("engines are not repaired: %s", error)
+                    logger.warning("a stop is requested; the engines are not repaired: %s", error)
                 else:
                     failure.append(error)
                     block.cancel()
 
         asked_before = block.cancelling()
-        watching = asyncio.create_task(watch())
+        watching = asyncio.create_task(check_health())
         try:
             try:
                 yield
-                async with self._busy:  # a repair under way is not torn: its engine starts already
+                async with self._busy:  # let a repair in progress finish: its engine is starting
                     watching.cancel()
             finally:
                 watching.cancel()
-                await asyncio.wait([watching])  # a repair that fails in this instant cancels the block here
+                await asyncio.wait([watching])  # a repair that fails at this moment cancels the block here
         except asyncio.CancelledError:
-            if failure and block.uncancel() <= asked_before:  # nobody else wants the block to end
+            if failure and block.uncancel() <= asked_before:  # no other task has cancelled the block
                 raise failure[0] from None
             raise
 
-    async def _look(self) -> None:
+    async def _check_once(self) -> None:
         async with self._busy:
             sick = await self._fleet.unhealthy(generating=True)
             await self._fleet.mend_router(sick)
@@ -115,7 +118,10 @@ class EngineHealth:
             for index in sick:
                 await self._fleet.dismiss(index)
             if len(self._fleet.dismissed) == len(self._fleet.addresses):
-                raise EngineDied("no engine is left, and on GPUs that the trainer shares none can come back before it")
+                raise EngineDied(
+                    "no engine is left: with --colocate engines restart only at the next weight update, which needs a "
+                    "batch; see the last lines of engine-*.log in the attempt's folder"
+                )
 
     async def _repair(self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook) -> None:
         await self._fleet.mend_router(sick)

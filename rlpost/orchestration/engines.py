@@ -1,7 +1,7 @@
-"""The fleet: all engines of a run and the router before them; found dead or hung, restarted, admitted again.
+"""The fleet: all engines of a run and their router; health checks, restarts, admission.
 
-In: settings, a placement, ports. Out: addresses that answer. An engine is *admitted* when the router sends requests to
-it; only engines that hold the current weights are, so a restarted one waits outside until it was given them.
+Input: settings, a placement, ports. Output: addresses that answer. An *admitted* engine receives requests from the
+router. Only engines with the current weights are admitted, so a restarted one first receives a weight update.
 
     dismiss (out of the router, process killed; its requests finish elsewhere) -> start -> [weights] -> admit
 """
@@ -38,7 +38,7 @@ ALIVE_POLL_S = 1.0
 
 
 class Fleet:
-    """Engines and router. ``start`` first, ``close`` last."""
+    """Engines and router. Call ``start`` first, ``close`` last."""
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement, ports: Ports) -> None:
         self._config = config
@@ -53,9 +53,9 @@ class Fleet:
         self._workers: list[EngineWorkers] = []
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
-        """Whether every engine takes new weights while requests wait in it."""
+        """Whether every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
-        """Engines that were ended because they were dead or hung, and are not started anew yet."""
+        """Engines that were stopped because they were dead or hung, and are not restarted yet."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start engines and router. ``visible_gpus[rank]``: the GPU of each trainer rank, for engines that share it.
@@ -93,7 +93,7 @@ class Fleet:
     async def _add_to_router(self, indices: Sequence[int]) -> None:
         """Return when the router sends requests to these engines.
 
-        Raises RolloutError when it does not within the deadline, EngineDied as soon as one that is ours has ended.
+        Raises RolloutError after the deadline, EngineDied as soon as one of these engines has exited.
         """
         urls = [self.addresses[index].url for index in indices]
         adding = asyncio.ensure_future(asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s))
@@ -112,15 +112,16 @@ class Fleet:
             await asyncio.sleep(ALIVE_POLL_S)
 
     async def mend_router(self, sick: Sequence[int]) -> None:
-        """Start the router anew, with all engines but the ``sick``, when it is dead or hangs. What it was asked, it is
-        asked again (``rollout.connection``).
+        """Restart a router that is dead or hangs, with all engines except ``sick``.
+
+        Its requests are retried (``rollout.connection``).
 
         Raises what ``start`` raises.
         """
         timeout_s = self._config.sglang.rollout_health_check_timeout
         if not await asyncio.to_thread(self._router.is_gone, timeout_s):
             return
-        logger.warning("router %s is dead or hangs; it is started anew", self._router.url)
+        logger.warning("router %s is dead or hangs; restarting it", self._router.url)
         await asyncio.to_thread(self._router.stop)
         await self._start_router([index for index in self._present() if index not in sick])
 
@@ -135,14 +136,18 @@ class Fleet:
 
     @property
     def pause_mode(self) -> PauseMode:
-        """How to pause for new weights while answers are written: they wait in the engine, which begins its cache anew
-        ("retract"). To end them and ask again ("abort") takes SGLang a second, so that is left for engines that are too
-        old for it."""
+        """How to pause engines for new weights while they generate.
+
+        "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry take SGLang a
+        second, so only older engines without "retract" use it.
+        """
         return "retract" if self.can_retract else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Engines that do not answer in time, beside those dismissed; ``generating``: they are not paused and can be
-        asked for a token."""
+        """Return engines that do not answer in time, except dismissed ones.
+
+        ``generating``: the engines are not paused, so the check generates a token.
+        """
         path = "/health_generate" if generating else "/health"
         timeout_s = self._config.sglang.rollout_health_check_timeout
 
@@ -159,21 +164,23 @@ class Fleet:
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
-        """Take engine ``index`` out of the router and end its process: what it was asked goes to others.
+        """Remove engine ``index`` from the router and stop its process; the router retries its requests on others.
 
-        Raises EngineDied for an engine that is not ours.
+        Raises EngineDied for an external engine.
         """
         address = self.addresses[index]
         if self._external:
-            raise EngineDied(f"engine {address.url} does not answer and is not ours to restart; mend it and resume")
-        logger.warning("engine %s is dead or hangs; it is ended", address.url)
+            raise EngineDied(
+                f"engine {address.url} does not answer; rlpost cannot restart an external engine: repair it and resume"
+            )
+        logger.warning("engine %s is dead or hangs; stopping it", address.url)
         await asyncio.to_thread(self._router.remove_engine, address.url)
         await self._workers[index].stop()
         self.dismissed.add(index)
         self._released.pop(index, None)  # its memory went with it, and comes with the next one
 
     async def restart(self, index: int) -> None:
-        """Start a dismissed engine anew, with the weights of its model folder; ``admit`` lets it serve.
+        """Restart a dismissed engine with the weights of its model folder; ``admit`` lets it serve.
 
         Raises what ``start`` raises.
         """
@@ -188,8 +195,10 @@ class Fleet:
         self.dismissed.discard(index)
 
     async def release_memory(self, *tags: str) -> None:
-        """Let all engines give up memory (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused. One that is
-        found dead, or hangs, gives up everything: it is dismissed."""
+        """Release memory of all engines (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused.
+
+        An engine that is dead or hangs is dismissed.
+        """
 
         async def release(index: int) -> None:
             if held := [tag for tag in tags if tag not in self._released.get(index, ())]:
@@ -199,8 +208,11 @@ class Fleet:
         await self._of_those_alive(release)
 
     async def restore_memory(self, *tags: str) -> None:
-        """Let all engines take it again; weights come back undefined and have to be sent. SGLang fails over what was
-        never released: that is left alone. One that is found dead, or hangs, is dismissed."""
+        """Restore released memory of all engines; weights are undefined until the next update.
+
+        Memory that was never released is skipped, because SGLang fails on it. An engine that is dead or hangs is
+        dismissed.
+        """
 
         async def restore(index: int) -> None:
             gone = self._released.get(index, set())
@@ -211,15 +223,15 @@ class Fleet:
         await self._of_those_alive(restore)
 
     def is_released(self, tag: str) -> bool:
-        """Whether an engine has given this up."""
+        """Whether an engine has released ``tag``."""
         return any(tag in gone for gone in self._released.values())
 
     async def resume(self) -> None:
-        """Let paused engines generate again; one that is found dead, or hangs, is dismissed."""
+        """Let paused engines generate again; an engine that is dead or hangs is dismissed."""
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Ask it of every engine that is not dismissed; who has died meanwhile, or does not answer in time, is."""
+        """Call ``ask`` for each engine that is not dismissed; dismiss those that are dead or do not answer in time."""
 
         async def asked(index: int) -> None:
             try:
@@ -250,7 +262,7 @@ class Fleet:
         return [*(one for found in of_workers for one in found), *of_servers]
 
     def close(self) -> None:
-        """End the router; engines end with their workers."""
+        """Stop the router; engines end with their workers."""
         if hasattr(self, "_router"):
             self._router.stop()
 
@@ -298,7 +310,7 @@ class Fleet:
 
 
 async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:
-    """Engines that somebody else runs; each tells how many ranks it has."""
+    """Query external engines for their numbers of ranks."""
     found = []
     for url in urls:
         address = url if "://" in url else f"http://{url}"

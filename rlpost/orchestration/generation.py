@@ -1,7 +1,7 @@
-"""The generating half of a run: prompts, engines through the router, graders, batches, evaluation.
+"""Rollout side of a run: prompts, generation through the router, grading, batches, evaluation.
 
-In: settings, the router's address, the state to go on from. Out: a source of batches for the loop, and the metrics of
-held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
+Input: settings, the router's address, the state to resume from. Output: a source of batches for the loop, and metrics
+on held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Generation:
         self._connection = await self._closing.enter_async_context(Connection(router))
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """The source of batches that goes on from ``state`` and from what the journal has of the time after it;
+        """Return the source of batches, resumed from ``state`` and from the journal records after it;
         ``watch`` looks after the engines while one is awaited."""
         config, rollout = self._config, self._config.rollout
         buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)

@@ -1,7 +1,9 @@
-"""Gradings that a stop request ends. A reward model at the other end of a network may take minutes, and a run that has
-to leave does not have them: the answers are kept as they are and graded after the resume.
+"""A grader that a stop request interrupts.
 
-In: a grader, the stop request. Out: the same grader, whose ``grade`` raises ``Halted``, as a request for tokens does.
+A remote reward model may take minutes, more than a preempted run has left: ungraded answers are kept and graded after
+the resume.
+
+Input: a grader, the stop request. Output: the same grader, whose ``grade`` raises ``Halted`` on a stop request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The weights as a Hugging Face folder beside a checkpoint (--save-hf): whole or not there.
+"""Atomic export of the weights as a Hugging Face folder beside a checkpoint (--save-hf).
 
-In: the settings, the run's folder, the step, and what writes the weights into a folder. Out: the folder. A failure
-is logged and never ends a run: checkpoints do not depend on it.
+Input: the settings, the run's folder, the step, a function that writes the weights into a folder. Output: the folder. A
+failure is logged and never ends a run: checkpoints do not depend on it.
 
     .NAME.writing-ID    being filled; ID is the run's, so no other run and no user has a folder of this name
     .NAME.old-ID        the export before, while the new one takes its name; renamed back if a crash left it alone
@@ -115,7 +115,7 @@ class _Place:
         mark(self.writing, self._run, self._identity)
         for path in [*self.writing.iterdir(), self.writing]:
             sync(path)
-        self.check(kept)  # once more: writing takes minutes, in which somebody may have put something there
+        self.check(kept)  # again: another process may have created the folder during the export
         if self.replaces and self._target.exists():
             shutil.rmtree(self._old, ignore_errors=True)  # of a crash just before its removal
             os.rename(self._target, self._old)

@@ -1,9 +1,9 @@
-"""Calls that make all actors pass over micro-batches, and what a stop request does to one that is under way.
+"""Interruptible collective calls: passes of all actors over micro-batches that a stop request can end.
 
-In: the group of actors, the stop request. Out: the results of every rank; or ``Preempted`` when the call could be left
-between two micro-batches, on all ranks at the same place, so that its step did not happen. The protocol is that of
-``rlpost.actor.stop_points``: hold every rank, find the place, let all go on to it. Nothing is asked of anybody, and no
-collective added, unless a stop is requested.
+Input: the group of actors, the stop request. Output: the results of every rank; or ``Preempted`` when all ranks left
+the call between the same two micro-batches, so that its step did not happen. ``rlpost.actor.stop_points`` defines the
+protocol: hold every rank, determine the stop point, let all ranks run to it. Without a stop request no message is sent
+and no collective is added.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the driver writes into the ledger: with a deadline, off the event loop, and only while the run is its own.
+"""Ledger entries of the driver: written with a deadline, off the event loop, and only while it owns the run.
 
-In: events of an attempt. Out: lines of RUN/ledger.jsonl. A line that cannot be written waits for the next one: a run
-does not end for want of its ledger.
+Input: events of an attempt. Output: lines of RUN/ledger.jsonl. A line that cannot be written is retried with the next
+one: a failure to write the ledger never ends a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LedgerLines:
         """The same as ``append`` for who has no event loop: the last line."""
         is_written = self._file.finish(partial(self._ledger.append, event, **details))
         if not is_written:
-            logger.error("the ledger does not tell of this: %s", event)
+            logger.error("this event could not be written to the ledger: %s", event)
         return is_written
 
     def entries(self) -> list[dict[str, Any]]:

@@ -1,13 +1,16 @@
-"""The loop: generate, train, synchronise, evaluate, save. This page and little else.
+"""The training loop: generate, train, synchronise weights, evaluate, save.
 
     prompts -> batch of groups -> train -> sync (version checked) -> [evaluate] -> metrics line -> [save]
 
-In: the stages (real ones on a cluster, or fakes in one process), the source of batches, the state to start from and
-the settings. Out: the state at the end. Whether batches are generated between, beside or across trainings is the
-business of the source alone. Invariants: the step of a ``RunState`` changes only when its training is complete; what a
-checkpoint holds is such a state, with all prompts that are in hand at that moment, and the journal has what happened
-after it; a step's metrics line is written exactly once, after its evaluation. A stop request ends any phase, and the
-last consistent state is saved before the loop leaves with ``Preempted``; where time is too short, the journal serves.
+Input: the stages (on a cluster, or fakes in one process), the source of batches, the initial state and the settings.
+Output: the final state. Only the source of batches decides whether generation overlaps with training.
+
+Invariants:
+- The step of a ``RunState`` changes only when its training is complete.
+- A checkpoint holds such a state with all prompts that are pending; the journal holds what happened after it.
+- The metrics line of a step is written exactly once, after the evaluation of the step.
+- A stop request ends any phase. The loop saves the last consistent state and raises ``Preempted``. When the time left
+  is too short for a checkpoint, the next attempt recovers from the journal.
 """
 
 from __future__ import annotations
@@ -34,61 +37,63 @@ logger = logging.getLogger(__name__)
 
 
 class Stages(Protocol):
-    """What the loop asks of the cluster. Each may raise Preempted at a point where nothing is half done."""
+    """The operations of the loop on the cluster. Each may raise Preempted at a consistent point."""
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """All optimizer steps of a rollout; returns their metrics."""
+        """Run all optimizer steps of a rollout; return their metrics."""
 
     async def sync(self, policy_version: int) -> None:
-        """Bring the trainer's weights to every engine and check the version on each."""
+        """Send the trainer's weights to every engine and check the version on each."""
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics on held-out prompts."""
+        """Return metrics on held-out prompts."""
 
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """More about ``step``, whose phases these ``metrics`` hold. Never fails."""
+        """Return further metrics of ``step``, given those of its phases. Never fails."""
 
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit a checkpoint that holds ``state`` and the trainer's weights and optimizer; or, unless told to
-        ``wait``, see to it that this will be done."""
+        """Commit a checkpoint of ``state`` and of the trainer's weights and optimizer.
+
+        Without ``wait`` the commit may finish in the background.
+        """
 
     def save_is_owed(self) -> bool:
-        """Whether a save that was due failed or was put off; it is tried again after the next step."""
+        """Whether a save failed or was deferred; it is retried after the next step."""
 
     async def settle_saves(self) -> bool:
-        """Wait for what the last ``save`` left to be done; False when it failed."""
+        """Wait until the last ``save`` has finished; False when it failed."""
 
 
 class Rollouts(Protocol):
-    """Where batches come from: ``rlpost.rollout.collector`` has the generated and the recorded ones."""
+    """The source of batches; ``rlpost.rollout.collector`` implements generated and recorded ones."""
 
     async def batch(self) -> list[SampleGroup]:
-        """The groups to train next. Raises Preempted."""
+        """Return the groups to train next. Raises Preempted."""
 
     def trained(self) -> None:
-        """The last batch is trained."""
+        """Record that the last batch is trained."""
 
     async def settle(self) -> None:
-        """Bring generation to where the weights may change. Raises Preempted."""
+        """Bring generation to a point where the weights may change. Raises Preempted."""
 
     def wants_weights(self) -> bool:
-        """Whether something may be generated before the next batch is trained."""
+        """Whether anything may be generated before the next batch is trained."""
 
     def synced(self, version: int) -> None:
-        """The engines have the weights of ``version``, or will have them before they write anything."""
+        """Record that the engines generate with the weights of ``version`` from now on."""
 
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
-        """State of the prompt cursor, and all that was fetched before it and is not trained."""
+        """Return the state of the prompt cursor, and all fetched prompts that are not trained."""
 
     def counts(self) -> Mapping[str, float]:
-        """What happened since the last call, by metric name."""
+        """Return counts since the last call, by metric name."""
 
     async def stop(self) -> None:
-        """End what is being generated; it is in hand."""
+        """Abort generation; aborted prompts stay pending."""
 
 
 class Loop:
-    """Takes a run from one state to the next until its last step."""
+    """Trains a run from one state to the next until its last step."""
 
     def __init__(
         self,
@@ -109,19 +114,21 @@ class Loop:
         self.state = RunState()
 
     async def run(self, state: RunState, *, saved: bool) -> RunState:
-        """Train from ``state`` to the last step; ``saved`` tells whether a checkpoint holds it already.
+        """Train from ``state`` to the last step, save the final state and return it.
 
-        Returns the final state, saved. Raises Preempted after what there was time for was saved.
+        ``saved`` says whether a checkpoint holds ``state`` already. Raises Preempted once a checkpoint or, when the
+        time left is too short, the journal is durable.
         """
         self.state, self._saved = state, state if saved else None
-        first, started = state.step, time.monotonic()
+        first_step, started = state.step, time.monotonic()
         try:
             await self._stages.sync(state.policy_version)
             await self._settle()
             while self.state.step < self._config.rollout.num_rollout:
                 self._stop.check()
                 metrics = await self._step()
-                self._report(metrics, steps_done=self.state.step - first, elapsed_s=time.monotonic() - started)
+                steps_done = self.state.step - first_step
+                self._report(metrics, steps_done=steps_done, elapsed_s=time.monotonic() - started)
         except Preempted as request:
             await self._leave(request)
             raise
@@ -130,7 +137,7 @@ class Loop:
         return self.state
 
     async def _leave(self, request: Preempted) -> None:
-        """Save what there is time for. Where that fails, what was saved before serves: a stop stays a stop."""
+        """Save what the time left allows. A save that fails does not turn the preemption into a failure."""
         await self._rollouts.stop()
         if self._stop.leave_with(request) == "checkpoint":
             logger.warning("%s; saving step %d", request, self.state.step)
@@ -138,17 +145,20 @@ class Loop:
                 await self._save(wait=True)
             except Fenced:
                 raise
-            except (RlpostError, OSError) as error:  # an actor, too, may be killed before the driver
-                logger.error("the save of step %d failed, what is committed stays: %s", self.state.step, error)
+            except (RlpostError, OSError) as error:  # Slurm may kill an actor before the driver
+                logger.error("the save of step %d failed, earlier checkpoints are kept: %s", self.state.step, error)
                 self._stop.left_with = "journal"
         else:
-            logger.warning("%s; no checkpoint of step %d, the journal serves", request, self.state.step)
+            logger.warning(
+                "%s; step %d is not saved as a checkpoint, the next attempt replays the journal",
+                *(request, self.state.step),
+            )
         await self._journal.durable()
-        if self._stop.left_with == "journal" and not self._journal.is_written:  # its storage failed as well
+        if self._stop.left_with == "journal" and not self._journal.is_written:  # the storage of the journal failed too
             self._stop.left_with = None
 
     async def _step(self) -> Mapping[str, float]:
-        """One generate + train + sync round and what follows from it."""
+        """Run one step: generate, train, synchronise weights, evaluate and save if due."""
         metrics: dict[str, float] = {}
         with _timed(metrics, "time/step_s"):
             with _timed(metrics, "time/generate_s"):
@@ -204,7 +214,7 @@ class Loop:
         return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
 
     async def _save(self, *, wait: bool) -> None:
-        await self._journal.durable()  # with a deadline; a new segment would wait for it without one
+        await self._journal.durable()  # has a deadline; the fsync in ``begin`` has none
         self.state = self.state.holding(*self._rollouts.in_hand())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
             self.state = replace(self.state, journal=await self._journal.begin_off_loop(self.state.step))

@@ -1,7 +1,8 @@
-"""What is measured of every step beside its phases, and what is recorded of the steps that somebody chose.
+"""Metrics of every step beyond its phases, and traces of selected steps.
 
-In: the groups of a step and its metrics; actors and engines, which are asked. Out: metrics, and files in RUN/traces.
-Invariant: no look at a run ends it: whoever does not answer is missing from a line, with a warning in the log.
+Input: the groups of a step and its metrics; actors and engines, which are queried. Output: metrics, and files in
+RUN/traces. Invariant: monitoring never fails a run. A process that does not answer is missing from the metrics line,
+with a warning in the log.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ASK_S, PROFILE_S, LEAVE_S = 10.0, 300.0, 5.0
 
 
 class Observation:
-    """Looks at a run. ``attach`` what there is of actors and engines, when they are there."""
+    """Monitors a run. Call ``attach`` once actors and engines have started."""
 
     def __init__(self, config: Config, hf: Mapping[str, Any], *, checkpoints: Checkpoints, traces: Path) -> None:
         """Args: ``hf``, the model's config.json; ``traces``, the folder of what is recorded."""
@@ -50,14 +51,14 @@ class Observation:
         self._weights: WeightCoordinator | None = None
         self._since = SPANS.now()
         self.step = 0
-        """The newest that is trained."""
+        """The newest trained step."""
         self._begins: dict[int, float] = {}  # of the steps to trace
         self._is_profiling = False
         self._peak_flops: float | None = None
         self._done = 0.0  # floating-point operations of the step
 
     async def attach(self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None) -> None:
-        """Who is looked at from now on."""
+        """Set the actors, engines and weight coordinator to monitor."""
         self._actors, self._fleet, self._weights = actors, fleet, weights
         if actors is not None:
             self._peak_flops = await actors.peak_flops()
@@ -88,7 +89,7 @@ class Observation:
             logger.info("profile: %s", path)
 
     async def measured(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """More of ``step``, which is trained: its pace, what the newest sync and checkpoint took, memory."""
+        """Return throughput, times of the newest sync and checkpoint, and memory after ``step``."""
         self.step = step
         found = pace(metrics, self._config)
         if "time/train_s" in metrics and self._done:
@@ -138,7 +139,7 @@ class Observation:
             return None
 
     async def _trace(self, step: int) -> None:
-        """A step's trace goes on until the next step begins: its evaluation and its checkpoint are part of it."""
+        """Extend the trace of a step until the next one begins, to include evaluation and checkpoint."""
         wanted = self._settings.traced
         if not self._begins and step not in wanted:
             return
@@ -178,7 +179,7 @@ class Observation:
 
 
 def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
-    """How fast a step was, from its phases. Pure."""
+    """Return the throughput of a step, from its phases. Pure."""
     step_s = metrics.get("time/step_s")
     if not step_s:
         return {}
@@ -215,7 +216,7 @@ class Flops:
         self._break_even = model_break_even(hf)
 
     def of(self, groups: Sequence[SampleGroup]) -> float:
-        """Those of one training on these groups."""
+        """Return the operations of training once on these groups."""
         samples = [scored.sample for group in groups for scored in group.samples]
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         return self._a_token * sum(sequence_work(length, self._break_even) for length in lengths)

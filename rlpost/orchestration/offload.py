@@ -1,12 +1,12 @@
-"""Whose turn it is on GPUs that trainer and engines share; whoever waits has given up its memory.
+"""Offload and onload of trainer and engines that share GPUs.
 
-In: the actors, the fleet, and which side gives up its memory at all (``--offload-train``, ``--offload-rollout``; both
-with ``--colocate``). Without either nothing here does anything. The turns of a step:
+Input: the actors, the fleet, and which sides are offloaded (``--offload-train``, ``--offload-rollout``; both with
+``--colocate``). Without these flags this module does nothing. GPU memory in the phases of a step:
 
-    train      engines away, the whole trainer here
-    send       the trainer's weights beside the engines' weights, nothing else
-    generate   the trainer away, the whole engine here
-    save       the trainer's weights and optimizer beside the engines' weights
+    train      engines offloaded, trainer onloaded
+    send       only the weights of trainer and engines
+    generate   trainer offloaded, engines onloaded
+    save       the trainer's weights and optimizer, the engines' weights
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Turn = Literal["train", "send", "generate"]
 
 
 class Offload:
-    """Brings both sides to a turn; a turn that is already theirs costs nothing."""
+    """Moves both sides to the memory state of a phase; no-op when they are in it."""
 
     def __init__(self, config: Config, actors: ActorGroup, fleet: Fleet) -> None:
-        """Both sides are whole at first."""
+        """Initially both sides are onloaded."""
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
         self._fleet = fleet
 
     async def train(self) -> None:
-        """Everything of the trainer here, nothing of the engines."""
+        """Offload the engines, onload the trainer."""
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE, "weights")
         if self._trainer_leaves:
             await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
 
     async def send(self) -> None:
-        """Weights on both sides, and nothing else where it can leave."""
+        """Keep only the weights of both sides onloaded, as far as each side can be offloaded."""
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
@@ -53,7 +53,7 @@ class Offload:
             await self._fleet.restore_memory("weights")
 
     async def generate(self) -> None:
-        """The trainer away, everything of the engines here; they stay paused."""
+        """Offload the trainer, onload the engines; they stay paused."""
         if self._trainer_leaves:
             await self._actors.release_shared_buckets()
             await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
@@ -62,8 +62,8 @@ class Offload:
 
     @asynccontextmanager
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
-        """What a checkpoint holds is here within; afterwards it is as it was, or stays when nothing is generated any
-        more."""
+        """Onload the trainer's weights and optimizer inside the block; restore the previous state afterwards, unless
+        ``is_last``."""
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)

@@ -1,7 +1,7 @@
-"""Who runs where, and on which ports. Pure.
+"""Placement of trainer ranks and engines on nodes, and the ports of their services. Pure.
 
-In: what each node offers and what the settings ask for. Out: one slot for each trainer rank and each engine, and the
-ports of the run's own services. The same offers in the same order always give the same placement.
+Input: the resources of each node and the settings. Output: one slot for each trainer rank and each engine, and the
+ports of the run's services. Equal nodes in equal order always give the same placement.
 """
 
 from __future__ import annotations

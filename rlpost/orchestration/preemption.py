@@ -1,14 +1,14 @@
-"""The one request to stop: a file in the attempt's folder; and what there is time to save before the end.
+"""Preemption: the stop file of an attempt, and the choice of what to save in the time left.
 
-Whoever learns first that the run must end soon writes the file: the batch script at USR2, an agent at TERM or by its
-own clock when no signal came, a local run at Ctrl-C. It holds a reason, the time of the signal and the deadline at
-which the run is killed. Every phase of the loop polls it here, in a thread: storage that hangs costs a poll ANSWER_S
-once, and then nothing.
+The first process that learns of the end of the run writes the file: the batch script at USR2, an agent at TERM or, if
+no signal came, by its own clock, a local run at Ctrl-C. The file holds a reason, the time of the signal and the
+deadline at which the run is killed. Every phase of the loop polls the file in a thread: if the storage hangs, one poll
+waits ANSWER_S and later polls return at once.
 
-The writer's clock is another host's. It is believed as far as it agrees with what this process saw itself: the file
-appeared between the last poll that did not find it and the first that did.
+The writer's clock belongs to another host. Its time is clamped to what this process observed: the file appeared between
+the last poll that did not find it and the first that did.
 
-What is saved is decided purely: a full checkpoint when it fits into the time that is left, else the journal alone.
+A pure function decides what to save: a full checkpoint when it fits into the time left, else the journal alone.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Saved = Literal["checkpoint", "journal"]
 
 POLL_S = 0.2
 EXIT_S = 15.0
-"""From the last thing saved to a job that may be killed: the driver leaves, a verdict is written, the job requeued."""
+"""Seconds needed after the last save: the driver exits, the verdict is written, the job is requeued."""
 BYTES_PER_S_A_NODE = 200e6
-"""Write rate of a node before any was measured: low, for a journal alone costs less than a checkpoint cut off."""
+"""Write rate of a node before any is measured. Low: an unfinished checkpoint costs more than none."""
 CHECKPOINT_TO_WEIGHTS = 8.0
-"""Bytes of a checkpoint for each byte of bf16 weights: weights, fp32 copy and two fp32 moments are 14 for 2."""
+"""Bytes of a checkpoint per byte of bf16 weights: bf16 weights, fp32 copy and two fp32 moments are 14 for 2."""
 SLOWER_THAN_MEASURED, FIXED_S = 1.5, 5.0
 ANSWER_S = 1.0
 CLOCK_SLACK_S = 2.0
-"""By which a poll may be late, or a clock be rounded, before the clock is taken for wrong."""
+"""Tolerance in seconds for late polls and rounded times before the writer's clock is clamped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the stop file says; times in seconds since 1970, None where the writer did not know."""
+    """The content of the stop file; times in seconds since 1970, None where unknown."""
 
     reason: str
     time: float | None = None
@@ -57,7 +57,7 @@ class Request:
 
 
 def parse_request(text: str) -> Request:
-    """What is written in a stop file, by a program or by hand.
+    """Parse a stop file: JSON from a program, or plain text that a user wrote.
 
     >>> parse_request('{"reason": "USR2", "time": 100, "deadline": "N/A"}')
     Request(reason='USR2', time=100.0, deadline=None)
@@ -79,16 +79,16 @@ def _seconds(value: Any) -> float | None:
 
 
 def leave_with(time_left_s: float | None, save_s: float) -> Saved:
-    """What to save when ``time_left_s`` is left until the run is killed and a full checkpoint takes ``save_s``.
+    """Decide what to save ``time_left_s`` before the run is killed, if a checkpoint takes ``save_s``.
 
-    Without a known deadline there is time for everything.
+    ``time_left_s`` None is an unknown deadline: a checkpoint always fits.
     """
     fits = time_left_s is None or time_left_s >= save_s + EXIT_S
     return "checkpoint" if fits else "journal"
 
 
 class SaveTimes:
-    """How long a full checkpoint takes: from the slowest rate at which this run wrote one, or from its size alone."""
+    """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,22 +98,22 @@ class SaveTimes:
         self._measured: list[float] = []
 
     def expect(self, weight_bytes: float, *, num_nodes: int) -> None:
-        """Before the first checkpoint: what the weights weigh on disk, and how many nodes write."""
+        """Set the size of the weights on disk in bytes and the number of nodes that write."""
         self._num_bytes = CHECKPOINT_TO_WEIGHTS * weight_bytes
         self._rate = BYTES_PER_S_A_NODE * num_nodes
 
     def recall(self, committed: Iterable[Mapping[str, Any]]) -> None:
-        """What earlier attempts wrote into the ledger."""
+        """Learn from the ``committed`` entries of earlier attempts in the ledger."""
         for entry in committed:
             if entry.get("bytes") and entry.get("seconds"):
                 self._learn(float(entry["bytes"]), float(entry["seconds"]))
 
     def begin(self) -> None:
-        """A checkpoint is being written from now on."""
+        """Record that a checkpoint begins to be written."""
         self._began = self._clock()
 
     def committed(self, num_bytes: int) -> float | None:
-        """It is committed; returns the seconds that it took, None when nobody said when it began."""
+        """Record its commit; return its duration in seconds, None without a preceding ``begin``."""
         if self._began is None:
             return None
         seconds, self._began = self._clock() - self._began, None
@@ -122,7 +122,7 @@ class SaveTimes:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds for the next one, rather too many than too few."""
+        """Seconds for the next checkpoint; a conservative estimate."""
         if not self._measured:
             return FIXED_S + self._num_bytes / self._rate
         return FIXED_S + SLOWER_THAN_MEASURED * self._num_bytes / min(self._measured)
@@ -133,7 +133,7 @@ class SaveTimes:
 
 
 class StopRequest:
-    """Reads the stop file; never writes it. Knows how long a save takes, and so what there is time for."""
+    """Reads the stop file, and decides what to save in the time left. Never writes the file."""
 
     def __init__(
         self,
@@ -142,31 +142,31 @@ class StopRequest:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: seconds since 1970; ``monotonic``: seconds since any moment."""
+        """``clock``: seconds since 1970; ``monotonic``: seconds since an arbitrary moment."""
         self._path = path
         self._clock, self._monotonic = clock, monotonic
         self._is_requested = False
         self._poll: Future[None] | None = None
-        self._absent_at: float | None = None  # when the last poll began that did not find the file
-        self._present_at: float | None = None  # when the first one ended that did
+        self._absent_at: float | None = None  # start of the last poll that did not find the file
+        self._present_at: float | None = None  # end of the first poll that did
         self._request: Request | None = None
-        self._look: asyncio.Task[None] | None = None
+        self._poll_task: asyncio.Task[None] | None = None
         self.saves = SaveTimes()
         self.left_with: Saved | None = None
-        """What was decided to save, once the loop had to leave."""
+        """The decision on what to save, once the loop has to stop."""
         self.at_step: int | None = None
-        """The step that the trainer had reached then."""
+        """The step that the trainer had reached at that moment."""
 
     def requested(self) -> bool:
-        """Whether the run must end soon; latches once true. A file system that does not answer says nothing."""
+        """Whether the run must end soon; latches once true. A poll of hung storage changes nothing."""
         if not self._is_requested:
             is_hanging = self._poll is not None and not self._poll.done()
             if not is_hanging:
-                self._poll = started(self._look_once)
+                self._poll = started(self._poll_once)
                 wait_for([self._poll], ANSWER_S)
         return self._is_requested
 
-    def _look_once(self) -> None:
+    def _poll_once(self) -> None:
         began_at = self._monotonic()
         if is_there(self._path):
             self._present_at = self._monotonic()
@@ -175,12 +175,12 @@ class StopRequest:
             self._absent_at = began_at
 
     def check(self) -> None:
-        """Raise Preempted, with the reason that the file gives, when a stop was requested."""
+        """Raise Preempted with the reason in the file when a stop is requested."""
         if self.requested():
             raise Preempted(f"stop requested: {self._read().reason}")
 
     def time_left_s(self) -> float | None:
-        """Seconds until the run is killed; None without a request, or without a known deadline."""
+        """Seconds until the run is killed; None without a request or without a known deadline."""
         if not self.requested():
             return None
         request = self._read()
@@ -191,41 +191,44 @@ class StopRequest:
         return request.deadline - request.time - self._since(request.time)
 
     def seconds_from_signal(self) -> float | None:
-        """Since the signal; None without a request."""
+        """Seconds since the signal; None without a request."""
         if not self.requested():
             return None
         written = self._read().time
         return 0.0 if written is None else max(0.0, self._since(written))
 
     def _since(self, written: float) -> float:
-        """Seconds since a moment of the writer's clock, within what the polls of this process allow."""
+        """Seconds since ``written`` on the writer's clock, clamped to what the polls of this process allow."""
         seconds = self._clock() - written
         if self._absent_at is None or self._present_at is None:
-            return seconds  # the file was there from the beginning
+            return seconds  # the first poll found the file: no bounds
         now = self._monotonic()
         longest = now - self._absent_at + CLOCK_SLACK_S
         return min(max(seconds, now - self._present_at - CLOCK_SLACK_S), longest)
 
     def is_nearly_over(self) -> bool:
-        """Whether it is time to leave as things are."""
+        """Whether less time is left than the exit itself needs."""
         left = self.time_left_s()
         return left is not None and left < EXIT_S
 
     def leave_with(self, request: Preempted) -> Saved:
-        """What the loop is to save after ``request``: a full checkpoint, or, where that does not fit into the time left
-        or the trainer is between two steps, the journal alone. The ledger tells what was answered here."""
+        """Decide what the loop saves after ``request``; the ledger records the decision.
+
+        A full checkpoint; or the journal alone where the checkpoint does not fit into the time left, or the trainer is
+        in the middle of a step.
+        """
         left, needed = self.time_left_s(), self.saves.estimate_s
         self.left_with = "journal" if isinstance(request, HalfTrained) else leave_with(left, needed)
-        time_left = "no deadline is known" if left is None else f"{left:.0f} s are left"
+        time_left = "the deadline is unknown" if left is None else f"{left:.0f} s are left"
         logger.warning("%s, a checkpoint takes about %.0f s: saving the %s", time_left, needed, self.left_with)
         return self.left_with
 
     async def unless_requested(self, work: Awaitable[T]) -> T:
-        """The result of ``work``. Raises Preempted, and cancels it, as soon as a stop is requested."""
+        """Return the result of ``work``. On a stop request cancel it and raise Preempted."""
         task = asyncio.ensure_future(work)
         try:
             self.check()
-            await asyncio.wait([task, self._looking()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, self._poll_until_requested()], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.check()
             return task.result()
@@ -233,12 +236,12 @@ class StopRequest:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _looking(self) -> asyncio.Task[None]:
-        """Done when a stop is requested. All who wait share it, so that many of them look no more often than one."""
+    def _poll_until_requested(self) -> asyncio.Task[None]:
+        """Return a task that ends at a stop request. All callers share it, and with it one poll."""
         loop = asyncio.get_running_loop()
-        if self._look is None or self._look.get_loop() is not loop or self._look.done():
-            self._look = loop.create_task(self._until_requested())
-        return self._look
+        if self._poll_task is None or self._poll_task.get_loop() is not loop or self._poll_task.done():
+            self._poll_task = loop.create_task(self._until_requested())
+        return self._poll_task
 
     async def _until_requested(self) -> None:
         while not self.requested():
@@ -251,11 +254,11 @@ class StopRequest:
                 request = parse_request(text)
                 written = request.time
                 if written is None and request.deadline is None:
-                    written = self._path.stat().st_mtime  # for people
-            except OSError as error:  # the next look may tell the deadline
+                    written = self._path.stat().st_mtime  # a plain text file of a user
+            except OSError as error:  # the next poll may read the deadline
                 return Request(f"its reason cannot be read: {error}")
             request = Request(request.reason, written, request.deadline)
-            if not text.strip():  # where there are no hard links a file is there before what it says
+            if not text.strip():  # without hard links the file appears before its content
                 return request
             self._request = request
         return self._request

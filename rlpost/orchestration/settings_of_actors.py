@@ -1,6 +1,6 @@
-"""From the settings of a run to those of an actor. Pure.
+"""Derives the settings of an actor from those of a run. Pure.
 
-In: the tree. Out: the flat settings that every actor rank gets, which know nothing of the tree.
+Input: the tree. Output: the flat settings of every actor rank, independent of the tree.
 """
 
 from __future__ import annotations

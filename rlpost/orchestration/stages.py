@@ -1,7 +1,7 @@
-"""The stages of the loop on a real cluster: actors and engines in Ray workers, a router beside the driver.
+"""The stages of the loop on a cluster: actors and engines in Ray workers, a router beside the driver.
 
-In: settings, the cluster that the agents brought up, the run's folder. Out: what ``loop.Stages`` promises. Everything
-that takes long at the start (imports of every rank, engine start) runs at the same time under one deadline.
+Input: settings, the cluster that the agents started, the run's folder. Output: an implementation of ``loop.Stages``.
+The slow parts of the startup (imports of every rank, engine start) run concurrently under one deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class ClusterStages:
-    """Generate, train, sync, evaluate and save on a cluster. ``start`` first, ``close`` last."""
+    """Generates, trains, syncs, evaluates and saves on a cluster. Call ``start`` first, ``close`` last."""
 
     def __init__(self, config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class ClusterStages:
         self._generation = Generation(config, stop, check=checkpoints.check_owner)
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Bring up actors, engines and router; load ``checkpoint``, or the Hugging Face weights without one."""
+        """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face weights."""
         started = time.monotonic()
         config, cluster = self._config, self._cluster
         placement, ports = self._layout()
@@ -72,7 +72,7 @@ class ClusterStages:
         self._fleet = Fleet(config, cluster, placement, ports)
         self._actors = self._actor_workers(placement)
         num_ranks = len(placement.actors)
-        if config.cluster.colocate:  # engines measure what memory is left: one after the other
+        if config.cluster.colocate:  # engines measure free memory, so the actors start first
             await self._within_deadline(self._start_actors(placement, ports, checkpoint))
             await self._within_deadline(self._start_engines(num_ranks))
         else:
@@ -95,11 +95,11 @@ class ClusterStages:
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
 
     def _layout(self) -> tuple[Placement, Ports]:
-        """Join Ray; who runs where, and on which ports."""
+        """Connect to Ray; return the placement of workers and their ports."""
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
         num_engines, num_stages = len(placement.engines), config.perf.pipeline_model_parallel_size
-        kept = 1 if config.observe.use_prometheus else 0  # the last one of the block is that of the metrics
+        kept = 1 if config.observe.use_prometheus else 0  # the last port of the block serves Prometheus
         return placement, service_ports(
             cluster.port_base,
             cluster.port_count - kept,
@@ -112,17 +112,17 @@ class ClusterStages:
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await self._stop.unless_requested(asyncio.gather(*starting))  # nothing is trained that could be lost
+                await self._stop.unless_requested(asyncio.gather(*starting))  # no state is lost: training has not begun
         except TimeoutError:
             logs = self._cluster.attempt_dir
             raise RlpostError(
                 f"actors and engines were not ready after {deadline_s} s (--bringup-deadline-s); "
-                f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log say who hangs"
+                f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log show which process hangs"
             ) from None
 
     def _actor_workers(self, placement: Placement) -> ActorGroup:
         settings, ranks = actor_settings(self._config), range(len(placement.actors))
-        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # the order of overlapped TP collectives relies on it
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
         env |= nccl_environment(self._config, os.environ)
         workers = WorkerGroup(
             [partial(_make_actor, settings)] * len(ranks),
@@ -159,12 +159,12 @@ class ClusterStages:
         await self._generation.connect(self._fleet.router)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """The source of batches that goes on from ``state``; engines are looked after while it is waited for."""
+        """Return the source of batches, resumed from ``state``. Engines are health-checked while it generates."""
         self._observation.step = state.step
         return self._generation.rollouts(state, journal, self._engine_health.over)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """The optimizer steps of a rollout."""
+        """Run the optimizer steps of a rollout."""
         self._stop.check()
         await self._offload.train()
         metrics = await self._observation.around(groups, self._training.train(groups))
@@ -172,7 +172,7 @@ class ClusterStages:
         return metrics
 
     async def sync(self, policy_version: int) -> None:
-        """Bring the weights to every engine; the version is checked on each."""
+        """Send the weights to every engine and check the version on each."""
         self._stop.check()
         is_writing = self._config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
@@ -181,15 +181,16 @@ class ClusterStages:
         )
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Means on every held-out set, as ``eval/SET/name``."""
+        """Return means on every held-out set, as ``eval/SET/name``."""
         async with self._engine_health.over():
             return await self._generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit the actors' tensors and ``state``; with --async-save in the background, unless told to ``wait``.
+        """Commit the actors' tensors and ``state``; with --async-save in the background, except with ``wait``.
 
-        A save that nobody waits for and that fails, or is put off, is logged and owed, and training goes on; after one
-        to wait for nothing is generated. Raises Fenced when another attempt has taken the folder over.
+        Without ``wait``, a save that fails or is deferred is logged and retried later, and training continues. With
+        ``wait`` it is the last save: nothing is generated afterwards, and a failure is raised. Raises Fenced when
+        another attempt owns the folder.
         """
         in_background = self._config.checkpoint.async_save and not wait
 
@@ -206,38 +207,38 @@ class ClusterStages:
             except (CheckpointError, OSError) as error:
                 if wait or isinstance(error, Fenced):
                     raise
-                logger.error("checkpoint of step %d is not saved, the one before stays: %s", state.step, error)
+                logger.error("saving step %d failed, the previous checkpoint is kept: %s", state.step, error)
                 return
             if begun and not self._stop.requested():
                 await self._hf_export.export(state.step, self._actors.export)
 
     def save_is_owed(self) -> bool:
-        """Whether a save that was due failed or was put off."""
+        """Whether a save failed or was deferred."""
         return self._checkpoints.is_owed
 
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Pace, sync, checkpoints and memory."""
+        """Return metrics of throughput, weight sync, checkpoints and memory."""
         return await self._observation.measured(step, metrics)
 
     async def settle_saves(self) -> bool:
-        """Wait for what the last ``save`` left to the background; False when it failed."""
+        """Wait for a save in the background; False when it failed."""
         return await self._checkpoints.settle()
 
     def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
-        """The trainer's weights and optimizer are on its devices within."""
+        """Keep the trainer's weights and optimizer on its devices inside the block."""
         return self._offload.save(is_last=is_last)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What tokens of a prompt say, without special ones."""
+        """Decode the tokens of a prompt, without special tokens."""
         return self._generation.tokenizer.decode(token_ids)
 
     async def weights_hash(self) -> str:
-        """A hash of the trainer's weights under their Hugging Face names."""
+        """Return a hash of the trainer's weights under their Hugging Face names."""
         async with self._at_rest(is_last=True):
             return await self._actors.weights_hash()
 
     async def close(self) -> None:
-        """End graders and router; Ray's workers, and the engines under them, end with the driver."""
+        """Stop graders and router; Ray's workers and their engines end with the driver."""
         await self._observation.close(is_leaving=self._stop.requested())
         await self._generation.close()
         if hasattr(self, "_weights"):
@@ -247,6 +248,6 @@ class ClusterStages:
 
 
 def _make_actor(settings: ActorSettings) -> Any:
-    from rlpost.actor.actor import Actor  # in the worker: torch and Megatron are not for the driver
+    from rlpost.actor.actor import Actor  # imported in the worker: the driver loads neither torch nor Megatron
 
     return Actor(settings)

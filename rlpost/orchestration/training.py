@@ -1,7 +1,7 @@
-"""The training stage: from the groups of a rollout to its optimizer steps on the actors.
+"""The training stage: runs the optimizer steps of a rollout on the actors.
 
-In: scored groups. Out: the metrics of the last optimizer step, after the guards looked at each. With several steps, or
-a KL penalty in the reward, the log-probs under the rollout's weights are computed before the first.
+Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With several steps, or a
+KL penalty in the reward, the log-probs under the rollout's weights are computed before the first step.
 """
 
 from __future__ import annotations

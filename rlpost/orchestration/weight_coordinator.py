@@ -1,7 +1,7 @@
-"""From the trainer's weights to the engines': which way they take, and who may do it when.
+"""Weight coordinator: moves weights from the trainer to the engines over the configured transport.
 
-In: settings, the actors, the fleet. Out: all engines on a version. One update runs at a time. After an engine was
-restarted the groups are formed anew, because a process group has no way to take a new member.
+Input: settings, the actors, the fleet. Output: all engines on one version. One update runs at a time. After a restart
+of an engine the process groups are created again, because a process group cannot admit a new member.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rlpost.weights.delta import WeightCopy
 
 logger = logging.getLogger(__name__)
 
-REMOVAL_S = 8.0  # of a copy of the weights; a run that stops has EXIT_S for all that is left to do
+REMOVAL_S = 8.0  # deadline to remove copies of the weights; a preempted run has EXIT_S in all
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL reads in the trainer's processes so that they and the engines agree.
+    """Return NCCL variables for the trainer's processes that agree with those of the engines.
 
     In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the same node is
     imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0 unless the environment has a value
@@ -59,7 +59,7 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
 
 
 class WeightCoordinator:
-    """The way between ``actors`` and the engines of ``fleet``. ``connect`` first."""
+    """Sends weights from ``actors`` to the engines of ``fleet``. Call ``connect`` first."""
 
     def __init__(
         self,
@@ -72,8 +72,11 @@ class WeightCoordinator:
         folder: Path,
         stop: StopRequest,
     ) -> None:
-        """Args: ``folder`` is seen by all nodes; weights pass through it with ``--update-weight-transport disk``.
-        ``stop`` is checked before each bucket, or folder, is sent, while no rank is in a collective."""
+        """
+        Args:
+            folder: shared by all nodes; ``--update-weight-transport disk`` writes the weights there.
+            stop: checked before each bucket or folder is sent, while no rank is in a collective.
+        """
         self._config = config
         self._fleet = fleet
         self._actors = actors
@@ -88,15 +91,15 @@ class WeightCoordinator:
         self._backend = ""
         self._is_abandoned = False
         self.num_bytes = 0
-        """Of all weights as they travel."""
+        """Bytes of all weights as they are sent."""
         self.changed_frac: float | None = None
-        """Elements that the last update wrote, of all; None where updates do not tell."""
+        """Fraction of elements that the last update changed; None where the transport does not report it."""
         self._copies: WeightCopies | None = None
 
     async def connect(self) -> None:
-        """Find out what there is to send and open the way; called again after an engine was restarted.
+        """Plan the buckets and connect to the engines; call it again after a restart of an engine.
 
-        Raises SyncError, naming the engine that did not come.
+        Raises SyncError with the name of an engine that did not connect.
         """
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
@@ -107,7 +110,7 @@ class WeightCoordinator:
         if self._config.sync.update_weight_transport == "disk":
             if any(dtype.startswith("float8") for bucket in buckets for dtype in bucket.dtypes):
                 raise ConfigError(
-                    "--update-weight-transport disk: the checkpoint is in FP8, and files hold the trainer's "
+                    "--update-weight-transport disk: --hf-checkpoint is in FP8, but the files have the trainer's "
                     "precision; use 'memory'"
                 )
             is_delta = self._config.sync.update_weight_mode == "delta"
@@ -125,7 +128,7 @@ class WeightCoordinator:
     async def update(
         self, version: int, *, pause: PauseMode = "abort", ready: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Bring all engines to ``version``; see ``WeightUpdate.update``. No file is left behind."""
+        """Bring all engines to ``version``; see ``WeightUpdate.update``. Leaves no files behind."""
         try:
             with span("update weights"):
                 await self._update.update(version, self._mover, pause=pause, ready=ready)
@@ -138,7 +141,7 @@ class WeightCoordinator:
             await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
 
     async def _form_groups(self, mover: BroadcastMover) -> None:
-        """One group for each pipeline stage: its source and all engine ranks."""
+        """Create one process group per pipeline stage: its source rank and all engine ranks."""
         stages = await self._actors.sync_stages()
         sources = {stage: rank for rank, stage in enumerate(stages) if stage is not None}
         hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]
@@ -156,15 +159,18 @@ class WeightCoordinator:
 
     @property
     def engines_are_stuck(self) -> bool:
-        """Whether engines wait for good in a broadcast that was given up. On NCCL nobody tells them: the kernel spins,
-        whatever the server answers, until torch's watchdog ends the process. On gloo the broken connection does."""
+        """Whether engines are blocked in an abandoned broadcast.
+
+        With NCCL the kernel spins until torch's watchdog ends the process, even if the server still answers. With gloo
+        the broken connection ends the broadcast.
+        """
         return self._is_abandoned and self._backend == "nccl"
 
     async def _send(self, index: int) -> None:
         self._stop.check()
         try:
             await self._actors.send_bucket(index)
-        except asyncio.CancelledError:  # an engine failed, and the trainer would wait for it until the deadline
+        except asyncio.CancelledError:  # an engine failed; the trainer would block until the deadline
             self._is_abandoned = True
             await self._release_trainer()
             raise
@@ -173,25 +179,25 @@ class WeightCoordinator:
             raise
 
     async def _release_trainer(self) -> None:
-        """Make the broadcast that the trainer is in fail at once."""
+        """Abort the broadcast that the trainer is blocked in."""
         try:
             await self._actors.abort_broadcast()
         except RlpostError as error:
-            logger.warning("the trainer could not be released from a broadcast: %s", error)
+            logger.warning("the broadcast of the trainer could not be aborted: %s", error)
 
     async def _share(self, index: int) -> list[str]:
         self._stop.check()
         return await self._actors.share_bucket(index)
 
     async def _write(self, version: int) -> list[str]:
-        """A folder of this version, for as long as the engines read it."""
+        """Export this version to a folder; return its path once for each engine."""
         self._stop.check()
         folder = self._version_folder(version)
         await self._actors.export(str(folder))
         return [str(folder)] * len(self._fleet.addresses)
 
     def _delta_mover(self) -> DeltaMover:
-        """With one copy on each host of engines, or one for all beside the files; where a worker holds it, it stays."""
+        """Create the delta mover, with one copy per host of engines or a shared one; existing copies are reused."""
         local, first = self._config.sync.update_weight_local_checkpoint_dir, self._placement.actors[0]
         copy = self._folder / "copy" if local is None else Path(local) / self._own_name()
         if self._copies is None:
@@ -217,7 +223,7 @@ class WeightCoordinator:
         return await self._copies.take(self._version_folder(version))
 
     def _own_name(self) -> str:
-        """Of this run's folder in one that others use too, such as runs of the same name: all in it is removed."""
+        """A folder name unique to this run, even among runs of the same name: its content gets deleted."""
         run = self._attempt.parents[1]  # RUN/attempts/N
         return f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 
@@ -225,15 +231,15 @@ class WeightCoordinator:
         return self._folder / f"version-{version:07d}"
 
     async def close(self) -> None:
-        """Leave no copy of the weights behind, as far as the hosts still answer."""
+        """Remove all copies of the weights on hosts that still answer."""
         if self._copies is not None:
             try:
                 async with asyncio.timeout(REMOVAL_S):
                     await self._copies.remove()
             except (RlpostError, TimeoutError) as error:
-                logger.warning("a copy of the weights may be left on a host of engines: %s", error)
+                logger.warning("a copy of the weights may be left on a host of an engine: %s", error)
         if self._config.sync.update_weight_disk_dir is not None:
-            with contextlib.suppress(OSError):  # not there, or something is left in it
+            with contextlib.suppress(OSError):  # missing, or not empty
                 self._folder.rmdir()
 
     def _remove_files(self) -> None:

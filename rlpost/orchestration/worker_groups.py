@@ -1,8 +1,8 @@
-"""The groups of Ray workers with their methods: trainer ranks, one engine's processes, copies of weights on hosts.
+"""Typed groups of Ray workers: trainer ranks, the processes of one engine, copies of weights on hosts.
 
-Input: a ``WorkerGroup``. Output: one typed method for each that the driver calls, with one result a worker unless the
-docstring says otherwise. The only module that names methods of other processes by string; a test holds each name, and
-the number of its arguments, against the class that runs there.
+Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker unless the docstring
+says otherwise. Only this module names remote methods by string; a test checks each name and its number of arguments
+against the remote class.
 """
 
 from __future__ import annotations

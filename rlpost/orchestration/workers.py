@@ -1,8 +1,8 @@
-"""Ray, at the edge: plain classes run in Ray workers, one a slot. The only file that imports ray.
+"""Ray adapter: runs plain classes in Ray workers, one per slot. The only file that imports ray.
 
-In: a way to make an object and the slots to make it in. Out: a group that is called like one object and answers with
-one result a worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the worker
-and shows the end of its log.
+Input: factories of objects and the slots to create them in. Output: a group that is called like one object and returns
+one result per worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the
+worker and shows the end of its log.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def connect(cluster: Cluster) -> list[Offer]:
 
 
 class _Worker:
-    """Holds one plain object in a process of its own; its output goes to a log file of its own."""
+    """Holds one plain object in a separate process with a separate log file."""
 
     def __init__(self, make: Callable[[], Any], log_path: str, env: dict[str, str]) -> None:
         os.environ.update(env)  # before anything heavy is imported here

@@ -1,20 +1,20 @@
-"""The buffer of a rollout: which prompts are fetched, which groups are started, wanted, dropped, held. Pure.
+"""The rollout buffer: tracks prompts and groups from fetch to training. Pure.
 
-Comes in: what happened (a prompt was fetched, a group finished, was cut off, was trained) and the version of the
-weights. Goes out: how many groups to start, when a batch is there and which groups are in it, and at any moment a
-``Backlog`` from which another buffer goes on.
+Input: events (a prompt was fetched; a group finished, was aborted or was trained) and the version of the weights.
+Output: how many groups to start, whether a batch is complete and which groups it holds, and at any moment a ``Backlog``
+from which another buffer resumes.
 
     fetched -> waiting <-> running -> finished -> in training -> trained
                                |         |
                                +---------+-> filtered
 
-Invariant, kept by the ``Tally``: every prompt fetched is trained, filtered or still in the buffer, once.
+Invariant, asserted by ``Tally``: every fetched prompt is exactly once trained, filtered or still in the buffer.
 
-Two ways to fill it. With ``max_staleness`` None generation works for one batch at a time: it starts ``start_size``
-groups, more when too few are left of them, and what runs when the batch is full is cut off. With a number it never
-rests: groups are started as long as each of them can still be trained at most that many versions after its first
-token. The count of groups under way is bounded as in AReaL (arXiv 2505.24298, eq. 3); which of them make a batch is
-decided by their deadlines, so that the bound holds for every token and not on average.
+There are two modes. With ``max_staleness`` None the buffer generates one batch at a time: it starts ``start_size``
+groups, starts more when filters leave too few, and aborts what still runs when the batch is full. With a number it
+generates continuously: it starts a group as long as every group can still be trained at most that many versions after
+its first token. The number of groups in flight is bounded as in AReaL (arXiv 2505.24298, eq. 3). Groups enter batches
+by their deadlines, so that the bound holds for every token and not only on average.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``batch_size`` groups a step for ``num_steps`` steps; ``start_size`` of them are started at once."""
+    """``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are started for a batch."""
 
     batch_size: int
     start_size: int
     num_steps: int
     max_staleness: int | None = None
-    keep_partial: bool = False  # the tokens of answers that were cut off
+    keep_partial: bool = False  # keep the tokens of aborted answers
 
 
 class Tally:
-    """Counts and open ids. Ids rise, so a prompt enters once; it leaves once, trained or filtered."""
+    """Counts and open prompt ids. Ids rise, so a prompt enters once; it leaves once, trained or filtered."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._open = set(backlog.prompt_ids)
@@ -55,24 +55,24 @@ class Tally:
         self.check(backlog.prompt_ids)
 
     def fetched(self, prompt_id: int) -> None:
-        """A prompt came from the cursor."""
+        """Record that the cursor returned a prompt."""
         assert prompt_id > self.newest_id, f"prompt {prompt_id} after {self.newest_id}: fetched twice"
         self.newest_id = prompt_id
         self._open.add(prompt_id)
         self.num_fetched += 1
 
     def trained(self, prompt_id: int) -> None:
-        """Its group was trained."""
+        """Record that its group was trained."""
         self._open.remove(prompt_id)
         self.num_trained += 1
 
     def filtered(self, prompt_id: int) -> None:
-        """Its group is not wanted."""
+        """Record that its group was filtered."""
         self._open.remove(prompt_id)
         self.num_filtered += 1
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that ``held`` are all that is open, and that the counts add up."""
+        """Assert that ``held`` are exactly the open prompts, and that the counts add up."""
         held = list(held)
         assert sorted(held) == sorted(self._open), "prompts were lost or are held twice"
         counts = f"fetched {self.num_fetched}, trained {self.num_trained}, filtered {self.num_filtered}"
@@ -80,7 +80,7 @@ class Tally:
 
 
 class RolloutBuffer:
-    """See the module. ``step`` is the number of trained steps, ``version`` that of the weights that generate."""
+    """See the module. ``step`` counts trained steps; ``version`` is that of the weights in the engines."""
 
     def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
         self.rules = rules
@@ -89,48 +89,48 @@ class RolloutBuffer:
         self._tally = Tally(backlog)
         self._waiting = {each.prompt.prompt_id: each for each in backlog.unfinished}
         self._running: dict[int, Unfinished] = {}
-        self._since: dict[int, int] = {}  # the version that wrote, or will write, the first token of what runs
+        self._since: dict[int, int] = {}  # version of the first token of each running group
         self._finished = {group.prompt_id: group for group in backlog.finished}
         self._in_training: dict[int, SampleGroup] = {}
         self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
         self._counts_in_training: Mapping[str, float] = {}
-        self._owed_counts = backlog.counts_in_training  # of the next batch: it was taken before
+        self._owed_counts = backlog.counts_in_training  # of the next batch, if it was taken before a crash
 
     @property
     def waiting(self) -> tuple[Unfinished, ...]:
-        """What may be started, oldest first."""
+        """Groups that may be started, oldest first."""
         return tuple(self._waiting.values())
 
     @property
     def num_finished(self) -> int:
-        """Groups that are complete and wait for their training."""
+        """Number of complete groups that are not in training."""
         return len(self._finished)
 
     @property
     def newest_id(self) -> int:
-        """Of the prompt that was fetched last."""
+        """Id of the prompt that was fetched last."""
         return self._tally.newest_id
 
     def capacity(self) -> int:
-        """How many groups to start now."""
+        """Return how many groups to start now."""
         self._filter_too_old()
-        rules, at_hand = self.rules, len(self._finished) + len(self._running)
+        rules, held_groups = self.rules, len(self._finished) + len(self._running)
         if not self.is_open:
             return 0
         if rules.max_staleness is None:
-            return rules.start_size - at_hand if at_hand < rules.batch_size else 0
-        ahead = self.step - self.version  # 1 between training and sync: what starts then is a version older
-        under_way = at_hand + len(self._in_training)
-        in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - under_way
-        to_the_end = (rules.num_steps - self.step) * rules.batch_size - under_way
+            return rules.start_size - held_groups if held_groups < rules.batch_size else 0
+        ahead = self.step - self.version  # 1 between training and sync: new groups start one version behind
+        in_flight = held_groups + len(self._in_training)
+        in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - in_flight
+        to_the_end = (rules.num_steps - self.step) * rules.batch_size - in_flight
         return max(0, min(in_time, to_the_end))
 
     def has_spare(self) -> bool:
-        """Whether a batch is left of what is finished and what runs when one of these groups is dropped."""
+        """Whether finished and running groups still fill a batch after one of them is dropped."""
         return len(self._finished) + len(self._running) > self.rules.batch_size
 
     def fetched(self, prompts: Sequence[Prompt]) -> list[Unfinished]:
-        """Prompts came from the cursor; they wait."""
+        """Add prompts of the cursor as waiting groups."""
         entries = [Unfinished(prompt) for prompt in prompts]
         for entry in entries:
             self._tally.fetched(entry.prompt.prompt_id)
@@ -138,7 +138,7 @@ class RolloutBuffer:
         return entries
 
     def started(self, prompt_id: int) -> Unfinished:
-        """A waiting group runs now; returns it as it is to be gone on with. Answers that are too old are begun anew."""
+        """Start a waiting group and return it as it resumes: without its answers when they are too old."""
         entry = self._waiting.pop(prompt_id)
         since = min((sample.oldest_version for sample in entry.samples), default=self.version)
         if since < self._oldest_allowed():
@@ -149,13 +149,15 @@ class RolloutBuffer:
         return entry
 
     def finished(self, group: SampleGroup, *, wanted: bool) -> None:
-        """A running group is complete; one that is not wanted is filtered."""
+        """Record that a running group is complete; filter it unless ``wanted``."""
         del self._running[group.prompt_id], self._since[group.prompt_id]
         self._settled(group, wanted)
 
     def cut_off(self, entry: Unfinished) -> None:
-        """A running group was ended early; it waits, with its tokens where they are kept. It counts where there is a
-        batch without it: what a preemption cuts off says nothing of the rollout."""
+        """Return an aborted group to the waiting ones, with its tokens if ``keep_partial``.
+
+        It counts as aborted only when the batch is full without it: aborts by a preemption are not counted.
+        """
         prompt_id = entry.prompt.prompt_id
         del self._running[prompt_id], self._since[prompt_id]
         is_surplus = self.rules.max_staleness is None and len(self._finished) >= self.rules.batch_size
@@ -166,38 +168,40 @@ class RolloutBuffer:
         self._waiting[prompt_id] = entry
 
     def has_batch(self) -> bool:
-        """Whether ``take`` would give one."""
+        """Whether ``take`` would return a batch."""
         self._filter_too_old()
         return self._batch() is not None
 
     def take(self) -> list[SampleGroup] | None:
-        """The groups to train next, by prompt id, or None as long as they are not there."""
+        """Return the groups to train next, ordered by prompt id; None while the batch is incomplete."""
         self._filter_too_old()
         batch = self._batch()
-        return None if batch is None else self._lend(batch)
+        return None if batch is None else self._move_to_training(batch)
 
     def take_again(self, prompt_ids: Iterable[int], counts: Mapping[str, float]) -> list[SampleGroup]:
-        """The batch that was taken before a crash, with its ``counts``. Raises KeyError naming a group that is not
-        finished."""
+        """Take again the batch that was taken before a crash, with its ``counts``.
+
+        Raises KeyError for a group that is not finished.
+        """
         self._filter_too_old()
-        groups = self._lend([self._finished[prompt_id] for prompt_id in prompt_ids])
+        groups = self._move_to_training([self._finished[prompt_id] for prompt_id in prompt_ids])
         self._counts_in_training = counts
         return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
-        """A recorded group stands in for answers to a prompt that waits. Raises KeyError naming one that does not."""
+        """Finish a waiting group with its recorded answers. Raises KeyError when it is not waiting."""
         del self._waiting[group.prompt_id]
         self._settled(group, wanted)
 
     def trained(self) -> None:
-        """What was taken is trained."""
+        """Record that the batch that was taken is trained."""
         for prompt_id in self._in_training:
             self._tally.trained(prompt_id)
         self._in_training = {}
         self.step += 1
 
     def backlog(self) -> Backlog:
-        """All that is in the buffer: what runs as it was when it was started, what is in training as finished."""
+        """Return the whole buffer: running groups as they were started, groups in training as finished."""
         found = Backlog(
             finished=(*self._in_training.values(), *self._finished.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
@@ -212,13 +216,15 @@ class RolloutBuffer:
         return found
 
     def counted(self, more: Mapping[str, float]) -> None:
-        """This happened as well, by metric name."""
+        """Add counts, by metric name."""
         for name, number in more.items():
             self._counts[name] += number
 
     def counts(self) -> Mapping[str, float]:
-        """What happened between the last two batches that were taken, and how much was held then, by metric name. A
-        batch that a preemption gave back has the counts with which it was taken first."""
+        """Return counts between the last two batches, and the groups held at the last one, by metric name.
+
+        A batch that a preemption returned to the buffer keeps the counts of its first ``take``.
+        """
         return self._counts_in_training
 
     def _settled(self, group: SampleGroup, wanted: bool) -> None:
@@ -227,7 +233,7 @@ class RolloutBuffer:
         else:
             self._filter(group)
 
-    def _lend(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
+    def _move_to_training(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
         for group in batch:
             self._in_training[group.prompt_id] = self._finished.pop(group.prompt_id)
         if self._owed_counts is None:
@@ -262,8 +268,10 @@ class RolloutBuffer:
         return oldest_first[:size] if not self._running or self._in_time(left) else None
 
     def _in_time(self, versions: Sequence[int]) -> bool:
-        """Whether groups that began at ``versions`` can all be trained, a batch a step from the next step on, before
-        they are too old. If not, those that run have to be waited for."""
+        """Whether groups that began at ``versions`` can all be trained in time, one batch per step.
+
+        The next step is the first. If False, the batch has to wait for the running groups.
+        """
         bound, size = self.rules.max_staleness, self.rules.batch_size
         if bound is None:
             return True

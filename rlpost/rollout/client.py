@@ -1,8 +1,8 @@
-"""Talking to one engine: every control request that rlpost makes of an SGLang server.
+"""HTTP client for the control requests of one SGLang server.
 
-Comes in: the engine's address and key. Goes out: parsed answers, or an error that names engine, path, status and body.
-The field names are those of SGLang 0.5.17 to 0.5.23 (``sglang/srt/managers/io_struct.py``). A client holds no
-connection: control requests are few, and so it may be used from any event loop.
+Input: the engine's address and key. Output: parsed responses, or an error with engine, path, status and body. The field
+names are those of SGLang 0.5.17 to 0.5.23 (``sglang/srt/managers/io_struct.py``). Control requests are rare, so a
+client keeps no connection and works in any event loop.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import aiohttp
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.types import Bucket
 
-LISTENING_POLL_S = 2.0  # how often an engine that takes its time is looked at
+LISTENING_POLL_S = 2.0  # interval of checks that a slow engine still listens
 
 SECRETS = ("api_key", "admin_api_key", "launch_command")
 
 
 def authorization(api_key: str) -> dict[str, str]:
-    """The header that engines and router ask for."""
+    """The HTTP header that engines and router require."""
     return {"Authorization": f"Bearer {api_key}"}
 
 
@@ -33,7 +33,7 @@ def authorization(api_key: str) -> dict[str, str]:
 class EngineClient:
     """One engine under ``url`` (``http://HOST:PORT``).
 
-    All methods raise ``EngineDied`` when nobody answers there, or not in time, and ``RolloutError`` for a refusal.
+    All methods raise ``EngineDied`` when the engine does not answer in time, and ``RolloutError`` when it refuses.
     """
 
     url: str
@@ -41,7 +41,7 @@ class EngineClient:
     timeout_s: float = 60.0
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stop generating. Requests under way are ended (abort), begun anew later (retract) or frozen (in_place)."""
+        """Stop generating. Requests in flight are aborted, recomputed later (retract) or frozen (in_place)."""
         await self.request("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -49,19 +49,19 @@ class EngineClient:
         await self.request("POST", "/continue_generation", {})
 
     async def begin_weight_update(self) -> bool:
-        """Open a session of weight updates; False where there is no such thing (up to 0.5.20), which is fine."""
+        """Open a session of weight updates; False where SGLang has none (up to 0.5.20)."""
         return await self.request("POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True) is not None
 
     async def end_weight_update(self) -> None:
-        """Close the session; only after ``begin_weight_update`` said True."""
+        """Close the session; only after ``begin_weight_update`` returned True."""
         await self.request("POST", "/end_weight_update", {})
 
     async def init_update_group(
         self, *, address: tuple[str, int], first_rank: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join the process group that weights arrive over; returns when all ``world_size`` ranks have joined.
+        """Join the process group for weights; return when all ``world_size`` ranks have joined.
 
-        Rank 0 is the sender at ``address``; this engine takes ``first_rank`` and those after it, one a GPU.
+        Rank 0 is the sender at ``address``; this engine has one rank per GPU, starting at ``first_rank``.
         """
         host, port = address
         body = {
@@ -81,8 +81,8 @@ class EngineClient:
     async def update_weights(self, bucket: Bucket, *, group_name: str, version: int | None = None) -> None:
         """Receive one bucket, broadcast by rank 0 as a single uint8 tensor, and load it.
 
-        ``version`` is given with the last bucket of an update and names the whole of it. The cache is left alone:
-        whoever updates flushes once at the end.
+        ``version``, given with the last bucket of an update, names the update. This does not flush the cache: the
+        caller flushes once at the end.
         """
         body = {
             "names": list(bucket.names),
@@ -96,8 +96,10 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_distributed", body)
 
     async def update_weights_from_handles(self, handles: Sequence[str], *, version: int | None = None) -> None:
-        """Load one bucket that lies in memory of this host; ``handles`` has one for each rank of the engine, as
-        ``rlpost.weights.trainer_side.Sharing`` makes them."""
+        """Load one bucket from shared memory of this host.
+
+        ``handles`` has one entry per rank of the engine, created by ``rlpost.weights.trainer_side.Sharing``.
+        """
         body = {
             "serialized_named_tensors": list(handles),
             "load_format": "flattened_bucket",
@@ -107,18 +109,20 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_tensor", body)
 
     async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
-        """Load the weights of a Hugging Face folder; the cache is left alone."""
+        """Load the weights of a Hugging Face folder, without flushing the cache."""
         body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
         await self.request("POST", "/update_weights_from_disk", body)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give up GPU memory: ``kv_cache``, ``weights``, ``cuda_graph``. The engine must be idle: a busy one of SGLang
-        ends itself, so it is paused first and stays so."""
+        """Release GPU memory: ``kv_cache``, ``weights``, ``cuda_graph``.
+
+        SGLang exits if it is busy, so the engine is paused first and stays paused.
+        """
         await self.pause("abort")
         await self.request("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def restore_memory(self, tags: Sequence[str]) -> None:
-        """Take that memory again; weights come back with undefined content and must be updated."""
+        """Restore released memory; weights have undefined content and must be updated."""
         await self.request("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     async def flush_cache(self) -> None:
@@ -126,11 +130,11 @@ class EngineClient:
         await self.request("POST", "/flush_cache", None)
 
     async def abort(self, rid: str | None = None) -> None:
-        """End the request ``rid``, or all; each returns what it has so far."""
+        """Abort the request ``rid``, or all; each returns its tokens so far."""
         await self.request("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def rename_weights(self, version: int) -> None:
-        """Call the weights that it has by another version."""
+        """Set the version of the current weights."""
         await self.request("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def model_info(self) -> dict[str, Any]:
@@ -148,28 +152,30 @@ class EngineClient:
     async def checksum(self) -> list[dict[str, str]]:
         """A checksum of each weight, by SGLang's own (fused) names; one mapping a tensor-parallel rank.
 
-        Up to 0.5.21 an engine can do this with CUDA only and refuses without.
+        Up to SGLang 0.5.21 this requires CUDA; other engines refuse.
         """
         answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in answer["ranks"]]
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None, *, missing_ok: bool = False) -> Any:
-        """One request; parsed JSON, or the text when it is none; None for a 404 with ``missing_ok``.
+        """Send one request; return parsed JSON, or the text if it is not JSON; None for a 404 with ``missing_ok``.
 
-        It is waited for as long as somebody listens there: a server that shuts down while it owes an answer stops
-        listening and keeps the connection for good (SGLang 0.5.21: TERM ends its scheduler first).
+        Waits while the server listens: one that shuts down with a pending response stops listening, but never closes
+        the connection (SGLang 0.5.21: TERM ends its scheduler first).
         """
         asking = asyncio.ensure_future(self._ask(method, path, body, missing_ok=missing_ok))
         try:
             while not (await asyncio.wait([asking], timeout=LISTENING_POLL_S))[0]:
                 if await self._refuses_connections() and not asking.done():
-                    raise EngineDied(f"engine {self.url}: {method} {path} has no answer, and nobody listens any more")
+                    raise EngineDied(
+                        f"engine {self.url}: {method} {path} has no answer, and the server no longer listens"
+                    )
             return asking.result()
         finally:
             asking.cancel()
 
     async def _refuses_connections(self) -> bool:
-        """Whether nobody listens, and is not merely slow."""
+        """Whether the port is closed; False for a server that is only slow."""
         where = urlsplit(self.url)
         port = where.port or (443 if where.scheme == "https" else 80)
         try:
@@ -177,7 +183,7 @@ class EngineClient:
                 _, writer = await asyncio.open_connection(where.hostname, port)
         except ConnectionRefusedError:
             return True
-        except OSError:  # a timeout is one
+        except OSError:  # TimeoutError is one
             return False
         writer.close()
         return False
@@ -203,7 +209,7 @@ class EngineClient:
 
 
 def _without_secrets(value: Any) -> Any:
-    """The same without the keys of the API, which SGLang repeats at several depths."""
+    """Remove API keys, which SGLang repeats at several depths."""
     if isinstance(value, dict):
         return {key: _without_secrets(inner) for key, inner in value.items() if key not in SECRETS}
     if isinstance(value, list):

@@ -1,14 +1,14 @@
-"""From the prompt cursor to batches of groups, in the way of --rollout-mode.
+"""The collector: turns prompts into batches of groups, according to --rollout-mode.
 
-Input: a cursor, a writer of groups, filters, a rollout buffer. Output: one batch a step, what is pending at any moment,
-and counts of what happened on the way. This module only waits: every decision is made by the ``RolloutBuffer``.
+Input: a prompt cursor, a writer of groups, filters, a rollout buffer. Output: one batch per step, the pending prompts
+at any moment, and counts. This module does the waiting; the ``RolloutBuffer`` makes every decision.
 
     sync            batch | train | sync | batch | train | sync
     one_step_off    batch | train           | sync | train         | sync      generation of the next batch begins when
                           | batch of step 2 |      | batch of 3    |           training begins and ends before sync
-    fully_async     batches all the time; an engine that gets new weights goes on with what it was writing
+    fully_async     batches all the time; an engine with new weights resumes the answers that it was writing
 
-What finished and which batches were taken goes to the journal; after a crash they come from there first.
+The journal records finished groups and taken batches; after a crash they are replayed from there first.
 """
 
 from __future__ import annotations
@@ -34,36 +34,43 @@ from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-MANY_BATCHES = 8  # so many times a batch dropped for one batch, and again at twice as many
+MANY_BATCHES = 8  # warn when this many batches of groups were dropped for one; repeat at each doubling
 
 
 class Cursor(Protocol):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; their ids rise."""
+        """Return the next ``n`` prompts; their ids rise."""
 
     def state(self) -> Mapping[str, int]:
-        """Where it stands."""
+        """Return its position."""
 
     def copy(self) -> Cursor:
-        """Another one that stands there."""
+        """Return an independent cursor at the same position."""
 
 
 class Writer(Protocol):
-    """Who makes groups; see ``rlpost.rollout.generate.GroupWriter``."""
+    """Generates groups; see ``rlpost.rollout.generate.GroupWriter``."""
 
     connection: Any
 
     async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
-        """The group, or how far it got."""
+        """Return the group, or its partial answers when generation was aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a user may decide: which scored groups are wanted, which waiting ones start first, whether tokens of older
-    weights than the last count, whether the next batch is made while training, and who writes batches down.
-    ``counters`` are more things that are counted, by metric name; ``watch`` looks after the engines while entered.
+    """Options of a collector.
+
+    Attributes:
+        wanted: which scored groups are trained.
+        first: which waiting groups start first.
+        mask_older: mask tokens of older weights than the last out of the loss.
+        ahead: generate the next batch during training.
+        record: called with the step and the groups of each batch.
+        counters: further counts, by metric name.
+        watch: a context that health-checks the engines while entered.
     """
 
     wanted: GroupFilter = lambda group: True
@@ -76,7 +83,7 @@ class Choices:
 
 
 class Collector:
-    """Batches of groups that are generated; see the module."""
+    """Generates batches of groups; see the module."""
 
     def __init__(
         self,
@@ -99,16 +106,16 @@ class Collector:
         self._check_journal()
 
     async def batch(self) -> list[SampleGroup]:
-        """The groups to train next.
+        """Return the groups to train next.
 
         Raises:
-            Preempted: a stop was requested; everything is cut off and in the backlog.
-            RolloutError: a request failed for good; everything else is cut off.
-            CheckpointError: the journal cannot be read any more.
+            Preempted: a stop was requested; running groups are aborted and in the backlog.
+            RolloutError: a request failed permanently; the other groups are aborted.
+            CheckpointError: the journal became unreadable.
         """
         if self._stop_requested():
             await self._stopped()
-        groups = self._again()
+        groups = self._replayed_batch()
         if groups is None:
             self._open()
             await self._until_batch()
@@ -125,48 +132,48 @@ class Collector:
             and not self._journal.num_batches
             and self._buffer.step + 1 < self._buffer.rules.num_steps
         ):
-            self._again()
+            self._replayed_batch()
             self._open()
         return groups
 
     def trained(self) -> None:
-        """The last batch is trained."""
+        """Record that the last batch is trained."""
         self._buffer.trained()
 
     async def settle(self) -> None:
-        """Bring generation to where the weights may change. Raises what ``batch`` raises."""
+        """Bring generation to a point where the weights may change. Raises as ``batch`` does."""
         if self._choices.ahead and self._buffer.is_open:
             await self._until_batch()
 
     def synced(self, version: int) -> None:
-        """The engines have the weights of ``version``."""
+        """Record that the engines have the weights of ``version``."""
         self._buffer.version = version
         if self._buffer.is_open:
             self._fill()
 
     def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
-        """State of the cursor, and all that was fetched before it and is not trained."""
+        """Return the state of the cursor, and all fetched prompts that are not trained."""
         self._buffer.counted(self._choices.counters())
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
-        """Whether something may be written before the next batch is trained: not while the journal has batches."""
+        """Whether anything may be generated before the next batch is trained: not while batches are replayed."""
         return self._journal.num_batches <= self._begins_early
 
     def counts(self) -> Mapping[str, float]:
-        """What happened before the last batch and since the one before it, by metric name."""
+        """Return counts between the last two batches, by metric name."""
         return self._buffer.counts()
 
     def _check_journal(self) -> None:
-        """Before anything is trained: what of the journal belongs to this run and these prompts."""
+        """Use only those journal records that match this run and its prompts."""
         records, found = self._journal.waiting, Fit(0, self._buffer.step)
         if records:
             found = fit(records, self._buffer, self._cursor.copy())
-            self._choices.counters()  # rows that the copy skipped
+            self._choices.counters()  # discard counts of rows that the copy skipped
         self._journal.end_at(found.position, step=found.step, why=found.why)
 
-    def _again(self) -> list[SampleGroup] | None:
-        """The batch that was taken here before a crash; all groups that had finished are in the buffer once more."""
+    def _replayed_batch(self) -> list[SampleGroup] | None:
+        """Replay finished groups into the buffer; return the batch taken at this step before a crash, or None."""
         taken = None
         for record in self._journal.again():
             while self._buffer.newest_id < newest_fetched(record):
@@ -174,12 +181,12 @@ class Collector:
             if record.kind == GROUP:
                 self._buffer.replayed(record.group(), wanted=record.meta["wanted"])
             else:
-                self._choices.counters()  # they are in the record
+                self._choices.counters()  # discard: the record has them
                 taken = self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])
         return taken
 
     async def stop(self) -> None:
-        """Cut off what runs. A run that has to leave waits neither for an engine that hangs nor for a slow tool."""
+        """Abort running groups. After a stop request, do not wait for a hung engine or a slow tool."""
         self._buffer.is_open = False
         await self._writer.connection.halt(list(self._tasks), must_leave=self._stop_requested)
 
@@ -189,8 +196,8 @@ class Collector:
         self._fill()
 
     async def _until_batch(self) -> None:
-        """Wait until there is a batch; where generation works for one at a time, cut off the rest."""
-        async with self._choices.watch():  # also while the rest is cut off: an engine that hangs would never let go
+        """Wait for a batch; where batches are generated one at a time, abort the surplus groups."""
+        async with self._choices.watch():  # also during the abort: a hung engine would block it
             await self._wait()
             if self._buffer.rules.max_staleness is None:
                 await self.stop()
@@ -204,7 +211,7 @@ class Collector:
                 await self._stopped()
             if self._buffer.has_batch():
                 return
-            assert self._tasks, "no batch, and nothing that could become one"
+            assert self._tasks, "no batch, and no group in flight"
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_POLL_S):
@@ -215,7 +222,7 @@ class Collector:
         raise Preempted(f"a stop was requested while generating; {self._buffer.num_finished} groups are kept")
 
     def _fill(self) -> None:
-        """Start as many groups as the buffer has capacity for: first those that wait, then new prompts."""
+        """Start as many groups as the buffer has capacity for: waiting ones first, then new prompts."""
         while (capacity := self._buffer.capacity()) > 0:
             for entry in self._chosen(capacity) or self._buffer.fetched(self._cursor.take(capacity)):
                 task = asyncio.create_task(self._run(self._buffer.started(entry.prompt.prompt_id)))
@@ -223,7 +230,7 @@ class Collector:
                 task.add_done_callback(self._done)
 
     def _chosen(self, capacity: int) -> Sequence[Unfinished]:
-        """Which of the groups that wait start now. Raises ConfigError when --buffer-filter-path names others."""
+        """Return the waiting groups to start. Raises ConfigError when --buffer-filter-path returns others."""
         waiting = self._buffer.waiting
         chosen = list(self._choices.first(waiting, capacity))[:capacity] if waiting else []
         left = {entry.prompt.prompt_id for entry in waiting}
@@ -232,7 +239,7 @@ class Collector:
                 left.remove(entry.prompt.prompt_id)
             else:
                 raise ConfigError(
-                    "rollout.buffer_filter_path: the function returned what does not wait, or the same twice: "
+                    "--buffer-filter-path: the function returned a group that is not waiting, or one twice: "
                     f"{repr(entry)[:200]}; it has to return groups that it was given, each once"
                 )
         return chosen
@@ -249,21 +256,21 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        wanted = bool(written.samples) and self._is_wanted(written)  # without samples it was given up
+        wanted = bool(written.samples) and self._is_wanted(written)  # no samples: the prompt was given up
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
         self._buffer.finished(written, wanted=wanted)
         if not wanted:
-            self._say_dropped()
+            self._warn_if_many_dropped()
         if self._buffer.is_open and self._failure is None:
             self._fill()
 
     def _is_wanted(self, group: SampleGroup) -> bool:
-        """Whether to train a group, by the filter, and by what there would be without it."""
+        """Whether to train a group, by the filter and by the number of other groups."""
         wanted = self._choices.wanted
         return wanted(group) or (keeps_when_insufficient(wanted) and not self._buffer.has_spare())
 
-    def _say_dropped(self) -> None:
-        """A filter that drops nearly everything looks like a run that hangs."""
+    def _warn_if_many_dropped(self) -> None:
+        """Warn about a filter that drops nearly all groups: the run would appear to hang."""
         self._num_dropped += 1
         batches, rest = divmod(self._num_dropped, self._buffer.rules.batch_size)
         if rest == 0 and batches >= MANY_BATCHES and batches & (batches - 1) == 0:
@@ -283,7 +290,7 @@ class Collector:
 
 
 class Replay:
-    """Batches that were recorded (--load-debug-rollout-data): the same face as ``Collector``, and no engine."""
+    """Recorded batches (--load-debug-rollout-data): the same interface as ``Collector``, without engines."""
 
     def __init__(
         self,
@@ -298,11 +305,11 @@ class Replay:
         self._counters, self._stop_requested = counters, stop_requested
 
     async def batch(self) -> list[SampleGroup]:
-        """The recorded groups of the step, whose prompts are fetched.
+        """Return the recorded groups of the step, after fetching their prompts.
 
         Raises:
             Preempted: a stop was requested.
-            DataError: there is no recording, or it answers prompts that are not this run's next ones.
+            DataError: the recording is missing, or its prompts are not the next ones of this run.
         """
         if self._stop_requested():
             raise Preempted("a stop was requested before the next recorded batch")
@@ -325,8 +332,8 @@ class Replay:
         if len(groups) != self._buffer.rules.batch_size or not waiting.issuperset(found):
             raise DataError(
                 f"{self._template}: the recording of step {step} has {len(groups)} groups, of prompts "
-                f"{found[0]}..{found[-1]}; this run needs {self._buffer.rules.batch_size}, from "
-                f"{sorted(waiting)[:1]} on"
+                f"{found[0]}..{found[-1]}; this run needs {self._buffer.rules.batch_size}, "
+                f"starting at {sorted(waiting)[:1]}"
             )
         return groups
 
@@ -335,7 +342,7 @@ class Replay:
         self._buffer.trained()
 
     async def settle(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no group is running."""
 
     def synced(self, version: int) -> None:
         """See ``Collector``."""
@@ -346,7 +353,7 @@ class Replay:
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
-        """Engines follow the training as if they had written the batches."""
+        """True: engines are updated as if they had generated the batches."""
         return True
 
     def counts(self) -> Mapping[str, float]:
@@ -354,4 +361,4 @@ class Replay:
         return self._buffer.counts()
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no group is running."""

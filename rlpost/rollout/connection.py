@@ -1,7 +1,7 @@
-"""The way to the engines: requests through the router, bounded, tried again where that helps, and ended together.
+"""Generation requests to the engines through the router: bounded, retried where safe, and aborted together.
 
-Comes in: prompts as token ids with sampling parameters. Goes out: the JSON of SGLang's ``POST /generate``; or
-``Halted``, which says that no more tokens are wanted now.
+Input: prompts as token ids with sampling parameters. Output: the JSON of SGLang's ``POST /generate``; or ``Halted``
+while generation is suspended.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from rlpost.rollout.engine import LONGEST_GENERATION_S
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; doubles
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between retries; doubles
 NOT_REACHED = ("call_upstream_request_error", "no_available_workers")
-"""What the router calls it when the engine it chose, or every engine, was not there."""
+"""Error codes of the router when the chosen engine, or every engine, is unreachable."""
 NOT_BEGUN = (499, 503)
-"""Nothing is lost with it: SGLang 0.5.17 answers 499 for a request that an abort met before the scheduler had it, where
-later ones answer as for any other; 503 is the router's."""
-ABORT_AGAIN_S = 0.5  # a request that was on its way to an engine while the others were aborted
-LEAVE_S = 20.0  # for what runs to be cut off when the run has to leave
+"""Statuses that are safe to retry: SGLang 0.5.17 answers 499 when a request is aborted before it reaches the scheduler
+(later versions answer as for any abort); 503 is the router's."""
+ABORT_AGAIN_S = 0.5  # catches requests that reached an engine after the last abort
+LEAVE_S = 20.0  # deadline for running groups to abort after a stop request
 
 
 class Halted(Exception):
-    """Generation was cut off; what is written so far is in the builder."""
+    """Generation is suspended; the builder has the partial answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterAddress:
-    """Where to generate. ``concurrency`` bounds the requests under way over all engines."""
+    """Router and engines. ``concurrency`` bounds the requests in flight over all engines."""
 
     url: str
     api_key: str = field(repr=False)
     engine_urls: tuple[str, ...]
     concurrency: int
     timeout_s: float = float(LONGEST_GENERATION_S)  # of one request
-    patience_s: float = 600.0  # of waiting between tries that reach no engine: a dead one is restarted meanwhile
+    patience_s: float = 600.0  # total wait between retries that reach no engine: one may be restarting
 
     async def abort_all(self) -> None:
-        """End every request on every engine. One that does not answer is only logged: its requests end with it."""
+        """Abort all requests on all engines. An engine that does not answer is logged only."""
         engines = [EngineClient(url, self.api_key, timeout_s=5.0) for url in self.engine_urls]
         answers = await asyncio.gather(*(engine.abort() for engine in engines), return_exceptions=True)
         for answer in answers:
@@ -60,16 +60,16 @@ class RouterAddress:
 
 
 class Connection:
-    """An asynchronous context; requests may be made inside it."""
+    """A session of requests; an asynchronous context manager."""
 
     def __init__(self, router: RouterAddress) -> None:
         self.router = router
         self.halted = False
-        self._room = asyncio.Semaphore(router.concurrency)
+        self._capacity = asyncio.Semaphore(router.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Connection:
-        # Requests outnumber the connections by far; the semaphore is the only bound.
+        # The default limit of connections is far too low; the semaphore is the only bound.
         self._session = aiohttp.ClientSession(
             headers=authorization(self.router.api_key),
             connector=aiohttp.TCPConnector(limit=0),
@@ -84,13 +84,13 @@ class Connection:
         await self._session.close()
 
     async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
-        """One answer, cut off ("abort") or not. ``what`` is for messages.
+        """Return one response, complete or aborted. ``what`` names the request in messages.
 
         Raises:
-            Halted: no request was made, since ``halt`` was called.
-            RolloutError: it failed for good.
+            Halted: ``halt`` was called, and no request was made.
+            RolloutError: the request failed permanently.
         """
-        async with self._room:
+        async with self._capacity:
             if self.halted:
                 raise Halted
             return await self._post(
@@ -98,9 +98,9 @@ class Connection:
             )
 
     async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
-        """End all requests until every one of ``running`` is done; new ones raise Halted until ``go_on``.
+        """Abort all requests until all ``running`` tasks are done; new ones raise Halted until ``go_on``.
 
-        What is not done LEAVE_S seconds after ``must_leave()`` was true is cancelled.
+        Tasks that are not done LEAVE_S seconds after ``must_leave()`` became true are cancelled.
         """
         self.halted, left_at = True, math.inf
         waiting = [task for task in running if not task.done()]
@@ -111,20 +111,20 @@ class Connection:
             if left_at == math.inf and must_leave():
                 left_at = time.monotonic()
             if waiting and time.monotonic() - left_at > LEAVE_S:
-                logger.warning("%d groups did not end within %.0f s; they are given up", len(waiting), LEAVE_S)
+                logger.warning("%d groups did not end within %.0f s; cancelling them", len(waiting), LEAVE_S)
                 for task in waiting:
                     task.cancel()
                 await asyncio.gather(*waiting, return_exceptions=True)
                 return
 
     def go_on(self) -> None:
-        """Requests may be made again."""
+        """Allow requests again."""
         self.halted = False
 
     async def _post(self, what: str, body: Mapping[str, Any]) -> Any:
-        """The answer to one request, tried again when it cannot have reached an engine that still works."""
+        """Return the response to one request; retry it when no working engine can have received it."""
         assert self._session is not None, "used outside its context"
-        url, waited_s, pause_s = self.router.url, 0.0, FIRST_PAUSE_S  # what an engine took to write is not waiting
+        url, waited_s, pause_s = self.router.url, 0.0, FIRST_PAUSE_S  # waited_s excludes the time of generation
         while True:
             try:
                 async with self._session.post(f"{url}/generate", json=body) as response:
@@ -135,13 +135,13 @@ class Connection:
                     is_lost = response.status not in NOT_BEGUN and not any(code in text for code in NOT_REACHED)
             except TimeoutError as error:
                 raise RolloutError(f"router {url}: {what} was not answered in time") from error
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:  # not there, or cut off
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:  # unreachable, or disconnected
                 failure, is_lost = f"does not answer: {error or type(error).__name__}", False
             except (aiohttp.ClientError, ValueError) as error:
-                failure, is_lost = f"answered 200 and no JSON: {error}", True
+                failure, is_lost = f"answered 200 without valid JSON: {error}", True
             if is_lost or waited_s + pause_s > self.router.patience_s:
                 raise RolloutError(f"router {url}: {what} ({len(body['input_ids'])} tokens): {failure}")
-            logger.debug("router %s %s; again in %.1f s", url, failure, pause_s)
+            logger.debug("router %s %s; retrying in %.1f s", url, failure, pause_s)
             await asyncio.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

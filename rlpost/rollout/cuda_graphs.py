@@ -1,6 +1,6 @@
-"""Whether an engine gives up the memory of its CUDA graphs with the tag ``cuda_graph``. Pure.
+"""Whether an engine releases the memory of its CUDA graphs with the tag ``cuda_graph``. Pure.
 
-Input: the settings of an engine and the variables that are set. Output: what to add to both, or why they contradict.
+Input: the settings of an engine and its environment variables. Output: additions to both, or why they contradict.
 
 SGLang 0.5.17 to 0.5.23 capture graphs in memory that the tag releases only with the variable
 ``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it the backend that

@@ -1,7 +1,7 @@
-"""One SGLang engine, and the router before all of them, as things that can be started and stopped.
+"""Starts and stops one SGLang engine, or the router in front of all engines.
 
-Comes in: model, address, key, settings. Goes out: an address that answers, or an error with the end of the log. Both
-are plain classes that hold one process each; who places them on nodes is decided elsewhere.
+Input: model, address, key, settings. Output: an address that answers, or an error with the end of the log. Both are
+plain classes that hold one process each; ``rlpost.orchestration`` places them on nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Engine:
             RolloutError: it was not ready within ``deadline_s`` seconds; it is stopped.
         """
         started = time.monotonic()
-        self.stop()  # of a start that nobody waited for
+        self.stop()  # left over from a start that was cancelled
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
         self._server.spawn(

@@ -1,12 +1,12 @@
-"""The engines' side of a weight update: pause, move, check, resume. The other is ``rlpost.weights.trainer_side``.
+"""The engine side of a weight update; ``rlpost.weights.trainer_side`` is the other side.
 
-Comes in: addresses of engines, a mover, a version. Goes out: all engines on the new version, generating again.
+Input: addresses of engines, a mover, a version. Output: all engines on the new version, generating again.
 
-    pause -> begin -> the mover moves the weights -> end -> (ready) -> flush cache -> version? -> resume
+    pause -> begin -> the mover moves the weights -> end -> (ready) -> flush cache -> check version -> resume
 
-A mover is one way from the trainer to the engines: a broadcast to other GPUs, handles to memory on the same GPU, or
-files. Invariant: no engine generates with weights of two versions. If anything fails, the engines stay paused and the
-error names the one that failed; the caller ends them.
+A mover is a transport from the trainer to the engines: a broadcast to other GPUs, memory handles on the same GPU, or
+files. Invariant: no engine generates with weights of two versions. On a failure the engines stay paused, and the error
+names the engine that failed; the caller stops them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ PauseMode = Literal["abort", "retract"]
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """An engine that takes weights."""
+    """An engine that receives weights."""
 
     address: EngineAddress
     client: EngineClient
 
 
 class Mover(Protocol):
-    """One way for weights. ``in_session``: whether SGLang wants its session of updates around it."""
+    """A transport for weights. ``in_session``: whether SGLang needs an update session around it."""
 
     in_session: bool
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """Bring all weights to all engines, which are paused; the last message carries the version.
+        """Send all weights to all engines, which are paused; the last message carries the version.
 
         Raises SyncError, which names the engine that failed.
         """
 
 
 class WeightUpdate:
-    """A set of engines that change their weights together."""
+    """Updates the weights of a set of engines together."""
 
     def __init__(self, engines: Sequence[EngineAddress], *, api_key: str, timeout_s: float = 600.0) -> None:
         self.receivers = tuple(
@@ -65,8 +65,10 @@ class WeightUpdate:
         pause: PauseMode = "abort",
         ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Move all engines to ``version``. Requests under way end where they are (``abort``) or go on afterwards, their
-        cache computed anew with the new weights (``retract``). ``ready`` is awaited once all weights have arrived.
+        """Bring all engines to ``version``.
+
+        Requests in flight are aborted (``abort``), or resume afterwards with their KV cache recomputed by the new
+        weights (``retract``). ``ready`` is awaited once all weights have arrived.
 
         Raises SyncError: an engine failed or reports another version; all engines stay paused.
         """
@@ -89,7 +91,7 @@ class WeightUpdate:
         )
 
     async def _check_version(self, version: int) -> None:
-        seen = await self._each("tell their version", lambda engine: engine.weight_version())
+        seen = await self._each("report their version", lambda engine: engine.weight_version())
         wrong = [
             f"engine {one.address.url} has {got!r}"
             for one, got in zip(self.receivers, seen, strict=True)
@@ -99,7 +101,7 @@ class WeightUpdate:
             raise SyncError(f"weights of version {version} were sent, but {', '.join(wrong)}; all engines stay paused")
 
     async def leave_groups(self, group_name: str, num_stages: int) -> None:
-        """Let engines leave the groups of a broadcast; one that was never in it, or is new, is no error."""
+        """Destroy the process groups of a broadcast on all engines; an engine that is not a member is no error."""
         for stage in range(num_stages):
             group = stage_group(group_name, stage)
             leaving = [one.client.destroy_update_group(group) for one in self.receivers]
@@ -114,24 +116,24 @@ class WeightUpdate:
 
 
 class BroadcastMover:
-    """To engines on other GPUs, over one process group a pipeline stage that all engines share with its source."""
+    """Broadcasts to engines on other GPUs, over one process group per pipeline stage."""
 
     in_session = True
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[int], Awaitable[None]], *, group_name: str) -> None:
-        """Args: ``send(i)`` makes the trainer broadcast ``buckets[i]`` as one uint8 tensor."""
+        """``send(i)`` makes the trainer broadcast ``buckets[i]`` as one uint8 tensor."""
         assert buckets, "an update without weights"
         self._buckets = buckets
         self._send = send
         self._group_name = group_name
 
     async def connect(self, receivers: Sequence[Receiver], sources: Sequence[tuple[str, int]], *, backend: str) -> None:
-        """All engines join the groups whose rank 0 are at ``sources``, (host, port) of each pipeline stage.
+        """Make all engines join the groups; ``sources`` holds (host, port) of rank 0 for each pipeline stage.
 
-        Returns when the sources have joined too, so their own joining must run at the same time.
+        Returns when the sources have joined as well, so they must join concurrently.
 
         Raises:
-            SyncError: naming the engine that could not.
+            SyncError: an engine could not join; the message names it.
         """
         world_size = 1 + num_engine_ranks(receivers)
         for stage, address in enumerate(sources):
@@ -150,10 +152,10 @@ class BroadcastMover:
             await together("join the weight-update group", joining)
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """Every engine receives a bucket while it is sent.
+        """Send each bucket while all engines receive it.
 
-        An engine that refuses never joins the broadcast, and the sender would wait for it: hence the first failure
-        ends the wait for all.
+        An engine that refuses never joins the broadcast and would block the sender, so the first failure cancels all
+        calls.
         """
         for index, bucket in enumerate(self._buckets):
             last = version if index == len(self._buckets) - 1 else None
@@ -163,7 +165,7 @@ class BroadcastMover:
 
 
 class SharingMover:
-    """To engines on the trainer's own GPUs: a rank of the trainer hands its neighbour a handle to the memory."""
+    """Shares memory with colocated engines: each trainer rank passes a memory handle to the engine rank on its GPU."""
 
     in_session = True
 
@@ -174,15 +176,18 @@ class SharingMover:
         *,
         ranks_of: Sequence[Sequence[int]],
     ) -> None:
-        """Args: ``share(i)`` gathers ``buckets[i]`` and returns each trainer rank's handle; ``ranks_of[engine]``: the
-        trainer ranks on the GPUs of an engine, in the order of its own ranks."""
+        """
+        Args:
+            share: ``share(i)`` gathers ``buckets[i]`` and returns the handle of each trainer rank.
+            ranks_of: for each engine, the trainer ranks on its GPUs, in the order of the engine's ranks.
+        """
         assert buckets, "an update without weights"
         self._buckets = buckets
         self._share = share
         self._ranks_of = ranks_of
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """One bucket after another, the next one gathered while the engines load this one."""
+        """Send one bucket after another; gather the next one while the engines load this one."""
         handles = await self._share(0)
         for index, bucket in enumerate(self._buckets):
             is_last = index == len(self._buckets) - 1
@@ -198,16 +203,16 @@ class SharingMover:
 
 
 class DiskMover:
-    """Through a Hugging Face folder that trainer and engines see."""
+    """Writes a Hugging Face folder on storage that trainer and engines share."""
 
     in_session = False
 
     def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
-        """Args: ``prepare(version)`` writes the weights and returns the folder that each engine is to read."""
+        """``prepare(version)`` writes the weights and returns the folder to read for each engine."""
         self._prepare = prepare
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """All engines read at the same time."""
+        """Write the weights; all engines read them concurrently."""
         folders = await self._prepare(version)
         reading = [
             one.client.update_weights_from_disk(folder, version=version)
@@ -217,10 +222,9 @@ class DiskMover:
 
 
 class DeltaMover:
-    """Through files that hold what changed: copies of the model's folder take it, and the engines read those.
+    """Sends changed elements through files: copies of the model's folder apply them, and the engines read the copies.
 
-    The first update of a mover is whole, so that nothing is taken for granted of a copy or an engine that is new; so is
-    the one after a failure.
+    The first update of a mover and the one after a failure send all weights, because a copy may be new or stale.
     """
 
     in_session = False
@@ -232,23 +236,26 @@ class DeltaMover:
         *,
         copy: str,
     ) -> None:
-        """Args: ``write(version, whole)`` writes all weights or what changed since it wrote last; ``take(version)``
-        lets every copy take that and returns why each could not, None for one that could; ``copy`` is the copy's
-        folder, the same on every host."""
+        """
+        Args:
+            write: ``write(version, whole)`` writes all weights, or the changes since the last write.
+            take: ``take(version)`` applies that to every copy; returns for each the reason of a failure, or None.
+            copy: the folder of the copy, the same on every host.
+        """
         self._write = write
         self._take = take
         self._copy = copy
         self._whole = True
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """All copies take the version, then all engines read at the same time."""
+        """Update all copies, then let all engines read them concurrently."""
         whole, self._whole = self._whole, True
         problems = await self._taken(version, whole)
         if problems and not whole:
-            logger.warning("all weights of version %d are sent: %s", version, "; ".join(problems))
+            logger.warning("a delta failed, sending all weights of version %d: %s", version, "; ".join(problems))
             problems = await self._taken(version, True)
         if problems:
-            raise SyncError(f"weights of version {version} did not arrive: {'; '.join(problems)}")
+            raise SyncError(f"the copies could not apply the weights of version {version}: {'; '.join(problems)}")
         reading = [one.client.update_weights_from_disk(self._copy, version=version) for one in receivers]
         await together("read the weights from disk", reading)
         self._whole = False
@@ -259,27 +266,27 @@ class DeltaMover:
 
 
 def num_engine_ranks(receivers: Sequence[Receiver]) -> int:
-    """Ranks of all engines together."""
+    """Total number of ranks of all engines."""
     return sum(one.address.num_gpus for one in receivers)
 
 
 def num_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket's weights; the first number in the name of a type is its bits."""
+    """Size of a bucket in bytes; the first number in a dtype's name is its number of bits."""
     sizes = [int(re.findall(r"\d+", dtype)[0]) // 8 for dtype in bucket.dtypes]
     return sum(math.prod(shape) * size for shape, size in zip(bucket.shapes, sizes, strict=True))
 
 
 def stage_group(name: str, stage: int) -> str:
-    """The name of the group in which a pipeline stage's source sends."""
+    """The name of the process group of a pipeline stage."""
     return f"{name}-{stage}"
 
 
 def _described(bucket: Bucket) -> str:
-    return f"{len(bucket.names)} weights from {bucket.names[0]} on"
+    return f"{len(bucket.names)} weights starting with {bucket.names[0]}"
 
 
 async def together(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
-    """Results in order. The first failure ends the others and becomes a SyncError, which names the engine."""
+    """Return results in order. The first failure cancels the others and raises SyncError with the engine's name."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,6 +1,6 @@
-"""What a set of scored groups says in a few numbers, and the numbers of held-out prompts.
+"""Metrics of scored groups, and of held-out prompts.
 
-Comes in: groups, or prompts to make them from. Goes out: means over all samples, each sample counted once; and pass@k.
+Input: groups, or prompts to generate them from. Output: means over all samples, each sample counted once; and pass@k.
 """
 
 from __future__ import annotations

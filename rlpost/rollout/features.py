@@ -1,11 +1,10 @@
-"""What an SGLang server can do, by its version; which of that a run needs. Pure.
+"""Features of SGLang servers by version, and checks of those that a run needs. Pure.
 
-Comes in: what servers say of themselves (``version`` of ``GET /server_info``) and what the run will ask of them. Goes
-out: nothing, or an error that names the server, what it lacks and what that is for; and whether it has what a run can
-do without.
+Input: the versions of the servers (``version`` of ``GET /server_info``) and the features that the run needs. Output: an
+error that names the server, the missing feature and its purpose; and whether optional features are present.
 
-The table is what running and reading the servers from OLDEST to NEWEST showed (CONTRIBUTING.md: how to run another). A
-newer one is taken for the newest known, with a warning.
+The table was determined from source and test runs of the versions OLDEST to NEWEST (CONTRIBUTING.md: how to run
+another). A newer version is treated as NEWEST, with a warning.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which groups are worth training, and which waiting ones are gone on with first.
+"""Loads custom functions: the group filter, the buffer filter and the generate function.
 
     --dynamic-sampling-filter-path    (group: SampleGroup) -> bool: whether to train a scored group
     --buffer-filter-path              (waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-                                      which of the groups that wait to start now, at most ``num_groups``
+                                      the waiting groups to start now, at most ``num_groups``
     --custom-generate-function-path   async (builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams)
                                       -> Sample or several: writes an answer (``rlpost.rollout.response_builder``)
 
-Functions with the signatures of slime do as well (``rlpost.compat.slime``).
+Functions with the signatures of slime work as well (``rlpost.compat.slime``).
 
-Comes in: a dotted path, or FILE.py:function. Goes out: the function. Paths that recipes for slime use mean ours.
+Input: a dotted path, or FILE.py:function. Output: the function. Paths that recipes for slime use mean ours.
 """
 
 from __future__ import annotations

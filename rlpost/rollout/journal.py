@@ -1,20 +1,20 @@
-"""The journal: every finished group, batch and evaluation since the last checkpoint, written before it is used.
+"""The journal: a write-ahead log of finished groups, batches and evaluations since the last checkpoint.
 
-Comes in: what happens. Goes out: after a crash, the same once more, so that a run trains again without generating
-again what was finished. Together with the checkpoint it goes on from, this is the recovery of a database: state, and a
-log of what came after it (Mohan et al., ARIES, TODS 1992, for the principle).
+Input: events. Output: the same events after a crash, so that a run trains again without generating finished groups
+again. Checkpoint and journal together work as the recovery of a database does: a state, and a log of what followed it
+(the principle of ARIES, Mohan et al., TODS 1992).
 
-    resume    what provably follows on the checkpoint is read, written once more as a separate segment, and waits
-    end_at    what waits is used only up to a record (``rlpost.rollout.replay`` found that it does not belong there)
-    append    a record goes to the file at once: it outlives the process
-    durable   it outlives the machine: one fsync for all that was appended before (group commit)
-    begin     a new state is going to be saved: its events go to a separate segment, beginning with what still waits
-    compact   the state is committed: segments before the oldest one that is kept go
+    resume    read the records that provably follow the checkpoint, copy them to a new segment, keep them for replay
+    end_at    replay only up to a given record (``rlpost.rollout.replay`` found that the next one does not match)
+    append    write a record to the file at once: it survives a crash of the process
+    durable   fsync all records appended so far (group commit): they survive a crash of the machine
+    begin     before a new state is saved: start a new segment for later events, with the records still to be replayed
+    compact   after the state is committed: delete segments older than the oldest one that is kept
 
-A segment appears under the next number as a whole, and never in place of another; what a resume found is written under
-a new number as well. So an earlier attempt that is still alive writes to segments that are no longer read, or its next
-segment exists already and it ends. Each header seals the segment before (``journal_chain``). Bad storage alone never
-ends a run: it continues without its journal until its next state, and logs that it would generate again after a crash.
+A segment appears under the next number as a whole and never replaces another; a resume, too, writes to a new number. An
+earlier attempt that is still alive therefore writes to segments that are no longer read, or ends because its next
+segment exists already. Each header seals the previous segment (``journal_chain``). A storage failure alone never ends a
+run: it continues without a journal until the next checkpoint, and logs that a crash would repeat generation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FSYNC_DEADLINE_S = 60.0
 
 
 class Journal:
-    """Of one attempt; made by ``resume``."""
+    """The journal of one attempt; create it with ``resume``."""
 
     def __init__(self, folder: Path | None, settings: str, *, data: str | None = None, next_number: int) -> None:
         self._folder, self._settings, self._data, self._next_number = folder, settings, data, next_number
@@ -77,7 +77,7 @@ class Journal:
         self._lock = asyncio.Lock()
         self._appended = self._synced = 0  # records
         self._unbroken = True
-        self._held: list[bytes] | None = None  # while a new segment is being made
+        self._held: list[bytes] | None = None  # records appended while a new segment is created
         self._spent_s = 0.0
 
     @classmethod
@@ -92,7 +92,7 @@ class Journal:
             there, unreadable = read_folder(folder)
             numbers = [int(path.stem) for path in segment_paths(folder)]
         except OSError as error:
-            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}; mend the storage") from error
+            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}; repair the storage") from error
         found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
@@ -104,7 +104,7 @@ class Journal:
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
-                "journal: %d finished groups, %d batches and %d evaluations follow on step %d",
+                "journal: %d finished groups, %d batches and %d evaluations follow step %d",
                 *(kinds.count(kind) for kind in (GROUP, BATCH, EVALUATION)),
                 step,
             )
@@ -112,12 +112,12 @@ class Journal:
 
     @classmethod
     def off(cls) -> Journal:
-        """One that writes nothing and knows nothing."""
+        """A journal that writes nothing and holds no records."""
         return cls(None, "", next_number=0)
 
     @property
     def num_batches(self) -> int:
-        """Batches that wait to be trained once more."""
+        """Number of batches still to be replayed."""
         return sum(record.kind == BATCH for record in self._waiting)
 
     @property
@@ -127,22 +127,22 @@ class Journal:
 
     @property
     def waiting(self) -> Sequence[Record]:
-        """What ``again`` is going to give, up to the last."""
+        """All records still to be replayed by ``again``."""
         return tuple(self._waiting)
 
     def end_at(self, position: int, *, step: int, why: str | None) -> None:
-        """Use only the first ``position`` of the records that are ``waiting``, with which the run reaches ``step``.
+        """Replay only the first ``position`` of the ``waiting`` records, which bring the run to ``step``.
 
-        ``why`` says what is wrong with the next one. The records that are left go to a new segment, so that what
-        happens from now on follows on the last of them. Raises CheckpointError when another attempt is writing there.
+        ``why`` says what is wrong with the next record. The first ``position`` records are copied to a new segment, so
+        that later events follow the last of them. Raises CheckpointError when another attempt writes the journal.
         """
         lost, later = self.waiting[position:], [at for at in self._evaluations if at > step]
         for at in later:
-            logger.warning("journal: the evaluation of step %d is made again: its batches are lost", at)
+            logger.warning("journal: the evaluation of step %d is repeated: batches before it are lost", at)
             del self._evaluations[at]
         if lost:
             logger.warning(
-                "journal: %s, record at byte %d: %s; it is not used. Generated again: %s",
+                "journal: %s, record at byte %d: %s; it and later records are ignored. To generate again: %s",
                 *(lost[0].path, lost[0].offset, why, contents(lost)),
             )
         if lost or later:
@@ -151,9 +151,9 @@ class Journal:
             self._start_again(self._header.base, self._header.step, self._header.previous)
 
     def again(self) -> Iterator[Record]:
-        """Groups that finished, in order, and last the batch that was taken then; all of them when no batch follows.
+        """Yield finished groups in order up to and including the next batch, or all when no batch follows.
 
-        Each is given once. Raises CheckpointError for a batch that cannot be read any more.
+        Each record is yielded once. Raises CheckpointError for a batch that became unreadable.
         """
         while self._waiting:
             record = self._waiting.popleft()
@@ -164,11 +164,11 @@ class Journal:
                 return
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
-        """What the evaluation of ``step`` found; None when there was none since the last checkpoint."""
+        """Return the metrics of the evaluation of ``step``; None if none is recorded since the checkpoint."""
         return self._evaluations.get(step)
 
     def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
-        """A group, the answers to ``prompt``, is complete."""
+        """Append a complete group, the answers to ``prompt``."""
         if self._file is not None or self._held is not None:
             with self._timed():
                 self._append(group_content(group, wanted=wanted, prompt=prompt))
@@ -176,24 +176,25 @@ class Journal:
     def batch(
         self, step: int, groups: Sequence[SampleGroup], counts: Mapping[str, float], *, newest_id: int | None = None
     ) -> None:
-        """The next batch was taken after ``step`` steps, when ``newest_id`` was the newest prompt fetched."""
+        """Append the batch taken after ``step`` steps; ``newest_id``: the newest prompt fetched by then."""
         self._newest_batch = step, batch_content(step, [group.prompt_id for group in groups], counts, newest_id)
         self._append(self._newest_batch[1])
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation is complete."""
+        """Append a complete evaluation."""
         self._evaluations[step] = metrics
         self._append(evaluation_content(step, metrics))
 
     def begin(self, step: int) -> int:
-        """A state of ``step`` steps is going to be saved; returns the number it has to name.
+        """Start a segment for a state of ``step`` steps that will be saved; return the segment's number.
 
+        The state must name that number.
         Raises Fenced when a newer attempt writes the journal.
         """
         if self._folder is None:
             return 0
         if self._file is not None and self._synced < self._appended:
-            self._guarded(os.fsync, self._file)  # what the new segment does not repeat must not be lost with it
+            self._guarded(os.fsync, self._file)  # the new segment does not repeat these records
         number, previous = self._next_number, None
         if self._file is not None and self._header is not None:
             previous = self._framing.seal(self._header.number)
@@ -206,11 +207,11 @@ class Journal:
         return number
 
     async def begin_off_loop(self, step: int) -> int:
-        """``begin`` in a thread, within FSYNC_DEADLINE_S. What finishes meanwhile goes to the new segment."""
+        """Run ``begin`` in a thread, within FSYNC_DEADLINE_S. Later events go to the new segment."""
         if self._folder is None:
             return 0
         async with self._lock:
-            attempt = copy.copy(self)  # a thread that hangs must not come back to what has gone on without it
+            attempt = copy.copy(self)  # a hung thread must not change this object later
             attempt._waiting = deque(self._waiting)
             number, self._held = self._next_number, []
             self._next_number += 1
@@ -218,9 +219,9 @@ class Journal:
                 async with asyncio.timeout(FSYNC_DEADLINE_S):
                     await in_daemon(partial(attempt.begin, step))
             except TimeoutError:
-                self._file = None  # the thread closes it
+                self._file = None  # the thread closes the file
                 self._give_up(f"a new segment took more than {FSYNC_DEADLINE_S:.0f} s")
-            except BaseException:  # also a cancellation: the thread closes the file at any moment
+            except BaseException:  # also cancellation: the thread may close the file at any moment
                 self._file, self._unbroken = None, False
                 raise
             else:
@@ -234,7 +235,7 @@ class Journal:
         return number
 
     def compact(self, oldest_step: int) -> None:
-        """No checkpoint before ``oldest_step`` is needed any more."""
+        """Delete segments that only checkpoints before ``oldest_step`` need."""
         if self._folder is None:
             return
         paths = segment_paths(self._folder)
@@ -245,7 +246,7 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     async def durable(self) -> None:
-        """Return when all that was appended so far outlives a crash of the machine."""
+        """Return when all records appended so far survive a crash of the machine."""
         target = self._appended
         async with self._lock:
             if self._file is None or self._synced >= target:
@@ -254,7 +255,7 @@ class Journal:
                 await self._sync(self._file)
 
     def seconds(self) -> float:
-        """What it took since the last call: of the driver's time, and of waiting for the disk."""
+        """Return the seconds spent since the last call, on the CPU and waiting for the disk."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 
@@ -276,20 +277,20 @@ class Journal:
         self._spent_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file; later records are not written."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _start_again(self, base: int, step: int, previous: Seal | None) -> None:
-        """A new segment of a resume. Raises CheckpointError when another attempt has made it."""
+        """Start the segment of a resume. Raises CheckpointError when another attempt has created it."""
         try:
             self._start(base, step, previous)
         except FileExistsError as error:
-            raise CheckpointError(f"{error.filename2} was made by another attempt of this run just now") from None
+            raise CheckpointError(f"{error.filename2} was just created by another attempt of this run") from None
 
     def _start(self, base: int, step: int, previous: Seal | None) -> None:
-        """A new segment, with what still waits in it. Raises FileExistsError when another attempt has made it."""
+        """Start a segment with the records still to be replayed. Raises FileExistsError when it exists."""
         assert self._folder is not None
         self.close()
         path = segment_path(self._folder, self._next_number)
@@ -319,7 +320,7 @@ class Journal:
         self._unbroken = True
 
     def _first_frames(self, path: Path, header: Header, copies: list[Record]) -> Iterator[bytes]:
-        """What a new segment at ``path`` begins with; what waits is among ``copies`` as it lies there."""
+        """Yield the first frames of a new segment at ``path``; add copies of waiting records to ``copies``."""
         framing = self._framing
         yield framing.frame(header_content(header))
         of_step, batch = self._newest_batch
@@ -350,7 +351,7 @@ class Journal:
 
     def _give_up(self, why: str) -> None:
         logger.error(
-            "journal: %s is not written any more (%s); until the next checkpoint a crash means generating again",
+            "journal: %s is no longer written (%s); a crash before the next checkpoint would repeat generation",
             self._folder,
             why,
         )
@@ -359,11 +360,11 @@ class Journal:
 
 
 _ADDED = {("grpo", "loss_unit"): "sample"}
-"""Settings that came later, with the value that means what was before: a journal of an older program stays usable."""
+"""Settings added later, with their former behaviour as value, so that older journals stay usable."""
 
 
 def settings_hash(config: Config) -> str:
-    """Of all settings that say what is generated and trained: with others a journal is not gone on with."""
+    """Hash all settings that decide what is generated and trained; a journal resumes only with equal ones."""
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
     del tables["rollout"]["num_rollout"]
     for (table, key), before in _ADDED.items():

@@ -1,18 +1,18 @@
-"""Which records of a journal follow on a checkpoint: the chain of its segments, from file to file.
+"""The chain of journal segments: which records follow a checkpoint.
 
 Input: the segments of a folder, and the checkpoint state that a run resumes from. Output: the records that provably
-follow on that state, in order, and for everything else the file's name, why it is not used and what that costs.
+follow that state, in order; for everything else the file, the reason why it is not used, and what that costs.
 
     state of step 20 names 5        5 ──── 6 ──── 7            6 began at the state of step 30, 7 at that of step 40
-                                      └─── 8 ──── 9            8: a resume from step 30 wrote 6 and 7 once more
+                                      └─── 8 ──── 9            8: a resume from step 30 copied 6 and 7
 
-Each header seals the segment before it: number, bytes and digest at the moment when the next one began. A resume keeps
+Each header seals the previous segment: number, bytes and digest at the moment when the new one began. A resume keeps
 the seal of the state that it resumed from, so that 8 continues 5 exactly as 6 did. The chain takes the newest segment
-that continues the last one, and ends where there is none. Where a segment is missing, empty, damaged, copied or from
-another history, those behind it have no valid seal before them, and are not used.
+that continues the last one, and ends where there is none. After a segment that is missing, empty, damaged, copied or
+from another history, the seals of later segments are invalid, and these are not used.
 
-Segments of format 1 have no seals. They are taken by number, as the program that wrote them did; not proven for them:
-that no whole segment between two is missing, that the prompt data is the same, that a record stands in its place.
+Segments of format 1 have no seals and are chained by number, as the program that wrote them did. It is not proven for
+them that no segment in between is missing, that the prompt data is the same, and that a record is at its place.
 ``rlpost.rollout.replay`` checks every record against the run's own bookkeeping in both formats.
 """
 
@@ -37,8 +37,8 @@ from rlpost.rollout.journal_format import (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What follows on a checkpoint: records in order, each event once; the ``chain`` of segments that they are from;
-    what is not used, in words; and what led to the checkpoint itself, where that is known."""
+    """What follows a checkpoint: ``records`` in order, each event once; the ``chain`` of segments that hold them; and
+    ``problems``, messages about what is not used."""
 
     records: tuple[Record, ...] = ()
     problems: tuple[str, ...] = ()
@@ -46,13 +46,15 @@ class Found:
 
     @property
     def previous(self) -> Seal | None:
-        """The segment that ended where the checkpoint's state was taken."""
+        """The segment that ended at the checkpoint's state; None when it is unknown."""
         return self.chain[0].header.previous if self.chain else None
 
 
 def read_folder(folder: Path) -> tuple[list[Segment], list[Unreadable]]:
-    """All segments of a journal by number, and the files that have no valid header. Raises OSError where the folder
-    cannot be listed."""
+    """Return all segments of a journal by number, and the files without a valid header.
+
+    Raises OSError when the folder cannot be listed.
+    """
     found = [read_segment(path) for path in segment_paths(folder)]
     valid = [each for each in found if isinstance(each, Segment)]
     return valid, [each for each in found if isinstance(each, Unreadable)]
@@ -67,10 +69,10 @@ def follow(
     data: str | None = None,
     unreadable: Iterable[Unreadable] = (),
 ) -> Found:
-    """What happened after the checkpoint state of ``step`` steps that names segment ``base``.
+    """Find what happened after the checkpoint state of ``step`` steps that names segment ``base``.
 
-    Of an event that stands there twice (what a resume had not come to when its next state was saved) the first counts.
-    Nothing is used that was written under other ``settings`` or with other prompt ``data``; None compares with neither.
+    Of an event that is recorded twice (still to be replayed when the next state was saved) the first counts. Segments
+    written with other ``settings`` or other prompt ``data`` are not used; None skips that comparison.
     """
     ordered = sorted(found, key=lambda segment: segment.header.number)
     chain: list[Segment] = []
@@ -78,7 +80,7 @@ def follow(
     following = _start(ordered, base, step)
     if following is None and (base > 0 or any(segment.header.number >= base for segment in ordered)):
         problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
-    served = base - 1  # the newest segment that nothing more has to be said of
+    served = base - 1  # the newest segment that needs no message
     while following is not None:
         served = following.header.number
         changed = _changed(following, settings, data)
@@ -99,7 +101,7 @@ def follow(
 
 
 def contents(records: Sequence[Record]) -> str:
-    """How much there is of what, in words."""
+    """Summarise records for a message."""
     groups = [record for record in records if record.kind == GROUP]
     tokens = sum(record.meta["num_tokens"] for record in groups)
     batches = sum(record.kind == BATCH for record in records)
@@ -107,7 +109,7 @@ def contents(records: Sequence[Record]) -> str:
 
 
 def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
-    """The newest segment that begins at a state: its own, or that of the newest resume."""
+    """Return the newest segment that begins at a state: its first one, or that of the newest resume."""
     for segment in reversed(ordered):
         if (segment.header.base, segment.header.step) == (base, step):
             return segment
@@ -115,7 +117,7 @@ def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
 
 
 def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
-    """The segment that continues this one."""
+    """Return the segment that continues this one."""
     later = [each for each in ordered if each.header.number > segment.header.number]
     sealed = [each for each in later if each.header.previous is not None and segment.sealed(each.header.previous)]
     if sealed:
@@ -127,7 +129,7 @@ def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
 
 
 def _events(chain: Sequence[Segment]) -> tuple[Record, ...]:
-    """The records of all segments, each up to where the next one began, every event once."""
+    """Return the records of each segment up to the start of the next one, every event once."""
     events: dict[tuple[int, int], Record] = {}
     for segment, following in zip_longest(chain, chain[1:]):
         seal = None if following is None else following.header.previous
@@ -139,27 +141,27 @@ def _events(chain: Sequence[Segment]) -> tuple[Record, ...]:
 
 
 def _changed(segment: Segment, settings: str | None, data: str | None) -> str | None:
-    """What is not as it was when a segment was written, in words."""
+    """Return why settings or data differ from those of a segment, or None."""
     if settings is not None and segment.header.settings != settings:
-        return "settings of what is generated have changed since"
+        return "settings that decide what is generated have changed since"
     if data is not None and segment.header.data not in (None, data):
         return "the files of --prompt-data have changed since"
     return None
 
 
 def _why(segment: Segment, chain: Sequence[Segment], ordered: Sequence[Segment]) -> str:
-    """Why a segment is not in the chain."""
+    """Return why a segment is not in the chain."""
     seal = segment.header.previous
     if not segment.header.unbroken:
-        return "what happened before it could not be written"
+        return "the records before it could not be written"
     if seal is None:
-        return "follows on records that are lost"
+        return "follows records that are lost"
     if seal.number not in [each.header.number for each in ordered]:
-        return f"follows on segment {seal.number}, which is missing or damaged"
+        return f"follows segment {seal.number}, which is missing or damaged"
     if seal.number not in [each.header.number for each in chain]:
-        return f"follows on segment {seal.number}, which is not used"
-    return f"follows on records that are lost: the first {seal.num_bytes} bytes of segment {seal.number} have changed"
+        return f"follows segment {seal.number}, which is not used"
+    return f"follows records that are lost: the first {seal.num_bytes} bytes of segment {seal.number} have changed"
 
 
 def _unused(segment: Segment, why: str) -> str:
-    return f"{segment.path}: {why}; it is not used. Generated again: {contents(segment.records)}"
+    return f"{segment.path}: {why}; it is not used. To generate again: {contents(segment.records)}"

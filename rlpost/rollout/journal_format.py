@@ -1,19 +1,19 @@
-"""What a journal holds, as bytes and back: records in segments. Reads files, writes none.
+"""The file format of the journal: encodes and decodes records in segments. Reads files, writes none.
 
-Comes in: what happened to a rollout (a group finished, a batch was taken, an evaluation was made). Goes out: framed
-records, and from a folder of segments the records that follow on a checkpoint.
+Input: events of a rollout (a group finished, a batch was taken, an evaluation is complete). Output: framed records; and
+the segments of a folder with their valid records.
 
     record    length (4 bytes, little endian), checksum (4 bytes) of the rest, kind (1 byte), body (length - 1 bytes)
-    segment   NUMBER.log: one HEADER record, then records in the order in which things happened
+    segment   NUMBER.log: one HEADER record, then records in the order of events
 
 The checksum is a CRC-32 that continues from the checksum of the record before, so a record is only valid in its place.
 A header may hold a ``Seal`` of the segment that it continues; ``journal_chain`` follows these from file to file.
-Segments of format 1 (up to November 2026) have neither: each of their checksums stands alone, and nothing proves that
-a whole segment is not missing between two of them.
+Segments of format 1 (up to November 2026) have neither: each checksum covers one record alone, and a missing segment
+between two others goes unnoticed.
 
 A crash truncates a segment anywhere: reading ends before the first record that is incomplete or does not match its
-checksum. Token ids and log-probs are arrays of 4 and 8 bytes an entry behind a short JSON text, so that writing costs
-little and a log-prob reads back to the last bit.
+checksum. Token ids and log-probs are arrays of 4 and 8 bytes per entry after a short JSON text, so that writing is
+cheap and log-probs are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert [array(code).itemsize for code in "idb"] == [4, 8, 1]
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a segment held when the next one began: its first ``num_bytes`` bytes, by their BLAKE2b ``digest``."""
+    """The content of a segment when the next one began: its first ``num_bytes`` bytes, by their BLAKE2b ``digest``."""
 
     number: int
     num_bytes: int
@@ -55,10 +55,10 @@ class Seal:
 class Header:
     """Segment ``number`` continues from the checkpoint state that names segment ``base``, of ``step`` trained steps.
 
-    A state begins a new segment, whose base is itself; a resume writes what it found into another one with the same
-    base. ``settings`` is a hash of all settings that decide what is generated, ``data`` a fingerprint of the prompt
-    files; None where it is not known. ``previous`` is the segment whose records led to the base's state; None when no
-    records are known to. ``unbroken`` is False when those records could not be written completely.
+    A state begins a new segment that is its own base; a resume copies its records into a new one with the same base.
+    ``settings`` is a hash of all settings that decide what is generated, ``data`` a fingerprint of the prompt files
+    (None if unknown). ``previous`` is the segment whose records led to the base's state (None if unknown). ``unbroken``
+    is False when those records could not be written completely.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record where it lies. ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted``, ``num_tokens``,
+    """A record in a file. ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted``, ``num_tokens``,
     ``prompt`` (a digest, where it is known), ``oldest_version`` and ``newest_version``; of a batch ``step``,
     ``prompt_ids``, ``counts`` and, where it is known, ``newest_id``; of an evaluation ``step`` and ``metrics``."""
 
@@ -90,9 +90,9 @@ class Record:
         return self.kind, self.meta["prompt_id" if self.kind == GROUP else "step"]
 
     def content(self) -> bytes:
-        """Kind and body, as they were appended.
+        """Read kind and body, as they were appended.
 
-        Raises CheckpointError when they cannot be read twice, or are not what they were when the run began.
+        Raises CheckpointError when reading fails twice, or the record has changed since the attempt began.
         """
         place = f"{self.path}: the record at byte {self.offset}"
         with suppress(OSError):
@@ -117,7 +117,7 @@ class Record:
         return content
 
 
-_NEXT_ATTEMPT = "the next attempt uses what is before it and generates the rest again"
+_NEXT_ATTEMPT = "the next attempt uses the records before it and generates the rest again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Segment:
     digests: Mapping[int, str]
 
     def sealed(self, seal: Seal) -> bool:
-        """Whether it still begins with the bytes that ``seal`` stands for."""
+        """Whether it still begins with the bytes that ``seal`` describes."""
         return seal.number == self.header.number and self.digests.get(seal.num_bytes) == seal.digest
 
 
@@ -161,29 +161,29 @@ class Framing:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def frame(self, content: bytes) -> bytes:
-        """The next record as it goes to the file."""
+        """Return the next record as the file holds it."""
         checksum = zlib.crc32(content, self.checksum)
         framed = _FRAME.pack(len(content), checksum) + content
         self.passed(framed, checksum)
         return framed
 
     def passed(self, framed: bytes, checksum: int) -> None:
-        """This record with this checksum is part of the segment."""
+        """Add a record with its checksum to the segment."""
         self.checksum = checksum
         self.num_bytes += len(framed)
         self._digest.update(framed)
 
     def digest(self) -> str:
-        """Of all bytes so far."""
+        """Digest of all bytes so far."""
         return self._digest.hexdigest()
 
     def seal(self, number: int) -> Seal:
-        """The segment, which is ``number``, as it is now."""
+        """Seal the current content as that of segment ``number``."""
         return Seal(number, self.num_bytes, self.digest())
 
 
 def group_content(group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> bytes:
-    """A finished group, the answers to ``prompt``; not ``wanted`` when a filter dropped it."""
+    """Encode a finished group, the answers to ``prompt``; not ``wanted`` if a filter dropped it."""
     record, arrays = group_record(group), []
     for scored in record["samples"]:
         sample = scored["sample"]
@@ -201,8 +201,10 @@ def group_content(group: SampleGroup, *, wanted: bool, prompt: Prompt | None = N
 def batch_content(
     step: int, prompt_ids: Iterable[int], counts: Mapping[str, float], newest_id: int | None = None
 ) -> bytes:
-    """After ``step`` trained steps the groups of ``prompt_ids`` were taken as the next batch, when ``newest_id`` was
-    the prompt that had been fetched last: the rows skipped before it are in ``counts``."""
+    """Encode the batch of ``prompt_ids`` that was taken after ``step`` trained steps.
+
+    ``newest_id`` is the prompt fetched last by then; ``counts`` includes the rows skipped before it.
+    """
     meta = {"step": step, "prompt_ids": list(prompt_ids), "counts": dict(counts)}
     if newest_id is not None:
         meta["newest_id"] = newest_id
@@ -210,29 +212,29 @@ def batch_content(
 
 
 def evaluation_content(step: int, metrics: Mapping[str, float]) -> bytes:
-    """What the evaluation after ``step`` trained steps found."""
+    """Encode the metrics of the evaluation after ``step`` trained steps."""
     return bytes([EVALUATION]) + _json({"step": step, "metrics": dict(metrics)})
 
 
 def header_content(header: Header) -> bytes:
-    """The first record of a segment."""
+    """Encode the first record of a segment."""
     return bytes([HEADER]) + _json(asdict(header))
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """One word for what a prompt asks: its text, tokens and label."""
+    """Digest of a prompt: text, tokens and label."""
     digest = hashlib.blake2b(array("i", prompt.token_ids).tobytes(), digest_size=8)
     digest.update(_json([prompt.text, prompt.label]))
     return digest.hexdigest()
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Where segment ``number`` lies."""
+    """The path of segment ``number``."""
     return folder / f"{number:07d}.log"
 
 
 def segment_paths(folder: Path) -> list[Path]:
-    """All segments of a journal, valid or not, by number. Raises OSError when they cannot be listed twice."""
+    """List all segments of a journal by number, valid or not. Raises OSError when listing fails twice."""
     for is_last in (False, True):
         try:
             names = os.listdir(folder)
@@ -248,13 +250,13 @@ def segment_paths(folder: Path) -> list[Path]:
 
 
 def read_segment(path: Path) -> Segment | Unreadable:
-    """A segment as far as it is valid. What cannot be read twice counts as damaged."""
+    """Read a segment up to its first invalid record. A part that cannot be read twice counts as damaged."""
     found, failed = _read_segment(path)
     return _read_segment(path)[0] if failed else found
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a segment; None when it is not valid or cannot be read."""
+    """Read the header of a segment; None when it is invalid or unreadable."""
     framing = Framing()
     try:
         with open(path, "rb") as file:
@@ -270,7 +272,7 @@ def segments(folder: Path) -> list[Segment]:
 
 
 class _Damage(Exception):
-    """From here on a segment is not valid."""
+    """The rest of a segment is invalid."""
 
 
 def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
@@ -295,7 +297,7 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
     except _Damage as damage:
         problem = str(damage)
     except OSError as error:
-        problem, failed = f"it cannot be read from byte {framing.num_bytes} on: {error}", True
+        problem, failed = f"it cannot be read beyond byte {framing.num_bytes}: {error}", True
     if header is None:
         return Unreadable(path, problem or "it is empty", size), failed
     good_bytes = max(digests)
@@ -312,7 +314,7 @@ def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | 
     content = file.read(length)
     if len(head) < _FRAME.size or len(content) < length:
         torn = len(head) + len(content)
-        raise _Damage(f"the last {torn} bytes, from {offset} on, are half a record")
+        raise _Damage(f"the last {torn} bytes, starting at {offset}, are an incomplete record")
     if length == 0 or zlib.crc32(content, seed) != checksum:
         raise _Damage(f"the record at byte {offset} is damaged")
     framing.passed(head + content, checksum)
@@ -322,11 +324,11 @@ def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | 
 def _header(content: memoryview, path: Path) -> Header:
     """The header in the first record of the file at ``path``. Raises _Damage."""
     if content[0] != HEADER:
-        raise _Damage("its first record is no header")
+        raise _Damage("its first record is not a header")
     raw = _parsed(content[1:], 0)
     known = {field.name for field in fields(Header)}
     if raw.get("format", 1) > FORMAT or not raw.keys() <= known:
-        raise _Damage("a newer program wrote it")
+        raise _Damage("it was written by a newer version of rlpost")
     seal = raw.get("previous")
     try:
         header = Header(**{**raw, "previous": None if seal is None else Seal(**seal)})

@@ -1,7 +1,7 @@
-"""A server of ours as a process of its own: start it, learn that it is ready or dead, end it.
+"""A server in a separate process: start it, wait until it is ready or dead, stop it.
 
-Comes in: which server, its arguments, where its log goes. Goes out: a process in its own group whose standard input
-stays open here: when this process ends for whatever reason, so does the server (see ``server.end_with_parent``).
+Input: the server, its arguments, the path of its log. Output: a process in its own process group. This process holds
+the other end of its standard input, so the server ends whenever this process does (see ``server.end_with_parent``).
 """
 
 from __future__ import annotations

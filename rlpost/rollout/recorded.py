@@ -1,6 +1,6 @@
-"""The scored groups of a step in a file, to look at or to train on again without generating.
+"""Recordings of the scored groups of a step, for inspection or for training without generation.
 
-Comes in: groups, and a path with ``{rollout_id}`` in it. Goes out: one JSON line a group, replaced as a whole, which
+Input: groups, and a path with ``{rollout_id}``. Output: a file with one JSON line per group, replaced atomically, which
 reads back to equal groups.
 """
 

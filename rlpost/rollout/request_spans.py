@@ -1,6 +1,6 @@
-"""What an engine's server was asked and when, for the trace of a run.
+"""Records the requests of an engine's server as spans, for the trace of a run.
 
-In: an ASGI application. Out: the same, which keeps a span of every request but those of health checks, and answers
+Input: an ASGI application. Output: the same, which records a span of each request except health checks, and answers
 ``GET /spans?since=S`` with the clock and the spans of its process, as ``metrics.spans.told`` does. The application's
 own check of the key comes before this.
 """

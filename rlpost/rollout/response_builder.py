@@ -1,8 +1,8 @@
-"""An answer while it is written: by the model, and by tools between its turns.
+"""The response builder: collects an answer from turns of the model and outputs of tools.
 
-Input: a prompt, how to sample, an answer that was aborted earlier. Output: a ``Sample`` whose ids, log-probs, loss mask
-and version spans have one entry a token. A function of --custom-generate-function-path gets a builder, a prompt and the
-sampling parameters; ``write_answer`` is the one that is used without it.
+Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
+id, log-prob, loss mask entry and version per token. A function of --custom-generate-function-path receives a builder, a
+prompt and the sampling parameters; the default is ``write_answer``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
 
-MOST_EMPTY_ANSWERS = 100  # in a row, each cut off before its first token
+MAX_EMPTY_ANSWERS = 100  # consecutive ones, each aborted before its first token
 
 
 class Codec(Protocol):
     """Text to ids and back, without special tokens."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of token ids."""
 
 
 class ResponseBuilder:
-    """An answer under way. ``response_ids`` is all of it so far; ``finish_reason`` how the last turn ended, and
-    ``stopped_at`` the token id or the string that ended it."""
+    """An answer in progress.
+
+    ``response_ids`` holds all its tokens so far; ``finish_reason`` says how the last turn ended, ``stopped_at`` is the
+    token id or string that ended it.
+    """
 
     def __init__(
         self,
@@ -52,14 +55,14 @@ class ResponseBuilder:
         self._spans = list(_spans(so_far)) if so_far else []
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
-        self._turn_at, self._before = 0, ""  # where the turn under way begins: in the ids, and the text up to it
-        self._pieces = [so_far.text] if so_far else []  # of its text, one an answer of an engine
+        self._turn_at, self._before = 0, ""  # start of the current turn in the ids, and the text before it
+        self._pieces = [so_far.text] if so_far else []  # text of the current turn, one piece per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that the answer may still have."""
+        """Number of tokens that may still be added."""
         remaining = self.sampling.max_new_tokens - len(self.response_ids)
         if self.sampling.max_context_len is not None:
             remaining = min(
@@ -68,14 +71,14 @@ class ResponseBuilder:
         return max(0, remaining)
 
     async def write(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> str:
-        """Let the model go on until it ends, writes one of ``stop`` (beside the stops of the settings), or has written
-        ``max_new_tokens``. Returns the text that it added, without what it stopped at.
+        """Generate one turn and return its text, without the stop string.
 
-        An answer that an engine aborts because new weights arrive is resumed. When no tokens remain, nothing is written
-        and the builder ends with "length".
+        The turn ends when the model ends it, at one of ``stop`` or of the configured stop strings, or after
+        ``max_new_tokens``. A request that an engine aborts for new weights is resumed. When no tokens remain, nothing
+        is generated and ``finish_reason`` is "length".
 
         Raises:
-            Halted: generation was ended for now; leave it alone, the rollout sees to the builder.
+            Halted: generation is suspended; do not catch this, the rollout keeps the partial answer.
             RolloutError: the request failed.
         """
         if not self._pieces:
@@ -92,17 +95,17 @@ class ResponseBuilder:
                 what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang()
             )
             ended_by = self._add(answer)
-            if self._stops_across_a_cut(stops) or ended_by != "abort":
+            if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
             empty = 0 if answer.get("output_ids") else empty + 1
-            if empty == MOST_EMPTY_ANSWERS:
-                raise RolloutError(f"an engine ended {what} by 'abort' {empty} times before a token; is it paused?")
+            if empty == MAX_EMPTY_ANSWERS:
+                raise RolloutError(f"an engine aborted {what} {empty} times before the first token; is it paused?")
         self._pieces = []
         return self.text[len(self._before) :]
 
     def insert(self, text: str) -> None:
-        """Add a tool's text: the model reads its tokens, the loss does not. Text beyond the limit is truncated."""
-        assert self._codec is not None, "no tokenizer to write a tool's text with"
+        """Add the output of a tool, masked out of the loss. Tokens beyond the limit are truncated."""
+        assert self._codec is not None, "the output of a tool needs a tokenizer"
         token_ids = list(self._codec.encode(text))[: self.remaining_tokens]
         self.response_ids += token_ids
         self._logprobs += [0.0] * len(token_ids)
@@ -114,7 +117,7 @@ class ResponseBuilder:
         self.text += text
 
     def sample(self) -> Sample:
-        """The answer as it is now."""
+        """Return the current answer."""
         return Sample(
             prompt_id=self.prompt.prompt_id,
             index=self.index,
@@ -130,14 +133,14 @@ class ResponseBuilder:
         )
 
     def _add(self, answer: Any) -> str:
-        """Take over one answer of an engine; returns what ended it."""
+        """Append one response of an engine; return its finish reason."""
         # A request that was aborted before its first token has a text and a reason, and little else.
         meta, token_ids = answer["meta_info"], answer.get("output_ids") or []
         reason = meta["finish_reason"]
         if reason["type"] not in ("stop", "length", "abort") or reason.get("status_code") is not None:
             raise RolloutError(
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
-                f"({reason.get('message')}); nobody here asked for that"
+                f"({reason.get('message')}): unexpected finish reason"
             )
         self.response_ids += token_ids
         self._logprobs += [logprob for logprob, _, _ in meta.get("output_token_logprobs") or []]
@@ -150,9 +153,11 @@ class ResponseBuilder:
         self.finish_reason = "length" if reason["type"] == "abort" else reason["type"]
         return reason["type"]
 
-    def _stops_across_a_cut(self, stops: Sequence[str]) -> bool:
-        """Whether the turn has a stop string that begins before a cut and ends behind it. An engine looks for it only
-        in what it writes itself and went on; the turn ends there all the same, and what follows is dropped."""
+    def _truncate_at_spanning_stop(self, stops: Sequence[str]) -> bool:
+        """Truncate the turn at a stop string that spans an abort; return whether there is one.
+
+        An engine searches for stop strings only in the tokens of its own request, so it continued past this one.
+        """
         codec, ids = self._codec, self.response_ids[self._turn_at :]
         if len(self._pieces) == 1 or codec is None or not stops:
             return False
@@ -183,8 +188,11 @@ class ResponseBuilder:
             self._unversioned = 0
 
     def _turn(self, matched: Any) -> str:
-        """The text of the turn under way. In several pieces it is decoded as a whole: a cut may go through a character,
-        and an engine takes off only what it stopped at itself."""
+        """Return the text of the current turn.
+
+        Several pieces are decoded together: an abort may split a character, and an engine removes only a stop string
+        of its own request.
+        """
         if len(self._pieces) == 1 or self._codec is None:
             return "".join(self._pieces)
         ids = self.response_ids[self._turn_at :]
@@ -197,32 +205,31 @@ GenerateFunction = Callable[[ResponseBuilder, Prompt, SamplingParams], Awaitable
 
 
 async def write_answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
-    """One turn, until the model ends it."""
+    """Generate one turn, until the model ends it."""
     await builder.write()
     return builder.sample()
 
 
 def version_spans(meta: Any, length: int) -> list[tuple[int, int]]:
-    """(version, number of tokens) of one answer in order: from SGLang 0.5.19 on by ``weight_versions``, before that
-    the one version that the engine had at its end.
+    """Return (version, number of tokens) for each span of one response, in order.
+
+    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end counts.
 
     Raises:
-        RolloutError: a version is not a whole number: somebody else set it.
+        RolloutError: a version is not an integer, so it was not set by rlpost.
     """
     if not length:
         return []
-    said = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    for span in said:
+    reported = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    for span in reported:
         if not str(span["version"]).isdecimal():
-            raise RolloutError(
-                f"an engine generates with weights of version {span['version']!r}; a whole number is needed"
-            )
-    ends = [*(min(span["end"], length) for span in said[:-1]), length]
-    return [(int(span["version"]), end - span["start"]) for span, end in zip(said, ends, strict=True)]
+            raise RolloutError(f"an engine generates with weights of version {span['version']!r}; an integer is needed")
+    ends = [*(min(span["end"], length) for span in reported[:-1]), length]
+    return [(int(span["version"]), end - span["start"]) for span, end in zip(reported, ends, strict=True)]
 
 
 def without_older(sample: Sample) -> Sample:
-    """The same answer with the tokens of older weights than its last left out of the loss."""
+    """Mask tokens of versions older than the last one out of the loss."""
     if not sample.version_spans:
         return sample
     fresh = [int(version == sample.policy_version) for version, count in sample.version_spans for _ in range(count)]

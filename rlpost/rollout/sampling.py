@@ -1,6 +1,6 @@
-"""How answers are drawn, as one frozen value and as the fields of SGLang's sampling parameters.
+"""Sampling parameters, as a frozen value and as the fields of SGLang.
 
-Comes in: the tables ``[rollout]`` and ``[eval]`` and the ids that end an answer of this model. Goes out:
+Input: the tables ``[rollout]`` and ``[eval]`` and the stop token ids of the model. Output:
 ``SamplingParams``. Only what rlpost sets is sent, since SGLang refuses fields that it does not know.
 """
 

@@ -1,7 +1,7 @@
-"""The files of a journal: how a segment gets its name, whole and never in place of another, on any file system.
+"""Atomic creation of journal segments, without replacing an existing file, on any file system.
 
-Input: a path and the records that the segment begins with. Output: the file, on disk. Where two attempts of a run are
-alive, on two hosts, exactly one of them makes a segment of a number.
+Input: a path and the first records of the segment. Output: the file, on disk. If two attempts of a run are alive on two
+hosts, exactly one of them creates the segment of a given number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
 
-Comes in: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node": N}``, with the
-fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. The key of the API is among them, so it never
-stands in a command line. Goes out: the server, and for an engine one line on ``ready_fd`` once it answers.
+Input: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node": N}``, with the
+fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. They include the API key, so it never
+appears in a command line. Output: the server, and for an engine one line on ``ready_fd`` once it answers.
 
 Invariants: the server ends when standard input ends, so it never outlives the process that started it; the key is
-blotted out of the log; without CUDA the engine gets the stand-ins of ``sglang_on_cpu`` and settings that run there, and
-whatever the caller set himself wins.
+redacted from the log; without CUDA the engine uses the stand-ins of ``sglang_on_cpu`` and settings that run on CPU;
+settings of the caller take precedence.
 """
 
 from __future__ import annotations

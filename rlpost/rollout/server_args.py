@@ -1,7 +1,7 @@
-"""Settings that go on to SGLang's ServerArgs: which there are, which are rlpost's own, which values they take.
+"""Checks settings that are passed through to SGLang's ServerArgs.
 
-Input: names and values of pass-through settings. Output: nothing, or an error with one line for each that is wrong.
-Used on the login node too, where SGLang may be missing: the table is then that of the pinned version.
+Input: names and values of pass-through settings. Output: nothing, or an error with one line for each invalid setting.
+Also runs on the login node, where SGLang may be missing: the table is then that of the pinned version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Batches of supervised examples: prompts with the responses of the data, under the same face as generated ones.
+"""Batches of supervised examples: prompts with the responses of the data, with the interface of ``Collector``.
 
-Comes in: the prompt cursor. Goes out: groups of one sample each. Nothing is generated and no engine is asked.
+Input: the prompt cursor. Output: groups of one sample each. Nothing is generated, and no engine is used.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
     assert "group of prompt 5, 6 tokens, dropped by the filter" in out
     assert "batch after step 0: prompts 4" in out
     assert "evaluation after" not in out
-    assert f"{path}: the last" in out and "half a record" in out
+    assert f"{path}: the last" in out and "an incomplete record" in out
 
 
 def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_takes(tmp_path, run, capsys):
@@ -88,7 +88,7 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     *_, used, empty, last = capsys.readouterr().out.splitlines()
     assert used == "a resume from step 1 (segment 1) uses 0000001; groups: 0 (0 tokens), batches: 0"
     assert empty.startswith(f"{folder / '0000002.log'}: it is empty")
-    assert last.startswith(f"{folder / '0000003.log'}: follows on segment 2, which is missing or damaged")
+    assert last.startswith(f"{folder / '0000003.log'}: follows segment 2, which is missing or damaged")
 
 
 def test_a_run_without_a_journal_is_told_so(run):

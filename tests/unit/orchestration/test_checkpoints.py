@@ -87,7 +87,7 @@ def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_wai
         assert await made.start(RunState(step=1), first.write, first.finish)
         async with asyncio.timeout(20):
             assert not await made.start(RunState(step=2), second.write, second.finish)
-        assert second.folder is None and "step 2 is put off" in caplog.text
+        assert second.folder is None and "step 2 is deferred" in caplog.text
         first.go_on.set()
         assert not await made.settle(), "step 1 is there, step 2 was due"
         assert committed == [1] and made.is_owed
@@ -166,7 +166,7 @@ def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(tmp
         assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"], "older ones go"
 
     asyncio.run(run())
-    assert "iter_0000002 is committed, but" in caplog.text and "not committed" not in caplog.text
+    assert "iter_0000002 is committed, but" in caplog.text and "committing step" not in caplog.text
 
 
 def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp_path, caplog):
@@ -179,7 +179,7 @@ def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp
         assert await made.settle()
         await made.start(RunState(step=2), bad.write, bad.finish)
         assert not await made.settle() and made.is_owed
-        assert made.newest()[1].step == 1 and "step 2 is not committed" in caplog.text and "disk full" in caplog.text
+        assert made.newest()[1].step == 1 and "committing step 2 failed" in caplog.text and "disk full" in caplog.text
         await made.start(RunState(step=3), again.write, again.finish)
         assert await made.settle() and committed == [1, 3]
         assert await made.settle(), "nothing is left to settle"
@@ -236,7 +236,7 @@ def test_what_cannot_be_deleted_does_not_undo_a_commit(tmp_path, caplog, monkeyp
     save(made, 1)
     monkeypatch.setattr("rlpost.checkpoint.commit.shutil.rmtree", fail)
     save(made, 2)
-    assert committed == [1, 2] and not made.is_owed and "are not deleted" in caplog.text
+    assert committed == [1, 2] and not made.is_owed and "could not be deleted" in caplog.text
 
 
 def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_has(tmp_path, caplog):
@@ -272,7 +272,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_beginning_anew
     made, _ = checkpoints(tmp_path)
     save(made, 1)
     (tmp_path / "iter_0000001" / "tensors").write_text("x")
-    with pytest.raises(CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*give another --save"):
+    with pytest.raises(CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*choose another --save"):
         made.newest()
     (tmp_path / "iter_0000001" / "COMMITTED").unlink()
     (tmp_path / "latest").unlink()

@@ -35,7 +35,7 @@ def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp
     monkeypatch.setattr(driver, "_attempt", attempt)
     monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
     assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_PREEMPTED
-    assert "the ledger does not tell of this: preempted" in caplog.text
+    assert "could not be written to the ledger: preempted" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "code"), ENDS)
@@ -69,7 +69,7 @@ def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(
     cluster = Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)
     assert driver.drive(config, run, cluster) == driver.EXIT_FAILED
     assert f"/runs/a/file: {os.strerror(number)}; " in caplog.text
-    assert "What is committed and what the journal has is safe" in caplog.text
+    assert "Committed checkpoints and the journal are intact" in caplog.text
 
 
 @pytest.mark.parametrize(("owner", "is_ours"), [(3, True), (4, True), (5, False)])
@@ -103,7 +103,7 @@ def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, mon
         assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_DONE
     finally:
         answers.set()
-    assert "no report this time" in caplog.text
+    assert "the report was not written" in caplog.text
 
 
 def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, caplog):

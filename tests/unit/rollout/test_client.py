@@ -66,7 +66,7 @@ def test_an_engine_that_no_longer_listens_and_never_answers_has_died(monkeypatch
         is_waited_for = not asking.done()
         server.close()
         closed_at = time.monotonic()
-        with pytest.raises(EngineDied, match=r"POST /flush_cache has no answer, and nobody listens any more"):
+        with pytest.raises(EngineDied, match=r"POST /flush_cache has no answer, and the server no longer listens"):
             await asking
         return is_waited_for, time.monotonic() - closed_at
 

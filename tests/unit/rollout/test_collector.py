@@ -198,7 +198,7 @@ def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -
     held = Backlog(unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1)
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
-        with pytest.raises(ConfigError, match=r"rollout\.buffer_filter_path: .*prompt_id=(0|99),.*each once"):
+        with pytest.raises(ConfigError, match=r"--buffer-filter-path: .*prompt_id=(0|99),.*each once"):
             await collector.batch()
 
     asyncio.run(collecting(FakeEngine(), work, Rules(2, 2, 9), held, first=choose))

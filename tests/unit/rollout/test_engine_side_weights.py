@@ -259,7 +259,7 @@ def test_a_copy_that_cannot_take_all_weights_either_ends_the_update(changes) -> 
     mover, written, problems = changes
     engine = FakeEngine()
     problems += [None, "of another base", "no space left"]
-    with pytest.raises(SyncError, match="version 2 did not arrive: no space left"):
+    with pytest.raises(SyncError, match="could not apply the weights of version 2: no space left"):
         asyncio.run(go_to(engine, mover, 1, 2))
     assert engine.version == "1" and engine.log[-1] == "pause_generation"
     asyncio.run(go_to(FakeEngine(), mover, 3))

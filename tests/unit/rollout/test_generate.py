@@ -142,7 +142,7 @@ def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (generated([], reason="abort"), "prompt 3, sample 0 by 'abort' 100 times before a token"),
+        (generated([], reason="abort"), "aborted prompt 3, sample 0 100 times before the first token"),
         (generated([1], version="default"), "version 'default'"),
     ],
 )
@@ -157,7 +157,7 @@ def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
         async def generate(self, body: dict[str, Any]) -> Any:
             return web.Response(text="<html>", content_type=kind)
 
-    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*no JSON"):
+    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without valid JSON"):
         asyncio.run(run(Proxy(), prompts(3), n=1))
 
 
@@ -287,7 +287,7 @@ def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
 
 def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "MAX_LOST_IN_A_ROW", 5)
-    with pytest.raises(RolloutError, match="the last 5 answers were lost; the last: the sandbox is gone"):
+    with pytest.raises(RolloutError, match="5 consecutive answers were lost; the last: the sandbox is gone"):
         with_sandbox(lambda index, call: True, n=4)
 
 

@@ -162,7 +162,7 @@ def test_what_follows_on_a_damaged_segment_is_left_out_and_named(tmp_path, caplo
     first = tmp_path / "0000000.log"
     first.write_bytes(first.read_bytes()[:-1])
     assert replayed(resumed(tmp_path)) == []
-    assert "0000001.log: follows on records that are lost" in caplog.text
+    assert "0000001.log: follows records that are lost" in caplog.text
 
 
 def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
@@ -170,7 +170,7 @@ def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
     journal.finished(group(0), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, settings="others")) == []
-    assert "settings of what is generated have changed" in caplog.text
+    assert "settings that decide what is generated have changed" in caplog.text
 
 
 def test_the_journal_of_a_program_without_a_setting_is_that_of_its_default(monkeypatch):
@@ -213,7 +213,7 @@ def test_a_resume_that_an_older_attempt_comes_before_may_be_made_again(tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "create", second)
-        with pytest.raises(CheckpointError, match=r"0000000\.log was made by another attempt") as error:
+        with pytest.raises(CheckpointError, match=r"0000000\.log was just created by another attempt") as error:
             resumed(tmp_path)
     assert not isinstance(error.value, Fenced)
     resumed(tmp_path)
@@ -231,7 +231,7 @@ def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert "is not written any more" in caplog.text and not journal.is_written
+    assert "is no longer written" in caplog.text and not journal.is_written
     journal.finished(group(2), wanted=True)
     asyncio.run(journal.durable())
     number = journal.begin(1)

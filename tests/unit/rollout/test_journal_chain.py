@@ -196,7 +196,7 @@ def test_in_format_1_what_follows_on_a_damaged_record_is_not_used(tmp_path, numb
     path.write_bytes(path.read_bytes()[:-1])
     assert waiting(resumed(tmp_path)) == events[: 2 * number + 1]
     for lost in range(number + 1, 4):
-        assert f"{lost:07d}.log: follows on records that are lost" in caplog.text
+        assert f"{lost:07d}.log: follows records that are lost" in caplog.text
 
 
 def test_a_record_is_valid_only_in_its_place(tmp_path):
@@ -217,7 +217,7 @@ def test_a_segment_of_a_newer_program_is_named_and_not_used(tmp_path, monkeypatc
         patched.setattr("rlpost.rollout.journal.FORMAT", FORMAT + 1)
         four_segments(tmp_path)
     assert waiting(resumed(tmp_path)) == []
-    assert "0000000.log: a newer program wrote it" in caplog.text
+    assert "0000000.log: it was written by a newer version" in caplog.text
 
 
 def test_with_other_prompt_data_nothing_is_used_and_its_cost_is_said(tmp_path, caplog):
@@ -294,7 +294,7 @@ def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, numb
     failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
     used = waiting(resumed(tmp_path))
     assert used == events[: 2 * number + (0 if where == "header" else 1)]
-    assert f"{path}: it cannot be read from byte" in caplog.text and "Input/output error" in caplog.text
+    assert f"{path}: it cannot be read beyond byte" in caplog.text and "Input/output error" in caplog.text
 
 
 def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the_next_one_returns(tmp_path, failing):

@@ -234,7 +234,7 @@ def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> No
     grader = InlineGrader(lambda text, label, metadata: 1.0)
     connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
     writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=forgets)
-    with pytest.raises(ConfigError, match=r"rollout\.custom_generate_function_path: .* for prompt 3; it has to return"):
+    with pytest.raises(ConfigError, match=r"--custom-generate-function-path: .* for prompt 3; it has to return"):
         asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
