@@ -2,7 +2,7 @@
 
 Input: the inventory of this rank. Output: full tensors under Hugging Face names, at every layout.
 The plan depends only on shapes and is the same on every rank; data is gathered one bucket at a time.
-Invariant: export after import is bitwise identical.
+Invariant: import and export are bitwise inverses.
 """
 
 from __future__ import annotations
