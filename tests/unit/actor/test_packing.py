@@ -90,7 +90,7 @@ def test_moving_a_micro_batch_moves_all_its_tensors():
 
 
 def test_a_micro_batch_without_samples_is_refused():
-    with pytest.raises(DataError, match="without samples"):
+    with pytest.raises(DataError, match="empty micro-batch"):
         pack(())
 
 
