@@ -1,10 +1,15 @@
 """The actor: the Megatron training role of one rank.
 
-In: weights, and batches of samples with advantages. Out: log-probs, optimizer steps, checkpoints, and weights for the
-engines. A plain class in one process a rank; every method except the constructor is collective: all ranks call it, in
-the same order; ``stop_points`` and ``broadcast.abort`` alone are for a second thread. Invariants: the loss does not
-depend on the layout or on micro-batching; metrics are global means and equal on every rank; a checkpoint has all that
-the next step depends on, the random generators of every rank included.
+Input: weights, and batches of samples with advantages. Output: log-probs, optimizer steps,
+checkpoints, and weights for the engines.
+
+A plain class with one process per rank. Every method except the constructor is collective: call it
+on every rank, in the same order. Only ``stop_points`` and ``broadcast.abort`` are for a second
+thread.
+
+Invariants: the loss does not depend on the layout or on micro-batching. Metrics are global means
+and equal on every rank. A checkpoint contains everything that the next step depends on, including
+the random generators of every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +28,14 @@ from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
-from rlpost.actor.packing import Cut, PackedMicroBatch, as_trained, log_prob_micro_batches, pack, unpack
+from rlpost.actor.packing import (
+    PackedMicroBatch,
+    RowLayout,
+    as_trained,
+    log_prob_micro_batches,
+    pack,
+    unpack,
+)
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
@@ -45,27 +57,35 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 logger = logging.getLogger(__name__)
 
 Logprobs = list[list[tuple[float, ...]]]
-"""Of the response tokens: per micro-batch, per sample."""
+"""Log-probs of the response tokens, per micro-batch and per sample."""
 
 
 class Actor:
     """One rank of the trainer."""
 
     def __init__(self, settings: ActorSettings) -> None:
-        """Read the architecture. Raises WeightError when it is not supported, ConfigError when it cannot be cut so."""
+        """Read the architecture.
+
+        Raises:
+            WeightError: the architecture is not supported.
+            ConfigError: the architecture cannot be sharded this way.
+        """
         self.settings = settings
         self.stop_points = StopPoints()
         self._reference: ReferenceWeights | None = None
-        self.num_optimizer_steps = 0  # made so far, on which the learning rate depends
+        self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
         self._writing: megatron_checkpoint.Writing | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        """Join the other ranks and build model and optimizer. The weights come from import_weights or load.
+        """Join the process groups, then build model and optimizer.
 
-        Raises PlacementError when the layout does not fit the number of ranks.
+        The weights are not set: call ``import_weights`` or ``load`` next.
+
+        Raises:
+            PlacementError: the layout does not fit the number of ranks.
         """
         settings = self.settings
         device.prepare(settings)
@@ -79,7 +99,7 @@ class Actor:
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
         self.num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
-        self.cut = Cut(
+        self.row_layout = RowLayout(
             row_multiple=settings.row_multiple,
             sequence_multiple=settings.sequence_multiple,
             context_rank=parallel.context_parallel_group().rank(),
@@ -113,7 +133,7 @@ class Actor:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which TrainBatch is this rank's."""
+        """Index of this rank's TrainBatch."""
         return parallel.data_parallel_rank()
 
     @property
@@ -123,17 +143,17 @@ class Actor:
 
     @property
     def gpu_position(self) -> int | None:
-        """Position of this rank's GPU among those of its node; None without a GPU or where it is unknown."""
+        """Index of this rank's GPU on its node; None if unknown or without a GPU."""
         return device.position()
 
     @property
     def peak_flops(self) -> float | None:
-        """Operations a second that this rank's device can do; None where that is not known."""
+        """Peak FLOP/s of this rank's device; None if unknown."""
         return device.peak_flops()
 
     @property
     def memory_use(self) -> dict[str, float]:
-        """What this rank holds now, by the names of metrics; may be asked beside any other method."""
+        """Current memory use of this rank, by metric name; safe to call from another thread."""
         return device.memory_use()
 
     @property
@@ -142,16 +162,19 @@ class Actor:
         return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Fill the model with the weights that training begins from, those of ``ref_load`` or else ``hf_checkpoint``.
+        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``.
 
-        Raises WeightError or CheckpointError when they do not fit.
+        Raises:
+            WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
         self.optimizer.reload_model_params()
 
     def compute_logprobs(self, batch: TrainBatch) -> Logprobs:
-        """Log-probs of all response tokens under the current weights, forward only; empty on all pipeline stages but
-        the last."""
+        """Log-probs of all response tokens under the current weights; forward only.
+
+        Empty on all pipeline stages but the last.
+        """
         packed = self._pack(log_prob_micro_batches(batch))
         loss = self._micro_batch_loss(batch)
 
@@ -165,12 +188,21 @@ class Actor:
         return as_trained(found, batch)
 
     def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
-        """One optimizer step on this rank's part of the batch.
+        """Run one optimizer step on this rank's part of the batch.
 
-        Args: ``old_logprobs`` as ``compute_logprobs`` returns them; without them the ratio is 1 and only its gradient
-        counts (one step a rollout). Returns the metrics of the objective, train/grad_norm (before clipping) and
-        train/lr, equal on every rank. Raises TrainingError when a metric is not finite, and Interrupted at one of the
-        ``stop_points``; both leave weights and optimizer as they were, the latter the random generators too.
+        Args:
+            batch: this rank's micro-batches.
+            old_logprobs: as ``compute_logprobs`` returns them. Without them the ratio is 1 and only
+                its gradient counts (one step per rollout).
+
+        Returns:
+            The metrics of the objective, train/grad_norm (before clipping) and train/lr; equal on
+            every rank.
+
+        Raises:
+            TrainingError: a metric is not finite. Weights and optimizer are unchanged.
+            Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
+                unchanged.
         """
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
@@ -201,23 +233,26 @@ class Actor:
         return StepResult(metrics | {"train/grad_norm": float(grad_norm), "train/lr": lr})
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
-        """As ``compute_logprobs``, under the reference weights, which are swapped in for the pass."""
-        assert self._reference is not None, "no reference is kept without use_kl_loss or kl_coef"
+        """As ``compute_logprobs``, under the reference weights, swapped in for the pass."""
+        assert self._reference is not None, "reference weights need use_kl_loss or kl_coef"
         self._finish_param_sync()
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.compute_logprobs(batch)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
-        """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``, which is made if missing:
-        one part of a commit. In the background it returns at once: the state passes through a host buffer of
-        ``save_buffer_gb`` while training goes on, the next change of it waits until it is copied, and ``finish_save``
-        waits for the files.
+        """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
 
-        Raises CheckpointError when any rank cannot write.
+        This is one part of a commit; a missing folder is created. With ``in_background`` the call
+        returns at once: the state passes through a host buffer of ``save_buffer_gb`` while training
+        continues. The next change of the state waits until it is copied, and ``finish_save`` waits
+        for the files.
+
+        Raises:
+            CheckpointError: a rank cannot write; raised on every rank.
         """
         if problem := parallel.first_problem(self._prepare(Path(folder))):
-            raise CheckpointError(f"checkpoint of step {step}: {folder} cannot be made: {problem}")
+            raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
         self._finish_param_sync()
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
         writing = self._writing = saver.start(folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
@@ -231,7 +266,7 @@ class Actor:
             self._writing = None
 
     def set_save_buffer(self, num_bytes: int) -> Saver:
-        """Saves take ``num_bytes`` of host memory from now on, instead of ``save_buffer_gb``. A collective."""
+        """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
         self._saver = Saver(
             self.chunks,
             None if self.settings.no_save_optim else self.optimizer,
@@ -241,13 +276,13 @@ class Actor:
         return self._saver
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
-        """Return when the state (or the weights) may change: a save in the background may still be copying it."""
+        """Wait until a background save has copied the state (or the weights)."""
         if (writing := self._writing) is not None:
             with span("wait for the checkpoint"):
                 writing.wait_copied(weights_only=weights_only, timeout_s=self.settings.save_deadline_s)
 
     def _prepare(self, folder: Path) -> str | None:
-        """Make the folder, on the first rank; returns what is wrong. What an earlier save left running ends first."""
+        """Finish an earlier save, then create the folder on the first rank; returns the problem."""
         try:
             self.finish_save()
         except CheckpointError as error:
@@ -260,9 +295,10 @@ class Actor:
         return None
 
     def finish_save(self) -> None:
-        """Wait for what ``save`` left to the background. May run beside any other method: it touches nothing else.
+        """Wait for a background ``save``. Safe to call from another thread.
 
-        Raises CheckpointError when any rank could not write.
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
         """
         writing = self._writing
         if writing is None:
@@ -270,20 +306,29 @@ class Actor:
         try:
             writing.wait()
         finally:
-            if self._writing is writing:  # not sooner: whoever saves next uses the same memory, and waits here too
+            # Only now: the next save uses the same memory, so it must wait here too.
+            if self._writing is writing:
                 self._writing = None
 
     def save_is_done(self) -> bool:
-        """Whether nothing is left to wait for. As ``finish_save``, but it returns at once: whoever waits in the second
-        thread of a worker holds it."""
+        """Whether no save is running; does not block.
+
+        Otherwise as ``finish_save``, which would occupy the worker's second thread while it waits.
+        """
         if self._writing is not None and self._writing.is_running:
             return False
         self.finish_save()
         return True
 
     def load(self, folder: str | Path) -> int:
-        """Restore what ``save`` wrote, at any layout, and return its step. Learning rate, weight decay, betas and
-        epsilon are those of the settings, not of the checkpoint. Raises CheckpointError when it does not fit."""
+        """Restore a checkpoint of any layout and return its step.
+
+        Learning rate, weight decay, betas and epsilon come from the settings, not from the
+        checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit the model.
+        """
         self.wait_copied()
         progress = megatron_checkpoint.load(
             folder, chunks=self.chunks, optimizer=self.optimizer, buffer_bytes=self.settings.save_buffer_bytes
@@ -292,9 +337,10 @@ class Actor:
         return progress.step
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder with configuration and tokenizer, one file after the other.
+        """Write the weights as a Hugging Face folder with configuration and tokenizer.
 
-        Raises CheckpointError, on every rank, when it cannot be written.
+        Raises:
+            CheckpointError: the folder cannot be written; raised on every rank.
         """
         self._finish_param_sync()
         problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
@@ -303,12 +349,16 @@ class Actor:
         except OSError as error:
             problem = str(error)
         if problem := parallel.first_problem(problem):
-            raise CheckpointError(f"weights cannot be written to {folder}: {problem}")
+            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
 
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
-        """Write a version for engines that read files: whole, or what differs from the one written before.
+        """Write a version for engines that read files: all weights, or a delta to the last version.
 
-        Returns what the writing rank wrote, None on others. Raises SyncError, on every rank, when it cannot be written.
+        Returns:
+            What the writing rank wrote; None on other ranks.
+
+        Raises:
+            SyncError: the version cannot be written; raised on every rank.
         """
         self._finish_param_sync()
         export = partial(export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config)
@@ -323,26 +373,30 @@ class Actor:
         except OSError as error:
             problem = str(error)
         if problem := parallel.first_problem(problem):
-            raise SyncError(f"weights of version {version} cannot be written to {folder}: {problem}")
+            raise SyncError(f"cannot write weights of version {version} to {folder}: {problem}")
         return written
 
     def weights_hash(self) -> str:
-        """A hash of the full weights under their Hugging Face names: the same at every layout."""
+        """Hash of the full weights under their Hugging Face names; the same at every layout."""
         self._finish_param_sync()
         return weights_hash(self.exporter, max_bytes=self.piece_bytes)
 
     def send_bucket(self, index: int) -> None:
-        """Broadcast one bucket to the engines, which receive meanwhile; raises SyncError at the deadline."""
+        """Broadcast one bucket to the engines, which receive at the same time.
+
+        Raises:
+            SyncError: an engine did not receive it before the deadline.
+        """
         self._finish_param_sync()
         self.broadcast.send(index)
 
     def share_bucket(self, index: int) -> str:
-        """Lay one bucket open to the engine on this rank's GPU; returns the handle to it."""
+        """Share one bucket with the engine on this rank's GPU; returns its handle."""
         self._finish_param_sync()
         return self.sharing.share(index)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all process groups."""
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
         parallel.destroy()
@@ -364,13 +418,16 @@ class Actor:
         self.optimizer.zero_grad()
 
     def _finish_param_sync(self) -> None:
-        """With overlap the other ranks' updates arrive with the next forward pass; whoever reads weights waits here."""
+        """Wait for overlapped parameter gathers; call before reading weights.
+
+        With ``overlap_param_gather`` they would otherwise complete in the next forward pass.
+        """
         if self.settings.overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        return [pack(micro, self.cut).to(device.current()) for micro in micro_batches]
+        return [pack(micro, self.row_layout).to(device.current()) for micro in micro_batches]
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(
@@ -379,7 +436,7 @@ class Actor:
 
 
 def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-    """The numbers of all response tokens, from each rank's own."""
+    """Values of all response tokens, combined from all context-parallel ranks."""
     whole = torch.zeros(sum(packed.response_lengths), dtype=values_R.dtype, device=values_R.device)
     whole[packed.held] = values_R
     if parallel.context_parallel_group().size() > 1:
@@ -388,7 +445,7 @@ def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> t
 
 
 def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list[torch.Tensor | None]:
-    """What this rank needs of each micro-batch; only the last pipeline stage is given any, and needs them."""
+    """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
     if not logprobs:
         return [None] * len(packed)
     return [_flat(samples)[part.held] for samples, part in zip(logprobs, packed, strict=True)]

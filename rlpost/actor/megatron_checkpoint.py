@@ -1,12 +1,14 @@
 """Model and optimizer in Megatron's distributed checkpoint format (torch_dist).
 
-Input: this rank's model and optimizer, and a folder on the shared file system. Output: a checkpoint that any other
-layout can read ("fully_reshardable"). This is one part of a commit: ``rlpost.checkpoint`` makes all of it durable.
-Collective: all ranks call ``save`` and ``load`` together.
+Input: this rank's model and optimizer, and a folder on the shared file system. Output: a checkpoint
+that any other layout can read ("fully_reshardable"). It is one part of a commit:
+``rlpost.checkpoint`` makes the whole commit durable. Collective: call ``Saver.start`` and ``load``
+on every rank.
 
-Every rank writes the elements that it holds, data-parallel replicas of a weight share it, and nothing is gathered.
-What a save holds beside the live tensors is a host buffer of bounded size, which they pass through on their way to the
-files. So a save in the background reads tensors that training would change: ``Writing.wait_copied`` comes first.
+Every rank writes the elements that it holds. Data-parallel replicas of a weight each write a part
+of it, and nothing is gathered. Besides the live tensors, a save needs only a host buffer of bounded
+size, through which they are streamed to the files. A background save therefore reads live tensors:
+call ``Writing.wait_copied`` before changing them.
 """
 
 from __future__ import annotations
@@ -62,19 +64,19 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""Given to Megatron as copies: it keeps the process groups of the moment in them."""
+"""Pass copies to Megatron: it stores the current process groups in them."""
 UNREADABLE = (
     CheckpointingException,
     torch_checkpoint.CheckpointException,
     pickle.UnpicklingError,
     OSError,
-    RuntimeError,  # torch's, for a file that is no archive of it
+    RuntimeError,  # raised by torch for a file that is not a torch archive
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the training of a checkpoint has come."""
+    """Training progress of a checkpoint."""
 
     step: int
     num_optimizer_steps: int
@@ -82,17 +84,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """Where tensors are while their device memory is given up: ``of(tensor)`` has the values, under ``lock``."""
+    """Location of offloaded tensors: ``of(tensor)`` has the values; hold ``lock`` to read them."""
 
     of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     lock: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
 class Writing:
-    """A save that a thread of this process completes."""
+    """A save that a background thread completes."""
 
     def __init__(self, stream: HostStream, run: Callable[[], None], *, what: str) -> None:
-        """``what`` stands before the reason in an error."""
+        """Start the thread; ``what`` is the prefix of error messages."""
         self._stream = stream
         self._what = what
         self._error: BaseException | None = None
@@ -102,15 +104,19 @@ class Writing:
 
     @property
     def is_running(self) -> bool:
-        """Whether ``wait`` would have to wait."""
+        """Whether ``wait`` would block."""
         return self._thread.is_alive()
 
     def wait_copied(self, *, weights_only: bool = False, timeout_s: float) -> None:
-        """Return when the tensors (or the weights alone) may be changed; see ``HostStream.wait_copied``."""
+        """Wait until tensors (or only weights) may change; see ``HostStream.wait_copied``."""
         self._stream.wait_copied(weights_only=weights_only, timeout_s=timeout_s)
 
     def wait(self) -> None:
-        """Return when every file is on disk. Raises CheckpointError when a rank could not write, on every rank."""
+        """Wait until every file is on disk.
+
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
+        """
         self._thread.join()
         if self._error is not None:
             raise CheckpointError(f"{self._what}: {_told(self._error)}") from self._error
@@ -123,8 +129,10 @@ class Writing:
 
 
 class Saver:
-    """Saves of one model and optimizer; keeps the host buffer and the process group that they use. A collective to
-    make."""
+    """Saves one model and optimizer; owns the host buffer and the process group of its saves.
+
+    Construction is collective.
+    """
 
     def __init__(
         self,
@@ -134,28 +142,36 @@ class Saver:
         buffer_bytes: int,
         residence: Residence | None = None,
     ) -> None:
-        """Args: ``optimizer`` is None where only weights are saved; ``buffer_bytes`` bounds the host memory that a
-        save takes beside the tensors."""
+        """Create the process group; the buffer is allocated by the first save.
+
+        Args:
+            chunks: the model chunks of this rank.
+            optimizer: None to save only weights.
+            buffer_bytes: bound of the host memory of a save, in addition to the tensors.
+            residence: location of offloaded tensors.
+        """
         self._model = chunks
         self._optimizer = optimizer
         self._residence = residence or Residence()
         self._buffer = HostBuffer(buffer_bytes)
-        self._group = dist.new_group(backend="gloo")  # the thread's own: training uses the others meanwhile
+        self._group = dist.new_group(backend="gloo")  # for the save thread: training uses the others
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
-        """Whether the optimizer's memory may not be given up while a save copies it."""
+        """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
 
     def start(self, folder: str | Path, progress: Progress, *, with_random_state: bool = True) -> Writing:
-        """Begin to write model, optimizer, progress and the random generators of all ranks into an existing folder;
-        every file of tensors is flushed to disk, and the small ones when the folder is committed.
+        """Start writing model, optimizer, progress and random generators into an existing folder.
 
-        What is returned must be waited for, also before the next save. Raises CheckpointError when the small files
-        cannot be written, on every rank.
+        Files of tensors are flushed to disk; the small files are flushed by the commit. Call
+        ``wait`` on the result before the next save.
+
+        Raises:
+            CheckpointError: the small files cannot be written; raised on every rank.
         """
         state = model_state(self._model)
         regions = regions_of_model(state)
         _, common = save_preprocess(state | self._common(progress, with_random_state), validate_access_integrity=False)
-        failed = f"checkpoint of step {progress.step} could not be written to {folder}"
+        failed = f"cannot write the checkpoint of step {progress.step} to {folder}"
         if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
             raise CheckpointError(f"{failed}: {problem}")
         weights = self._chunked(written_weights(regions))
@@ -171,7 +187,7 @@ class Saver:
         return Writing(stream, lambda: write(folder, contents, stream, group=self._group), what=failed)
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, Any]:
-        """Plain values only: they are read with ``weights_only``."""
+        """Plain values only, because they are read with ``weights_only``."""
         found: dict[str, Any] = dataclasses.asdict(progress)
         found["content_metadata"] = METADATA | {"transformer_impl": implementation_name(self._model)}
         if with_random_state:
@@ -182,7 +198,7 @@ class Saver:
         return found
 
     def _states(self, regions: Regions) -> list[Shard]:
-        """What this rank writes of the optimizer; nothing before its first step, when it follows from the weights."""
+        """Optimizer shards of this rank; none before its first step, when weights determine it."""
         if self._optimizer is None or optimizer_state.num_steps(self._optimizer) == 0:
             return []
         return states_of(self._optimizer, regions, self._written)
@@ -196,8 +212,10 @@ def load(
 ) -> Progress:
     """Restore model and optimizer from ``folder``, written at any layout.
 
-    A checkpoint without the optimizer's state is loaded all the same, with a warning: Adam then starts from scratch.
-    Raises CheckpointError when the folder does not hold such a checkpoint of this model.
+    A checkpoint without optimizer state is loaded with a warning, and Adam starts from scratch.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint of this model.
     """
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
     is_same_layout = common.get("layout") == random_state.layout()
@@ -207,19 +225,19 @@ def load(
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
     else:
-        logger.info("%s was written at another layout: random generators start again from the seed", folder)
+        logger.info("%s was written with another layout: random generators restart from the seed", folder)
     optimizer_state.prime(optimizer)
     optimizer.reload_model_params()
     if common.get("adam_step"):
         _read(lambda: _load_optimizer(Stored(folder), optimizer, regions, buffer_bytes), folder)
         optimizer_state.set_num_steps(optimizer, common["adam_step"])
     elif "adam_step" not in common:
-        logger.warning("%s has no optimizer state (it was saved with --no-save-optim): Adam starts again", folder)
+        logger.warning("%s has no optimizer state (saved with --no-save-optim): Adam starts from scratch", folder)
     return Progress(common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0))))
 
 
 def save_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffer_bytes: int) -> None:
-    """Write the weights alone, laid out as Megatron-LM lays out a released model: other tools find them too."""
+    """Write only the weights, in Megatron-LM's layout of a release, which other tools can read."""
     release = Path(folder) / RELEASE
     if dist.get_rank() == 0:
         release.mkdir(parents=True, exist_ok=True)
@@ -231,9 +249,10 @@ def save_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffe
 
 
 def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill the model from the checkpoint in the folder; an optimizer's state there is left alone.
+    """Fill the model from the checkpoint in ``folder``, ignoring optimizer state.
 
-    Raises CheckpointError when that is not a checkpoint of this model.
+    Raises:
+        CheckpointError: the folder holds no checkpoint of this model.
     """
     found = find_checkpoint(folder)
     if found is None:
@@ -242,7 +261,7 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
 
 
 def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Fill the model, and return all that was read."""
+    """Fill the model; returns the whole loaded state."""
     loaded = _read(lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder)
     for key, chunk in _keyed(chunks):
         chunk.load_state_dict(loaded[key])
@@ -250,7 +269,10 @@ def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str
 
 
 def _load_optimizer(stored: Stored, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int) -> None:
-    """Main weights and moments, in place; those that have no live tensor in groups that the bound admits."""
+    """Load main weights and moments in place.
+
+    States without live tensors are loaded in groups of about ``buffer_bytes``.
+    """
     live: list[ParameterState] = []
     copied: list[ParameterState] = []
     for state in optimizer_state.parameter_states(optimizer):
@@ -283,10 +305,10 @@ def _fill(stored: Stored, states: Sequence[ParameterState], regions: Regions, bu
 
 
 def _as_stored(chunk: Chunk, stored: Stored) -> Chunk | None:
-    """The chunk under the key that it has in the checkpoint; None for a main weight that is not stored.
+    """The chunk under its key in the checkpoint; None for a main weight that is not stored.
 
-    Megatron's own save of an optimizer that is not distributed names main weights ``fp32_param``, and stores none in
-    float32: the model's count.
+    For an optimizer that is not distributed, Megatron's own save names main weights ``fp32_param``,
+    and stores none for a float32 model, whose weights serve as main weights.
     """
     main = f"{OPTIMIZER_PREFIX}param."
     chunk = dataclasses.replace(chunk, key=stored_key(chunk.key, stored))
@@ -304,19 +326,19 @@ def _read(read: Callable[[], Any], folder: str | Path) -> Any:
 
 
 def _told(error: BaseException) -> str:
-    """What happened, without the stacks of all ranks that torch puts into its words."""
+    """The error message, without the stack traces of all ranks that torch includes."""
     if not isinstance(error, torch_checkpoint.CheckpointException):
         return str(error)
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
 def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
-    """What Megatron keeps beside the tensors, by the first rank; returns its problem."""
+    """Write Megatron's files other than tensors, on the first rank; returns the problem."""
     if dist.get_rank() != 0:
         return None
     try:
         held = io.BytesIO()
-        torch.save(common, held)  # to a full disk torch itself would say no more than "iostream error"
+        torch.save(common, held)  # not to the file: on a full disk torch reports only "iostream error"
         (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     except OSError as error:
@@ -325,7 +347,7 @@ def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
 
 
 def _objects(state: dict[str, Any], with_random_state: bool) -> dict[str, bytes]:
-    """What is no tensor, by Megatron's key: each rank's own, as it is now."""
+    """Current values of this rank that are not tensors, by Megatron's key."""
     parts = [part for part in nested_values(state) if isinstance(part, ShardedObject)]
     if with_random_state:
         parts.append(random_state.sharded())
@@ -339,7 +361,10 @@ def _pickled(value: Any) -> bytes:
 
 
 def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """The chunks under the names that Megatron's optimizers expect; tensors are named by layer, whatever the chunk."""
+    """The chunks by the names that Megatron's optimizers expect.
+
+    Tensor names contain the layer, not the chunk.
+    """
     single = len(chunks) == 1
     return [("model" if single else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
 

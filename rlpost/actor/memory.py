@@ -1,9 +1,9 @@
-"""Device memory of the trainer, given up while engines on the same GPUs generate and taken again before it trains.
+"""Offload the trainer's device memory while engines generate on the same GPUs, and onload it.
 
-In: the model's DDP chunks and the optimizer. Out: three parts that leave and come back by name: ``weights``, ``grads``
-and ``optimizer``. Invariant: after a part came back every tensor in it has the bits it had (gradients: zeros), and
-every view of it is valid, because the memory under a tensor is resized in place and no tensor is replaced (as Megatron
-does with its own buffers, ``param_and_grad_buffer.py``).
+Input: the model's DDP chunks and the optimizer. Output: three parts that are offloaded and onloaded by
+name: ``weights``, ``grads`` and ``optimizer``. Invariant: after onload every tensor is bitwise
+unchanged (gradients: zeros) and every view of it is valid, because storage is resized in place and no
+tensor is replaced (as Megatron does with its own buffers, ``param_and_grad_buffer.py``).
 """
 
 from __future__ import annotations

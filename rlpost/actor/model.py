@@ -1,7 +1,7 @@
 """The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of ``layer_specs``.
 
-In: the description of the checkpoint and the layout. Out: this rank's part of the model, a chunk for each virtual
-pipeline stage, its weights not yet set.
+Input: the description of the checkpoint and the layout. Output: this rank's part of the model, one
+chunk per virtual pipeline stage, with uninitialised weights.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 reads the na
 def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
     """Build this rank's chunks of the model, on the current device. Needs parallel state.
 
-    The memory of the weights is not set: importing or loading a checkpoint fills all of it. All parameters have the
-    dtype of the settings, the router's too, as the checkpoints of all families have it; its bias stays float32.
+    Weights are uninitialised: importing or loading a checkpoint fills all of them. All parameters
+    have the dtype of the settings. That includes the router's weight, as in the checkpoints of all
+    families; the router's bias stays float32.
 
     Raises:
-        ConfigError: a kernel that was asked for cannot be had here, or Megatron-core refuses the settings.
+        ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
     """
     num_stages = description.num_virtual_stages(settings)
     implementation = chosen_implementation(settings.transformer_impl)
@@ -56,10 +57,11 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
 
 
 def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
-    """Give every parameter its type, and the device.
+    """Convert every parameter to ``dtype`` and move it to the device.
 
-    Megatron makes the router's weight in host memory and moves it in its first forward pass (``router.py`` of 0.16.1).
-    What never computes, a converter, would leave it there and broadcast it over NCCL.
+    Megatron creates the router's weight in host memory and moves it in the first forward pass
+    (``router.py`` of 0.16.1). A converter never runs a forward pass: it would broadcast host memory
+    over NCCL.
     """
     for module in chunk.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -68,12 +70,12 @@ def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
                 parameter.data = settled
                 continue
             moved = torch.nn.Parameter(settled, requires_grad=parameter.requires_grad)
-            vars(moved).update(vars(parameter))  # the marks that say how it is sharded and reduced
+            vars(moved).update(vars(parameter))  # Megatron's sharding and reduction attributes
             setattr(module, name, moved)
 
 
 def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-    """Which weights there are, and which of them these chunks hold. A collective of the pipeline group."""
+    """All weights of the model, and those that these chunks hold. Pipeline-group collective."""
     return Inventory(
         chunks,
         family=description.family,
@@ -128,11 +130,11 @@ def _transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         transformer_impl=implementation,
-        # perform_initialization=False would also leave out the marks of tensor-parallel parameters.
+        # perform_initialization=False would also omit the attributes of tensor-parallel parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
-        # The loss is a weighted sum with global denominators: Megatron must add up and never average.
+        # The loss is a weighted sum with global denominators: Megatron must sum and never average.
         calculate_per_token_loss=True,
         **_layout_fields(settings, description.num_virtual_stages(settings)),
         pipeline_dtype=dtype,

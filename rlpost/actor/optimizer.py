@@ -1,8 +1,8 @@
-"""The optimizer of a rank: Megatron's data-parallel wrapper and Adam over it, in the precision that is asked for.
+"""Megatron's data-parallel wrapper and Adam of a rank, in the configured precision.
 
-In: the chunks of the model and the settings. Out: the wrapped chunks and the optimizer, tied together through
-Megatron's configuration. In bfloat16 Adam works on main weights in float32, which a checkpoint keeps; gradients are
-summed in float32 unless that is switched off.
+Input: the chunks of the model and the settings. Output: the wrapped chunks and the optimizer,
+connected through Megatron's configuration. With bfloat16 weights Adam updates float32 main weights,
+which checkpoints contain. Gradients are accumulated in float32 unless that is disabled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlpost.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-"""As TransformerEngine's Adam takes them; eight bits carry their scale beside them."""
+"""As TransformerEngine's Adam expects them; fp8 is stored as uint8 with a separate scale."""
 
 
 def wrap(chunks: Sequence[torch.nn.Module], settings: ActorSettings) -> list[DistributedDataParallel]:
-    """The chunks with buffers for their gradients, which are summed over the data-parallel ranks."""
+    """Wrap the chunks with gradient buffers, which are summed over the data-parallel ranks."""
     ddp_config = configured(DistributedDataParallelConfig, settings.megatron)(
         grad_reduce_in_fp32=settings.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=settings.use_distributed_optimizer,
@@ -43,7 +43,11 @@ def wrap(chunks: Sequence[torch.nn.Module], settings: ActorSettings) -> list[Dis
 
 
 def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> MegatronOptimizer:
-    """Adam over the wrapped chunks. Raises ConfigError for a precision that needs what is not installed."""
+    """Build Adam over the wrapped chunks.
+
+    Raises:
+        ConfigError: the precision needs a package or device that is missing.
+    """
     optimizer = get_megatron_optimizer(optimizer_config(settings), list(model))
     config = model[0].config
     config.finalize_model_grads_func = step.finalize_summed_grads
@@ -58,15 +62,16 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
     """Megatron's settings of Adam.
 
     Raises:
-        ConfigError: a precision needs what is not installed.
+        ConfigError: the precision needs a package or device that is missing.
     """
     dtype = device.weight_dtype(settings.bf16)
     placement, precision = _placement(settings), _precision(settings)
     is_hybrid = bool(placement)
     if is_hybrid and dtype != torch.bfloat16:
-        raise ConfigError(  # of float32 weights it gets views of leaves (distrib_optimizer.py of 0.16.1), not leaves
+        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of 0.16.1).
+        raise ConfigError(
             "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
-            "HybridDeviceOptimizer takes no float32; give --bf16 true, or leave --optimizer-cpu-offload out"
+            "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"
         )
     made = configured(OptimizerConfig, settings.megatron)(
         optimizer="adam",
@@ -87,12 +92,13 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
 
 
 def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
-    """Say that gradients come as HybridDeviceOptimizer takes them, which needs nothing of TransformerEngine.
+    """Select the gradient layout of HybridDeviceOptimizer, without TransformerEngine.
 
-    The constructor of Megatron-core 0.16.1 asks for TransformerEngine's version when ``use_precision_aware_optimizer``
-    is given, and ends with a TypeError without it (``optimizer_config.py:383``, ``utils.py:346``), before it finds out
-    that the optimizer steps in host memory and returns. So the fields are set as it would set them for a version below
-    2.1: the remainders of weights, which it would switch off, are an encoding of TransformerEngine's own Adam.
+    With ``use_precision_aware_optimizer`` the constructor of Megatron-core 0.16.1 queries
+    TransformerEngine's version, and raises TypeError without it (``optimizer_config.py:383``,
+    ``utils.py:346``), before it checks for CPU offload and returns. So the fields are set here as it
+    would set them for a version below 2.1: without weight remainders, an encoding of
+    TransformerEngine's Adam.
     """
     made.use_precision_aware_optimizer = True
     made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
@@ -101,11 +107,11 @@ def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
 
 
 def _placement(settings: ActorSettings) -> dict[str, Any]:
-    """Where the state lies: Megatron's HybridDeviceOptimizer moves it between CUDA and the host, and needs both."""
+    """CPU offload fields. Megatron's HybridDeviceOptimizer needs CUDA and host memory."""
     if not settings.optimizer_cpu_offload:
         return {}
     if not torch.cuda.is_available():
-        logger.warning("optimizer_cpu_offload: there is no CUDA, the optimizer is in host memory anyway")
+        logger.warning("--optimizer-cpu-offload has no effect without CUDA: the optimizer is in host memory")
         return {}
     return {
         "optimizer_cpu_offload": True,
@@ -115,17 +121,21 @@ def _placement(settings: ActorSettings) -> dict[str, Any]:
 
 
 def _precision(settings: ActorSettings) -> dict[str, Any]:
-    """Types of what Adam keeps, where it can keep other types than float32.
+    """Dtypes of Adam's state, where it supports others than float32.
 
-    HybridDeviceOptimizer takes weights and gradients as this flag lays them out, so with it the flag is set in any case
-    (Megatron-LM's own command line refuses one without the other); what it keeps itself is float32.
+    HybridDeviceOptimizer needs the layout of weights and gradients that
+    ``use_precision_aware_optimizer`` selects, so the flag is always set with it (Megatron-LM's
+    command line rejects one without the other). Its own state is float32.
     """
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: getattr(settings, name) for name in names}
     other = [f"{name} = {value}" for name, value in given.items() if value != "fp32"]
     is_hybrid = settings.optimizer_cpu_offload and torch.cuda.is_available()
     if is_hybrid and not settings.use_distributed_optimizer:
-        raise ConfigError("optimizer_cpu_offload needs perf.use_distributed_optimizer on a GPU; leave that on")
+        raise ConfigError(
+            "--optimizer-cpu-offload on a GPU needs --use-distributed-optimizer true; "
+            "set it, or omit --optimizer-cpu-offload"
+        )
     if is_hybrid and not other:
         return {"use_precision_aware_optimizer": True}
     if not settings.use_precision_aware_optimizer:
@@ -134,18 +144,21 @@ def _precision(settings: ActorSettings) -> dict[str, Any]:
         return {"use_precision_aware_optimizer": True} | {name: DTYPES[value] for name, value in given.items()}
     if other:
         raise ConfigError(
-            f"use_precision_aware_optimizer with {', '.join(other)}: needs CUDA and TransformerEngine, and no "
-            "optimizer_cpu_offload, which keeps float32; choose fp32 for all of them or leave it out"
+            f"--use-precision-aware-optimizer with {', '.join(other)} needs CUDA and TransformerEngine, and excludes "
+            "--optimizer-cpu-offload, whose state is float32; use fp32 for all of them or omit the flag"
         )
-    logger.warning("use_precision_aware_optimizer: all its types are fp32, which Adam has without it")
+    logger.warning("--use-precision-aware-optimizer has no effect: all its dtypes are fp32")
     return {}
 
 
 def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_steps: int) -> float:
-    """Set learning rate and weight decay for the step after ``num_steps``; returns the learning rate.
+    """Set learning rate and weight decay for the step after ``num_steps``.
 
-    Norms and biases are not decayed: Megatron marks them with ``wd_mult`` but decays them all the same. Betas and
-    epsilon are set too: a checkpoint's come back with the state of TransformerEngine's Adam.
+    Norms and biases are not decayed: Megatron sets ``wd_mult`` for them but ignores it. Betas and
+    epsilon are set too, because TransformerEngine's Adam restores those of a checkpoint.
+
+    Returns:
+        The learning rate.
     """
     lr, decay = learning_rate(settings, num_steps), weight_decay(settings, num_steps)
     for group in optimizer.param_groups:

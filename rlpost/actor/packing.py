@@ -1,13 +1,15 @@
-"""Packing: a micro-batch of samples becomes one row of tokens. Pure torch.
+"""Pack a micro-batch of samples into one row of tokens. Pure torch.
 
-In: a tuple of TrainSample. Out: PackedMicroBatch on the CPU; ``to`` moves it. T counts tokens of the row, R response
-tokens of the micro-batch (masked ones included). Invariants: samples stand in the row in their order, uncut; the logit
-that predicts response token r stands at row ``response_index[r]``; padding is a sequence of its own, which no sample
-attends to and no response token comes from.
+Input: a tuple of TrainSample. Output: PackedMicroBatch on the CPU; ``to`` moves it. T is the number
+of tokens in the row, R the number of response tokens in the micro-batch (masked ones included).
 
-With context parallelism over c ranks every sequence is padded at its end to a multiple of 2c and cut into 2c chunks;
-rank r holds chunks r and 2c - 1 - r, so that causal attention is equal work for all (zigzag, as Megatron expects it).
-T and R then count what this rank holds.
+Invariants: the row contains whole samples, in order. The logit that predicts response token r is at
+row ``response_index[r]``. Padding is a separate sequence: no sample attends to it, and it has no
+response tokens.
+
+With context parallelism over c ranks, every sequence is padded at its end to a multiple of 2c and
+split into 2c chunks. Rank r holds chunks r and 2c - 1 - r, which balances causal attention (zigzag,
+as Megatron expects it). T and R then count what this rank holds.
 """
 
 from __future__ import annotations
@@ -27,25 +29,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Tensors of one micro-batch; lengths as in the module's docstring, N samples."""
+    """Tensors of one micro-batch of N samples; T and R as in the module docstring."""
 
     input_ids: torch.Tensor  # [1, T] int64
     positions: torch.Tensor  # [1, T] int64, from 0 in each sequence
-    cu_seqlens: torch.Tensor  # [N + 1 (+ 1 with padding)] int32, where each sequence begins in the whole row, its end
+    # [N + 1 (+ 1 with padding)] int32, start of each sequence in the whole row, then the row's end
+    cu_seqlens: torch.Tensor
     response_index: torch.Tensor  # [R] int64, rows of T
-    held: torch.Tensor  # [R] int64, which of all response tokens these are
+    held: torch.Tensor  # [R] int64, indices among all response tokens
     targets: torch.Tensor  # [R] int64, the response tokens
     sample_index: torch.Tensor  # [R] int64, in 0..N-1
     sample_lengths: torch.Tensor  # [R] int64, loss-masked tokens of the token's sample
-    sample_weights: torch.Tensor  # [R] float32, of the token's sample among those that are one answer together
+    # [R] float32, weight of the token's sample among the samples of one answer
+    sample_weights: torch.Tensor
     loss_mask: torch.Tensor  # [R] float32, 0 or 1
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32
-    max_length: int  # of a sequence
-    response_lengths: tuple[int, ...]  # [N], of the whole samples
+    max_length: int  # of the longest sequence
+    response_lengths: tuple[int, ...]  # [N], of the whole samples, over all context-parallel ranks
 
     def to(self, device: torch.device) -> PackedMicroBatch:
-        """The same on ``device``."""
+        """Copy to ``device``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedMicroBatch(
             **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
@@ -53,8 +57,8 @@ class PackedMicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How packed rows are padded, and which part of them a rank holds."""
+class RowLayout:
+    """Padding of packed rows, and the part of them that a rank holds."""
 
     row_multiple: int = 1
     sequence_multiple: int = 1
@@ -62,31 +66,34 @@ class Cut:
     context_size: int = 1
 
 
-def pack(micro_batch: MicroBatch, cut: Cut = Cut()) -> PackedMicroBatch:
-    """Pack samples one after another and pad as ``cut`` says.
+def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicroBatch:
+    """Concatenate samples and pad them to the multiples of ``layout``.
 
-    Sequence parallelism needs T to be a multiple of the tensor-parallel size. Raises DataError for an empty
-    micro-batch and for a sample without a prompt, whose first response token nothing predicts.
+    Sequence parallelism needs T to be a multiple of the tensor-parallel size.
+
+    Raises:
+        DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts its
+            first response token.
     """
     if not micro_batch:
-        raise DataError("a micro-batch without samples cannot be packed; give every rank at least one sample")
+        raise DataError("cannot pack an empty micro-batch; give every rank at least one sample")
     responses = [sample.response_length for sample in micro_batch]
     for number, sample in enumerate(micro_batch):
         if sample.prompt_length < 1 or sample.response_length < 1:
             raise DataError(
-                f"sample {number} of a micro-batch has {sample.prompt_length} prompt and {sample.response_length} "
-                "response tokens; both must be at least 1"
+                f"sample {number} of a micro-batch has {sample.prompt_length} prompt tokens and "
+                f"{sample.response_length} response tokens; both must be at least 1"
             )
-    sequences = [_up(len(sample.token_ids), cut.sequence_multiple) for sample in micro_batch]
+    sequences = [_up(len(sample.token_ids), layout.sequence_multiple) for sample in micro_batch]
     ids = [
         sample.token_ids + (0,) * (length - len(sample.token_ids))
         for sample, length in zip(micro_batch, sequences, strict=True)
     ]
-    if padding := -sum(sequences) % cut.row_multiple:
+    if padding := -sum(sequences) % layout.row_multiple:
         sequences.append(padding)
         ids.append((0,) * padding)
     starts = [0, *itertools.accumulate(sequences)]
-    rows = torch.cat([_zigzag(length, cut) + start for start, length in zip(starts, sequences, strict=False)])
+    rows = torch.cat([_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)])
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
         local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]
@@ -124,23 +131,28 @@ def _up(length: int, multiple: int) -> int:
     return length + -length % multiple
 
 
-def _zigzag(length: int, cut: Cut) -> torch.Tensor:
-    """The positions of a sequence that a rank holds."""
-    if cut.context_size == 1:
+def _zigzag(length: int, layout: RowLayout) -> torch.Tensor:
+    """Positions of a sequence that this rank holds."""
+    if layout.context_size == 1:
         return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * cut.context_size)
-    return torch.cat([chunks[cut.context_rank], chunks[-1 - cut.context_rank]])
+    chunks = torch.arange(length).chunk(2 * layout.context_size)
+    return torch.cat([chunks[layout.context_rank], chunks[-1 - layout.context_rank]])
 
 
 def log_prob_micro_batches(batch: TrainBatch) -> tuple[MicroBatch, ...]:
-    """What a pass that only computes log-probs takes: the batch's samples, in groups of its own if it has these."""
+    """Micro-batches for a pass that only computes log-probs.
+
+    The batch's samples, grouped by ``log_prob_groups`` if set.
+    """
     samples = tuple(itertools.chain.from_iterable(batch.micro_batches))
     return tuple(tuple(samples[i] for i in group) for group in batch.log_prob_groups) or batch.micro_batches
 
 
 def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
-    """From values per micro-batch of ``log_prob_micro_batches``, per sample, to the same per ``micro_batches``; nothing
-    remains nothing (stages of a pipeline but the last)."""
+    """Regroup values from ``log_prob_micro_batches`` to the batch's ``micro_batches``.
+
+    An empty list stays empty (all pipeline stages but the last).
+    """
     if not batch.log_prob_groups or not found:
         return found
     positions = itertools.chain.from_iterable(batch.log_prob_groups)
@@ -150,6 +162,6 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
 
 
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[tuple[float, ...]]:
-    """One number a response token -> a tuple a sample, in order."""
+    """Split values per response token into one tuple per sample, in order."""
     flat = iter(values_R.tolist())
     return [tuple(itertools.islice(flat, length)) for length in packed.response_lengths]

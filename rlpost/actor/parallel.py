@@ -1,9 +1,9 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state.
 
-In: this rank's place in the world and the layout. Out: initialised groups, and the few of them others need by name.
-Ranks count tensor-parallel first, then context, data and pipeline: tensor-parallel ranks are neighbours, pipeline
-stages are far apart. Experts are cut over the ranks of one pipeline stage: expert-tensor first, then expert, then
-data.
+Input: this rank, the world size and the layout. Output: initialised groups, and accessors of those
+that other modules need. Rank order is tensor-parallel first, then context, data and pipeline:
+tensor-parallel ranks are adjacent, pipeline stages are far apart. Experts are sharded over the ranks
+of one pipeline stage: expert-tensor first, then expert, then data.
 """
 
 from __future__ import annotations

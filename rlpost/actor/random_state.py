@@ -1,8 +1,8 @@
-"""Where the random generators of a rank stand: Python's, NumPy's, torch's on host and device, Megatron's tracker.
+"""Save and restore a rank's random generators: Python, NumPy, torch on host and device, Megatron.
 
-In: this process. Out: a table of tensors and numbers that a checkpoint holds for each rank, and back. What is drawn
-while training (dropout) then goes on after a resume at the same layout as if nothing had happened; another layout has
-other ranks, so there the generators begin anew from the seed.
+Input: this process. Output: a table of tensors and numbers that a checkpoint stores for each rank, and
+the reverse. After a resume at the same layout, random draws (dropout) continue as without an
+interruption. Another layout has other ranks, so there the generators restart from the seed.
 """
 
 from __future__ import annotations

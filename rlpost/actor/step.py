@@ -1,10 +1,12 @@
 """One pass over the micro-batches of a rank: log-probs alone, or the loss and its gradient.
 
-In: packed micro-batches. Out: numbers per response token, or accumulated gradients and sums of metrics.
+Input: packed micro-batches. Output: values per response token, or accumulated gradients and sums of
+metrics.
 
-The loss is the sum over all ranks and micro-batches of loss x weight, a token's weight holding the denominators of the
-global batch. Megatron would average; ``calculate_per_token_loss`` of its configuration makes it add up instead, and
-``finalize_summed_grads`` leaves out the division by tokens that goes with it. The gradient is then that of the sum.
+The loss is the sum over all ranks and micro-batches of loss x weight. A token's weight contains the
+denominators of the global batch. By default Megatron averages; with ``calculate_per_token_loss`` in
+its configuration it sums, and ``finalize_summed_grads`` omits the division by tokens that Megatron
+would then do. The result is the gradient of the sum.
 """
 
 from __future__ import annotations
@@ -35,11 +37,20 @@ def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor
 
 
 class MicroBatchLoss:
-    """From this rank's logits to log-probs, and from those to a weighted loss."""
+    """Computes log-probs from this rank's logits, and a weighted loss from those."""
 
     def __init__(self, settings: ActorSettings, *, num_valid: int, num_samples: int, num_tokens: int) -> None:
-        """Args: ``num_valid`` columns of the logits are tokens; the others count the global batch. Raises ConfigError
-        when a custom loss cannot be imported."""
+        """Import the loss function.
+
+        Args:
+            settings: those of the loss.
+            num_valid: columns of the logits that are tokens.
+            num_samples: of the global batch.
+            num_tokens: of the global batch.
+
+        Raises:
+            ConfigError: a custom loss cannot be imported.
+        """
         self.settings = settings
         self.num_valid = num_valid
         self.num_samples = num_samples
@@ -49,7 +60,7 @@ class MicroBatchLoss:
     def logprobs(
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, V / tp] -> log-probs and entropies [R], the latter 0 unless asked for."""
+        """[1, T, V / tp] -> log-probs and entropies [R]; entropies are 0 unless requested."""
         rows = Rows(
             packed.response_index,
             packed.targets,
@@ -66,8 +77,13 @@ class MicroBatchLoss:
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-        """The weighted sum of the tokens' losses, a token count Megatron wants and no one uses, and this micro-batch's
-        terms of the metrics: sums, and maxima under names that end in ``_max``."""
+        """Compute the loss of a micro-batch.
+
+        Returns:
+            The weighted sum of the tokens' losses, a token count that Megatron requires but that is
+            unused, and this micro-batch's terms of the metrics: sums, and maxima under names that
+            end in ``_max``.
+        """
         logprobs_R, entropy_R = self.logprobs(logits, packed, with_entropy=True)
         tokens = Tokens(
             logprobs=logprobs_R,
@@ -87,21 +103,21 @@ class MicroBatchLoss:
             num_tokens=self.num_tokens,
             per_token=self.settings.calculate_per_token_loss,
         )
-        if not self.settings.calculate_per_token_loss:  # there every token counts as much as any other
+        if not self.settings.calculate_per_token_loss:  # per-token loss weights all tokens equally
             weight_R = weight_R * packed.sample_weights
         loss = (loss_R * weight_R).sum()
         stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
 
     def _term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch adds to a metric; a maximum is at least 0."""
+        """This micro-batch's term of a metric; a maximum is at least 0."""
         if name.endswith("_max"):
             return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
         return (value_R * mask_R).sum() / self.num_tokens
 
 
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-    """For each response token the sum over the loss-masked tokens of its sample, wherever these are."""
+    """For each response token: the sum over its sample's loss-masked tokens on all ranks."""
     sums = values_R.new_zeros(len(packed.response_lengths))
     sums.index_add_(0, packed.sample_index, values_R * packed.loss_mask)
     if parallel.context_parallel_group().size() > 1:
@@ -117,10 +133,15 @@ def run(
     forward_only: bool,
     stop_points: StopPoints | None = None,
 ) -> list[Any]:
-    """Megatron's schedule over the micro-batches. ``loss_of(index, micro_batch, logits)`` makes what is collected, on
-    the last pipeline stage; the others return an empty list.
+    """Run Megatron's schedule over the micro-batches.
 
-    Raises Interrupted at one of the ``stop_points``: gradients of some micro-batches may be accumulated then.
+    Returns:
+        The results of ``loss_of(index, micro_batch, logits)`` on the last pipeline stage; an empty
+        list on the others.
+
+    Raises:
+        Interrupted: at one of the ``stop_points``; gradients of some micro-batches may be
+            accumulated.
     """
     stop_points = stop_points or StopPoints()
     is_one_unit = parallel.pipeline_group().size() > 1

@@ -1,14 +1,18 @@
-"""Where a pass over micro-batches can be left: the same place on every rank, without a collective.
+"""Interrupt a pass over micro-batches at the same boundary on every rank, without a collective.
 
-In: two calls from a second thread of the worker, while the first computes. Out: ``Interrupted`` on the first thread, at
-a boundary that all ranks share. The driver asks every rank to ``hold``: it says which boundary it comes to next and
-waits there. The driver then knows how far the farthest has come, and lets all go on to that one place (``release``),
-where each raises. A rank that is at a boundary has finished all collectives of the micro-batches before it and begun
-none of the next, so nobody is left waiting in one; that is why the place must be the same.
+Input: two calls from a second thread of the worker, while the first computes. Output:
+``Interrupted`` on the first thread, at a boundary that all ranks share.
 
-Passes are counted: every rank makes the same ones in the same order. A stop point is (number of the pass, index of
-the micro-batch that would come next). With pipeline stages a pass is one unit, for micro-batches of several stages
-overlap.
+1. The driver calls ``hold`` on every rank. Each returns its next boundary and waits there.
+2. The driver picks the farthest boundary (``common_stop_point``).
+3. It passes that to ``release`` on every rank. Each continues to it and raises.
+
+A rank at a boundary has finished all collectives of the previous micro-batches and started none of
+the next. If all ranks stop at the same boundary, none is left waiting in a collective.
+
+Passes are counted: every rank runs the same passes in the same order. A stop point is (number of the
+pass, index of the next micro-batch). With pipeline stages a pass is one unit, because micro-batches
+of several stages overlap.
 """
 
 from __future__ import annotations
@@ -21,13 +25,15 @@ from dataclasses import dataclass
 from rlpost.errors import Interrupted, TrainingError
 
 HOLD_DEADLINE_S = 120.0
-"""A held rank waits so long for the driver's decision, which needs an answer from every rank."""
+"""How long a held rank waits for the driver's decision, which needs an answer from every rank."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StopPoint:
-    """The boundary before micro-batch ``index`` of pass ``number``; ``length`` boundaries in the pass, 0 where it has
-    not begun."""
+    """The boundary before micro-batch ``index`` of pass ``number``.
+
+    The pass has ``length`` boundaries; 0 if it has not started.
+    """
 
     number: int
     index: int
@@ -35,10 +41,10 @@ class StopPoint:
 
 
 def common_stop_point(held: Sequence[StopPoint]) -> StopPoint:
-    """Where all ranks stop, from where each is held: the first boundary that none has passed and all will come to.
+    """The first boundary that no rank has passed and that all ranks will reach.
 
-    Micro-batches of the ranks are equally many as a rule; where they are not, or where a rank has not begun the pass
-    that another is in, the place is the end of that pass.
+    Usually all ranks have the same number of micro-batches. If they do not, or if a rank has not
+    started the pass that another is in, the result is the end of that pass.
 
     >>> common_stop_point([StopPoint(7, 1, 4), StopPoint(7, 2, 4)])
     StopPoint(number=7, index=2, length=0)
@@ -51,7 +57,11 @@ def common_stop_point(held: Sequence[StopPoint]) -> StopPoint:
 
 
 class StopPoints:
-    """Of one rank. ``passing`` and ``cross`` are for the thread that computes, the others for the second."""
+    """The stop points of one rank.
+
+    The computing thread calls ``passing`` and ``cross``; a second thread calls ``hold`` and
+    ``release``.
+    """
 
     def __init__(self, *, deadline_s: float = HOLD_DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -62,7 +72,7 @@ class StopPoints:
 
     @contextmanager
     def passing(self, length: int) -> Iterator[None]:
-        """A pass of ``length`` boundaries takes place within."""
+        """Context of one pass with ``length`` boundaries."""
         self._go_to(StopPoint(self._next.number, 0, length))
         try:
             yield
@@ -70,30 +80,30 @@ class StopPoints:
             self._go_to(StopPoint(self._next.number + 1, 0))
 
     def cross(self, index: int) -> None:
-        """Called before anything of micro-batch ``index`` is touched.
+        """Cross the boundary before micro-batch ``index``; call before any work on it.
 
         Raises:
-            Interrupted: this is where all ranks stop.
-            TrainingError: held, and nobody said for how long.
+            Interrupted: all ranks stop at this boundary.
+            TrainingError: held, and not released before the deadline.
         """
         with self._changed:
             if self._is_held and not self._changed.wait_for(lambda: not self._is_held, self._deadline_s):
                 raise TrainingError(
-                    f"held at a micro-batch for {self._deadline_s:.0f} s; the driver did not say how to go on, because "
-                    "it, or another rank, does not answer"
+                    f"held before a micro-batch for {self._deadline_s:.0f} s without a release; "
+                    "the driver or another rank does not respond"
                 )
             if self._stop_at is not None and (self._next.number, index) >= (self._stop_at.number, self._stop_at.index):
                 raise Interrupted("a stop was requested between two micro-batches")
             self._next = StopPoint(self._next.number, index + 1, self._next.length)
 
     def hold(self) -> StopPoint:
-        """Wait at the next boundary from now on; returns which that is."""
+        """Make the computing thread wait at its next boundary; returns that boundary."""
         with self._changed:
             self._is_held = True
             return self._next
 
     def release(self, stop_at: StopPoint | None) -> None:
-        """Go on, to ``stop_at`` or for good."""
+        """Continue to ``stop_at``, or without a stop if it is None."""
         with self._changed:
             self._is_held, self._stop_at = False, stop_at
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Advantages: from the rewards of groups to a number a sample, or a token. Pure Python.
+"""Advantages per sample or per token from the rewards of groups. Pure Python.
 
-In: rewards by group, and the KL penalty of each token where the reward has one. Out: as many advantages, in the same
-order. Groups are formed by prompt id upstream, never by reshaping a flat list.
+Input: rewards by group, and KL penalties per token if the reward includes them. Output: advantages in
+the same order. Groups are formed by prompt id upstream, never by reshaping a flat list.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
 Advantage = float | tuple[float, ...]
-"""Of a sample: one for the whole response, or one for each of its tokens."""
+"""Advantage of a sample: one for the whole response, or one for each of its tokens."""
 Masks = Sequence[Sequence[Sequence[int]]]
-"""By group and sample the loss mask of the response."""
+"""Loss mask of the response, by group and sample."""
 Penalties = Sequence[Sequence[Sequence[float]]]
-"""By group and sample what is taken off the reward of each response token: kl_coef x KL; 0 where the mask is 0."""
+"""Penalty of each response token, by group and sample: kl_coef x KL; 0 where the mask is 0."""
 
 
 def grpo_advantages(rewards: Sequence[float], *, normalize_std: bool = True) -> tuple[float, ...]:
     """Group-relative advantages: (r_i - mean) / (std + 1e-6), with the unbiased standard deviation.
 
-    Without ``normalize_std`` only the mean is taken off (Dr. GRPO, arXiv 2503.20783). A group of one, or one whose
-    rewards are all equal, has advantages of zero. Source: DeepSeekMath, arXiv 2402.03300, equation 4.1.2.
+    Without ``normalize_std`` only the mean is subtracted (Dr. GRPO, arXiv 2503.20783). A group of
+    one, or one whose rewards are all equal, has advantages of zero. Source: DeepSeekMath, arXiv
+    2402.03300, equation 4.1.2.
     """
     count = len(rewards)
     mean = math.fsum(rewards) / count
@@ -48,7 +49,10 @@ def centred_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 
 
 def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
-    """Leave one out: r_i less the mean of the others; 0 in a group of one. Source: RLOO, arXiv 2402.14740, eq. 8."""
+    """Leave one out: r_i - mean of the others; 0 in a group of one.
+
+    Source: RLOO, arXiv 2402.14740, eq. 8.
+    """
     count = len(rewards)
     if count == 1:
         return (0.0,)
@@ -57,15 +61,20 @@ def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 
 
 def returns_to_go(reward: float, penalties: Sequence[float]) -> tuple[float, ...]:
-    """The return from each token on when every token is charged its penalty and the last one earns the reward:
-    R - sum of the penalties from t on. Source: REINFORCE++, arXiv 2501.03262, section 3 (no discount)."""
+    """Return at each token t: R - sum of the penalties from t on.
+
+    Every token has its penalty, and the last one also the reward. Source: REINFORCE++, arXiv
+    2501.03262, section 3 (no discount).
+    """
     from_end = itertools.accumulate(reversed(penalties))
     return tuple(reward - charged for charged in reversed(list(from_end)))
 
 
 def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, ...]:
-    """(a - mean) / sqrt(var + 1e-8), with mean and variance over the tokens of the batch: each advantage counts as
-    often as it has tokens. Source: REINFORCE++, arXiv 2501.03262, section 3."""
+    """(a - mean) / sqrt(var + 1e-8), with mean and variance over the tokens of the batch.
+
+    ``weights`` are the numbers of tokens. Source: REINFORCE++, arXiv 2501.03262, section 3.
+    """
     num_tokens = max(sum(weights), 1)
     mean = math.fsum(a * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
     variance = math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
@@ -75,13 +84,13 @@ def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """How samples of a group become advantages.
+    """An estimator of advantages.
 
     Attributes:
-        of_group: rewards of one group, whether to divide by their standard deviation -> an advantage each.
-        whitens: whether the advantages of all groups are whitened together afterwards.
-        charges_tokens: whether a KL penalty in the reward makes an advantage for each token (``returns_to_go``); the
-            others take the sum of a sample's penalties off its reward.
+        of_group: (rewards of one group, whether to divide by their standard deviation) -> advantages.
+        whitens: whether the advantages of all groups are then whitened together.
+        charges_tokens: whether KL penalties give an advantage per token (``returns_to_go``);
+            otherwise the sum of a sample's penalties is subtracted from its reward.
     """
 
     of_group: Callable[[Sequence[float], bool], tuple[float, ...]]
@@ -95,10 +104,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(lambda rewards, _: tuple(rewards), whitens=True, charges_tokens=True),
     "reinforce_plus_plus_baseline": Estimator(lambda rewards, _: centred_advantages(rewards), whitens=True),
 }
-"""By the value of --advantage-estimator. To add one: a function above, a line here, its name in
-``rlpost/config/groups/grpo.py``."""
+"""By the value of --advantage-estimator. To add one, add a function above, a line here, and its name
+in ``rlpost/config/groups/grpo.py``."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
-"""Values of published recipes that name a loss (``objective.POLICY_LOSSES``): the estimator that goes with it."""
+"""Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
 
 def estimate(
@@ -109,11 +118,20 @@ def estimate(
     normalize_std: bool,
     penalties: Penalties | None = None,
 ) -> list[tuple[Advantage, ...]]:
-    """Advantages of all samples of a rollout by the name of the estimator.
+    """Compute the advantages of all samples of a rollout.
 
-    Args: rewards and loss masks by group; ``normalize_std``: divide by the standard deviation of the group, as GRPO
-    does; ``penalties``: KL penalties of each token (``Estimator.charges_tokens``). Returns tuples by group. Raises
-    KeyError for an unknown name.
+    Args:
+        estimator: name of the estimator.
+        groups: rewards by group.
+        masks: loss masks by group.
+        normalize_std: divide by the standard deviation of the group, as GRPO does.
+        penalties: KL penalties per token (``Estimator.charges_tokens``).
+
+    Returns:
+        Advantages by group.
+
+    Raises:
+        KeyError: the estimator is unknown.
     """
     known = ESTIMATORS[ESTIMATOR_OF.get(estimator, estimator)]
     if penalties is not None:
@@ -147,10 +165,12 @@ def _whitened_returns(
 def custom_advantages(
     path: str, groups: Sequence[SampleGroup], penalties: Penalties | None
 ) -> list[tuple[Advantage, ...]]:
-    """Those of the user's own function, ``function(groups, penalties)``, by group and sample.
+    """Advantages by a user function, ``function(groups, penalties)``, by group and sample.
 
-    It returns for each group, in order, an advantage for each sample: a number, or one for each token of its response.
-    Raises ConfigError when the function cannot be imported or returns something else.
+    For each group, in order, it returns an advantage per sample: a number, or one per response token.
+
+    Raises:
+        ConfigError: the function cannot be imported, or returns something else.
     """
     key = "custom_advantage_function_path"
     with blamed_on(path, key=key):
@@ -180,7 +200,7 @@ def custom_advantages(
 
 
 def _advantage(value: Any) -> Advantage:
-    """Of a number or several, arrays and tensors included: those of no dimension cannot be iterated."""
+    """Convert a number or a sequence; zero-dimensional arrays and tensors cannot be iterated."""
     try:
         tokens = iter(value)
     except TypeError:

@@ -1,9 +1,9 @@
 """Importance correction for the mismatch between the engines, which sampled, and the trainer: pure functions.
 
-In: log-probs of the sampled tokens under the trainer's weights of the rollout (old) and as the engines reported them
-(rollout). Out: a weight a token without gradient, and statistics. The denominators of the loss stay those of all
-tokens: a token that is dropped lowers the sum and nothing else. The sums over a sample come from outside, because its
-tokens may stand on several context-parallel ranks.
+Input: log-probs of the sampled tokens under the trainer's weights of the rollout (old) and as the
+engines reported them (rollout). Output: a weight per token without gradient, and statistics. The
+denominators of the loss still count all tokens: a dropped token only lowers the sum. The caller
+provides sums over a sample, because its tokens may be on several context-parallel ranks.
 """
 
 from __future__ import annotations

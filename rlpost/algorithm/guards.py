@@ -1,7 +1,7 @@
-"""Guards: what a step's metrics say when something is wrong. Pure.
+"""Guards: detect failing training from the metrics of a step. Pure.
 
-In: the metrics of optimizer steps and thresholds. Out: warnings, or a TrainingError. Each message has the numbers, what
-they should be, what usually makes them so and the setting that moves the bound.
+Input: the metrics of optimizer steps, and thresholds. Output: warnings, or a TrainingError. Each
+message has the values, their bounds, the usual causes and the setting of the bound.
 """
 
 from __future__ import annotations

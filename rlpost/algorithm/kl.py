@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) at sampled tokens: pure functions of log-probs.
 
-In: log-probs of the tokens under both. Out: one number a token, differentiable. Source: Schulman, "Approximating KL
-divergence" (2020), which names them k1, k2 and k3.
+Input: log-probs of the tokens under both. Output: one value per token, differentiable. Source:
+Schulman, "Approximating KL divergence" (2020), which names them k1, k2 and k3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Policy losses: pure functions of per-token tensors. Aggregation is not done here.
+"""Policy losses: pure functions of per-token tensors, without aggregation.
 
-In: 1-D tensors over the response tokens of a micro-batch (suffix T). Out: the loss of each token and per-token
-statistics. The caller multiplies by ``token_weights``, whose denominators count the global batch; the plain sum over
-all micro-batches and ranks is then the loss, whatever the layout.
+Input: 1-D tensors over the response tokens of a micro-batch (suffix T). Output: loss and statistics
+per token. The caller multiplies by ``token_weights``, whose denominators count the global batch. The
+plain sum over all micro-batches and ranks is then the loss, at every layout.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ def policy_loss(
 def cispo_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE whose importance weight is clipped and carries no gradient: -sg(clip(r)) A log p. No token loses its
-    gradient. Arguments and statistics as for ``policy_loss``. Source: CISPO, arXiv 2506.13585, equation 4."""
+    """REINFORCE with a clipped importance weight without gradient: -sg(clip(r)) A log p.
+
+    Every token keeps its gradient. Arguments and statistics as for ``policy_loss``. Source: CISPO,
+    arXiv 2506.13585, equation 4.
+    """
     log_ratio = (logprobs_T - old_logprobs_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
@@ -58,7 +61,7 @@ def cispo_loss(
 
 
 def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
-    """A bound below is met where the ratio fell, one above where it rose."""
+    """Statistics per token; the lower bound applies where the ratio fell, the upper where it rose."""
     log_ratio = log_ratio_T.detach()
     ratio = log_ratio.exp()
     return {

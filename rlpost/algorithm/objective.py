@@ -1,8 +1,8 @@
-"""The objective: the loss of each token, put together from its parts. Aggregation is not done here.
+"""The objective: the loss of each token, combined from its terms, without aggregation.
 
-In: ``Tokens``, all that is known of the response tokens of a micro-batch, and settings. Out: the loss of each token and
-per-token statistics. The caller weighs both with denominators of the global batch, so that neither depends on the
-layout. A statistic whose name ends in ``_max`` is reported as its maximum, every other as its mean over tokens.
+Input: ``Tokens`` of a micro-batch, and settings. Output: loss and statistics per token. The caller
+weights both with denominators of the global batch, so that neither depends on the layout. A statistic
+whose name ends in ``_max`` is reported as its maximum, every other as its mean over tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Response tokens of a micro-batch that this rank holds: float tensors [T]. With context parallelism these are not
-    all tokens of a sample; ``sample_sums`` reaches the others."""
+    """Response tokens of a micro-batch on this rank: float tensors [T].
+
+    With context parallelism a rank holds only some tokens of a sample; ``sample_sums`` sums over all
+    of them.
+    """
 
     logprobs: Tensor  # under the current weights, with gradient
     entropy: Tensor  # of the distribution each token was drawn from, in nats, with gradient
@@ -34,14 +37,18 @@ class Tokens:
     advantages: Tensor
     loss_mask: Tensor  # 0 or 1
     sample_lengths: Tensor  # loss-masked tokens of the token's sample
-    sample_sums: SampleSums  # one number a token -> their sum over the loss-masked tokens of each token's sample
+    sample_sums: SampleSums  # value per token -> sum over the loss-masked tokens of its sample
 
 
 LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
 
 
 def loss_function(settings: LossSettings) -> LossFunction:
-    """What ``--loss-type`` names. Raises ConfigError when a custom loss cannot be imported or is not named."""
+    """The loss of ``--loss-type``.
+
+    Raises:
+        ConfigError: the path of a custom loss is missing or cannot be imported.
+    """
     if settings.loss_type == "custom_loss":
         return _custom(settings.custom_loss_function_path or "", key="custom_loss_function_path")
     return LOSSES[settings.loss_type]
@@ -119,4 +126,4 @@ def cispo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Sta
 POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo_surrogate, "gspo": gspo_surrogate, "cispo": cispo_surrogate}
 """By the value of --policy-loss."""
 LOSSES: dict[str, LossFunction] = {"policy_loss": policy_objective, "sft_loss": sft_objective}
-"""By the value of --loss-type, beside custom_loss."""
+"""By the value of --loss-type, except custom_loss."""

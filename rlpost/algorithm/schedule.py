@@ -1,16 +1,18 @@
-"""The schedule of micro-batches: which sample is trained where and with which others. Pure Python.
+"""Schedule samples on data-parallel ranks and in micro-batches. Pure Python.
 
-In: the lengths of the samples of one optimizer step, the data-parallel size, and either a token limit or a fixed number
-of samples. Out: for each rank a list of micro-batches, each a list of sample indices. Invariants:
+Input: the lengths of the samples of one optimizer step, the data-parallel size, and either a token
+limit or a fixed number of samples. Output: for each rank a list of micro-batches, each a list of
+sample indices. Invariants:
 
-    1. every sample stands in exactly one micro-batch of one rank;
+    1. every sample is in exactly one micro-batch of one rank;
     2. every rank has the same number of micro-batches and none is empty;
-    3. no micro-batch holds more than ``max_tokens``, except one sample that alone is longer.
+    3. no micro-batch has more than ``max_tokens``, except for a single longer sample.
 
-Memory is counted in tokens and time in work: ``sequence_work`` adds to a sequence's tokens what its attention costs.
-Given the work of each sample, samples are dealt so that the ranks' sums are even, and then packed rank by rank. A step
-lasts as long as its busiest rank, while a micro-batch more costs little, for nothing is padded: so balance comes first.
-Without it samples keep their order: they fill micro-batches as they come, and those go to the ranks in turn.
+Memory is counted in tokens, time in work: ``sequence_work`` adds the cost of attention to a
+sequence's tokens. Given the work of each sample, samples are first distributed so that the ranks'
+sums are even, and then packed on each rank. A step takes as long as its busiest rank, while an extra
+micro-batch costs little without padding; so balance has priority. Without work, samples are packed
+in order, and micro-batches are assigned to ranks round-robin.
 """
 
 from __future__ import annotations
@@ -34,16 +36,24 @@ def schedule(
 ) -> Schedule:
     """Schedule samples of the given ``lengths`` (tokens) on ``data_parallel_size`` ranks.
 
-    With ``max_tokens`` samples are packed up to that many tokens; without it each micro-batch has ``micro_batch_size``
-    samples. A rank's number of micro-batches is a multiple of ``multiple_of`` (interleaved pipelines need one of their
-    depth). ``work`` of each sample, in any unit, is what is balanced. Raises ValueError when the number of samples is
-    not a multiple of both together: then the invariants could not hold when each sample fills a micro-batch of its own.
+    Args:
+        lengths: tokens of each sample.
+        data_parallel_size: number of ranks.
+        max_tokens: bound of a micro-batch; None for ``micro_batch_size`` samples each.
+        micro_batch_size: samples of a micro-batch without ``max_tokens``.
+        multiple_of: divides a rank's number of micro-batches (interleaved pipelines need a multiple
+            of their depth).
+        work: cost of each sample, in any unit, to balance over the ranks.
+
+    Raises:
+        ValueError: the number of samples is not a multiple of ``data_parallel_size * multiple_of``.
+            The invariants could then be impossible, if each sample fills a micro-batch.
     """
     unit = data_parallel_size * multiple_of
     if not lengths or len(lengths) % unit:
         raise ValueError(
-            f"{len(lengths)} samples cannot be spread evenly over {data_parallel_size} data-parallel ranks "
-            f"with a multiple of {multiple_of} micro-batches each"
+            f"cannot distribute {len(lengths)} samples evenly over {data_parallel_size} data-parallel ranks "
+            f"with a multiple of {multiple_of} micro-batches each; use a multiple of {unit} samples"
         )
     share = len(lengths) // data_parallel_size
     if work is not None and max_tokens is None:
@@ -52,7 +62,8 @@ def schedule(
         packed = [_spread([work[i] for i in own], count, quota=micro_batch_size) for own in ranks]
         return _named(ranks, packed, work)
     if work is not None and max_tokens is not None:
-        # A rank of few long samples may lack enough for as many micro-batches as others need; equal numbers never do.
+        # A rank with few long samples may have fewer samples than others need micro-batches.
+        # With equal numbers of samples (the quota) that cannot happen.
         for quota in (None, share):
             ranks = _spread(work, data_parallel_size, quota=quota)
             fitting = regroup(
@@ -70,23 +81,29 @@ def schedule(
 
 
 def sequence_work(length: int, break_even: float = math.inf) -> float:
-    """What a sequence costs, in tokens of a very short one: its tokens, and causal attention, whose cost grows with the
-    square. ``break_even`` is the length at which both are equal: see ``break_even_length``."""
+    """Cost of a sequence in tokens: its tokens, plus causal attention, which is quadratic.
+
+    ``break_even`` is the length at which both are equal: see ``break_even_length``.
+    """
     return length * (1 + length / break_even)
 
 
 def break_even_length(*, num_parameters: int, num_layers: int, attention_width: int) -> float:
-    """The length of sequence whose causal attention costs as much as all matrices.
+    """The sequence length at which causal attention costs as much as all matrix products.
 
-    A token multiplies with each of the active ``num_parameters``; in each layer its query meets half the sequence's
-    keys and values, ``attention_width`` (heads x head size) wide: 2 P = 2 x 2 x layers x width x length / 2.
+    A token is multiplied with each of the active ``num_parameters``. In each layer its query attends
+    to half the sequence's keys and values, of ``attention_width`` (heads x head size):
+    2 P = 2 x 2 x layers x width x length / 2.
     """
     return num_parameters / (num_layers * attention_width)
 
 
 def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> int:
-    """Micro-batches that no packing can do without: enough tokens for the limit (each longer sample alone), and one for
-    each sample of more than half of it; a multiple of ``unit`` (ranks x rounds)."""
+    """Lower bound on the number of micro-batches, rounded up to a multiple of ``unit``.
+
+    Enough for all tokens (each longer sample alone), and one for each sample of more than half the
+    limit.
+    """
     alone = sum(length > max_tokens for length in lengths)
     tokens = sum(length for length in lengths if length <= max_tokens)
     large = sum(2 * length > max_tokens for length in lengths)
@@ -94,10 +111,11 @@ def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> in
 
 
 def regroup(lengths: Sequence[Sequence[int]], *, max_tokens: int, multiple_of: int = 1) -> list[Bins] | None:
-    """Micro-batches of the samples that each rank has already: at most ``max_tokens`` each, on all ranks as many.
+    """Pack each rank's samples into the same number of micro-batches of at most ``max_tokens``.
 
-    Returns for each rank lists of positions among its ``lengths``, of even length where the limit leaves room for that;
-    None when a rank has too few samples for as many micro-batches as another needs.
+    Returns:
+        For each rank, lists of indices into its ``lengths``, with even sums where the limit allows
+        it. None when a rank has fewer samples than another needs micro-batches.
     """
     count = _up(max(lower_bound(own, max_tokens=max_tokens) for own in lengths), multiple_of)
     while count <= min(map(len, lengths)):
@@ -110,9 +128,12 @@ def regroup(lengths: Sequence[Sequence[int]], *, max_tokens: int, multiple_of: i
 
 
 def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> Bins:
-    """Put samples, in ``order``, each into the first micro-batch with room. O(n log n): a tree holds for each range of
-    micro-batches the most room in it (Johnson, "Near-optimal bin packing algorithms", 1973)."""
-    # Any two neighbours hold more than the limit together, or the second's first sample would be in the first.
+    """Put each sample, in ``order``, into the first micro-batch with enough capacity.
+
+    O(n log n): a tree holds the largest remaining capacity of each range of micro-batches (Johnson,
+    "Near-optimal bin packing algorithms", 1973).
+    """
+    # Two neighbours together exceed the limit, or the second's first sample would be in the first.
     most = 2 * -(-sum(min(length, max_tokens) for length in lengths) // max_tokens) + 1
     leaves = 1 << (min(most, len(lengths)) - 1).bit_length()
     room = [max_tokens] * (2 * leaves)
@@ -136,7 +157,7 @@ def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> 
 
 
 def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
-    """``count`` micro-batches of even length if these fit, else the tightest packing, of ``count`` or more."""
+    """``count`` micro-batches with even sums if these fit, else a first-fit packing of at least that."""
     bins = _spread(lengths, count, limit=max_tokens)
     if not bins:
         bins = first_fit(lengths, _falling(lengths), max_tokens)
@@ -145,9 +166,12 @@ def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
 
 
 def _spread(sizes: Sequence[float], num_bins: int, *, quota: int | None = None, limit: float = math.inf) -> Bins:
-    """Put each item, largest first, into the bin with the least so far (Graham, "Bounds on multiprocessing timing
-    anomalies", 1969). A bin takes at most ``quota`` items, and a sum up to ``limit`` except for one larger item that is
-    alone; no bins when an item fits into none."""
+    """Put each item, largest first, into the bin with the smallest sum.
+
+    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969. A bin takes at most ``quota``
+    items, and a sum up to ``limit``, except for a single larger item. Returns no bins when an item
+    does not fit.
+    """
     bins: Bins = [[] for _ in range(num_bins)]
     heap: list[tuple[float, int]] = [(0, number) for number in range(num_bins)]
     for index in _falling(sizes):
@@ -167,8 +191,7 @@ def _falling(sizes: Sequence[float]) -> list[int]:
 
 
 def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:
-    """Until there are ``count``, split the longest micro-batch of two samples or more into halves of near equal
-    length."""
+    """Split the longest micro-batch of at least two samples in half until there are ``count``."""
     sums = [(-sum(lengths[i] for i in one), number) for number, one in enumerate(bins) if len(one) > 1]
     heapq.heapify(sums)
     while len(bins) < count:
@@ -183,8 +206,11 @@ def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:
 
 
 def _named(ranks: Bins, packed: Sequence[Bins], work: Sequence[float]) -> Schedule:
-    """From positions among a rank's samples to their indices. Micro-batches fall in work: ranks that share experts run
-    theirs at the same time, and so run like with like."""
+    """Map positions among a rank's samples to sample indices.
+
+    Micro-batches are sorted by descending work: ranks that share experts run them in step, so
+    micro-batches that run together should have similar work.
+    """
     named = [[sorted(own[i] for i in one) for one in bins] for own, bins in zip(ranks, packed, strict=True)]
     return [sorted(bins, key=lambda one: -sum(work[i] for i in one)) for bins in named]
 

@@ -1,21 +1,23 @@
-"""The commit protocol: how a folder full of files becomes a checkpoint, all of it or none. Pure file work.
+"""The commit protocol: turn a folder of files into a checkpoint, atomically. File operations only.
 
-    begin    .writing-iter_0000020/         writers of all ranks fill it
-    commit   every file flushed, MANIFEST.json with size and SHA-256 of each
-             rename to iter_0000020/        an older one of the same step steps aside as .replaced-iter_0000020/
-             COMMITTED inside               from here on it counts
-             latest                         names it, for people; a commit does without
-    prune    after the commit: older ones go
+    begin    .writing-iter_0000020/         filled by the writers of all ranks
+    commit   flush every file; write MANIFEST.json with size and SHA-256 of each
+             rename to iter_0000020/        an older one becomes .replaced-iter_0000020/
+             write COMMITTED inside         from here on the checkpoint is valid
+             write latest                   for users; not needed for a commit
+    prune    after the commit: delete older checkpoints
 
-In: a folder on a file system whose rename is atomic; one process at a time commits into it. ``ownership``
-sees to that: its writers work in a lane, ``.writing-TOKEN/.writing-iter_0000020/``. All that a writer with a
-lane does to names outside it is a rename out of the lane or into it, so that nothing happens once a newer
-attempt has taken the lane away; what it writes inside its folder goes through a descriptor of that folder,
-wherever its name has gone. Invariant: whatever the instant of a crash, ``newest_committed`` finds the newest
-checkpoint that was complete, with the bytes that were written, and the next ``begin`` works. The order
-(write, fsync the file, rename, fsync the folder) is that of Pillai et al., All File Systems Are Not Created
-Equal, OSDI 2014. Bad storage while reading is a reason to skip a checkpoint, never an exception; while
-writing it is an OSError, after which the checkpoint before is still there.
+Input: a folder on a file system with atomic rename. One process at a time commits into it;
+``ownership`` ensures that. Its writers work in a lane, ``.writing-TOKEN/.writing-iter_0000020/``. A
+writer with a lane changes names outside the lane only by a rename into or out of it, so it has no
+effect once a newer attempt has moved the lane. It writes inside its folder through a descriptor of
+that folder, which stays valid after a rename.
+
+Invariant: after a crash at any point, ``newest_committed`` finds the newest complete checkpoint, with
+the bytes that were written, and the next ``begin`` works. The order (write, fsync the file, rename,
+fsync the folder) is that of Pillai et al., All File Systems Are Not Created Equal, OSDI 2014. Storage
+errors while reading make a checkpoint invalid and never raise; while writing they raise OSError and
+leave the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -50,29 +52,30 @@ _NAME = re.compile(r"(?:\.replaced-)?iter_(\d{7,})")
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What ``newest_committed`` found: the checkpoint, or None, and newer folders it skipped, each with the reason."""
+    """Result of ``newest_committed``: the checkpoint or None, and skipped folders with reasons."""
 
     path: Path | None
     skipped: tuple[tuple[Path, str], ...]
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of a step: iter_0000020."""
+    """Folder name of a step: iter_0000020."""
     return f"iter_{step:07d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint folder that ``newest_committed`` or ``commit`` returned."""
+    """Step of a folder that ``newest_committed`` or ``commit`` returned."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
 
 def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
-    """A new empty folder to write the checkpoint of ``step`` into, in ``folder`` or in a lane of it, which must exist.
+    """Create an empty folder for the checkpoint of ``step``, in ``folder`` or an existing lane of it.
 
-    Leftovers of an earlier save of the step, and all in the lane, are removed: they may be what fills the disk. What
-    cannot be removed yet (a file that an older attempt holds open on NFS) stays until the next time.
+    Leftovers of an earlier save of the step, and everything in the lane, are deleted to free disk
+    space. What cannot be deleted yet (a file that an older attempt holds open on NFS) is retried by
+    the next call.
     """
     writing = (Path(folder) if lane is None else lane) / (WRITING + checkpoint_name(step))
     if lane is None:
@@ -86,17 +89,19 @@ def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
             try:
                 _delete(leftover, lane)
             except OSError as error:
-                logger.warning("%s is not removed yet: %s", leftover, error)
+                logger.warning("cannot delete %s yet: %s", leftover, error)
     os.mkdir(writing, 0o700)
     return writing
 
 
 def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
-    """Make what lies in ``writing``, a folder from ``begin``, the checkpoint of its step. Returns its final path.
+    """Commit ``writing``, a folder from ``begin``; returns the final path of the checkpoint.
 
-    All writers must have finished. ``check`` is called just before the rename and may raise. Raises CheckpointError for
-    an empty folder, or where another program's checkpoint has the name; OSError when the storage fails; then the
-    checkpoint before is the newest.
+    All writers must have finished. ``check`` is called just before the rename and may raise.
+
+    Raises:
+        CheckpointError: the folder is empty, or a checkpoint of another program has the name.
+        OSError: the storage failed; the previous checkpoint is still the newest.
     """
     lane = writing.parent if writing.parent.name.startswith(WRITING) else None
     folder = writing.parent if lane is None else lane.parent
@@ -115,11 +120,11 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
                     os.rename(replaced, final)
             raise
         sync(folder)
-        # By descriptor: another attempt's folder may have the name by now, and its marker must not be ours.
+        # By descriptor: the name may now refer to a folder of another attempt, which must not be marked.
         write_within(descriptor, COMMITTED, _digest(manifest) + "\n")
     finally:
         os.close(descriptor)
-    check()  # where the folder was taken away before it was marked, it is no checkpoint
+    check()  # a folder that was moved before it was marked is not a checkpoint
     _name_latest(folder, lane, final.name)
     if replaced is not None:
         _delete(replaced, lane)
@@ -127,7 +132,7 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
 
 
 def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | None:
-    """Make the name ``final`` free; of a complete checkpoint where it is now."""
+    """Free the name ``final``; returns the new path of a complete checkpoint."""
     if not final.exists():
         return None
     if is_complete:
@@ -135,19 +140,19 @@ def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | 
         if replaced.exists():
             _delete(replaced, lane)
         os.rename(final, replaced)
-        sync(replaced.parent)  # before its old name is gone for good: a loss of power must leave it one of the two
+        sync(replaced.parent)  # before the old name is removed: after a power loss one of the two names must exist
         return replaced
     if not _is_ours(final):
         raise CheckpointError(
-            f"{final} is there and no save of this program wrote it (Megatron names checkpoints so, too); move it "
-            "away or give another --save"
+            f"{final} exists and was not written by rlpost (Megatron uses the same names); move it, "
+            "or use another --save"
         )
     _delete(final, lane)
     return None
 
 
 def _name_latest(folder: Path, lane: Path | None, name: str) -> None:
-    """Write ``latest``; a checkpoint is one without it."""
+    """Write ``latest``; the checkpoint is valid without it."""
     try:
         write_durably(folder / LATEST, name + "\n", beside=lane)
     except OSError as error:
@@ -155,8 +160,10 @@ def _name_latest(folder: Path, lane: Path | None, name: str) -> None:
 
 
 def rescue(folder: Path, lane: Path) -> None:
-    """Give a complete checkpoint that stepped aside into ``lane``, or into one below it, its name back where no
-    complete one has that: the save that was to replace it was interrupted."""
+    """Restore complete checkpoints that an interrupted save moved into ``lane`` to replace them.
+
+    They get their name back if no complete checkpoint has it. Lanes inside ``lane`` are included.
+    """
     for replaced in _stepped_aside(lane):
         final = folder / replaced.name.removeprefix(REPLACED)
         if defect(replaced, checksums=False) is not None:
@@ -168,10 +175,10 @@ def rescue(folder: Path, lane: Path) -> None:
 
 
 def _stepped_aside(lane: Path) -> list[Path]:
-    """Checkpoints that stepped aside into a lane, or into one that was put into it."""
+    """Checkpoints that were moved into a lane, or into a lane inside it."""
     try:
         entries = list(lane.iterdir())
-    except OSError:  # taken away meanwhile
+    except OSError:  # the lane was moved by another attempt
         return []
     below = [path for path in entries if path.name.startswith((WRITING, DELETING))]
     found = [path for path in entries if path.name.startswith(REPLACED) and _NAME.fullmatch(path.name)]
@@ -181,10 +188,12 @@ def _stepped_aside(lane: Path) -> list[Path]:
 def newest_committed(
     folder: str | Path, *, checksums: bool = True, also: Callable[[Path], str | None] = lambda path: None
 ) -> Search:
-    """The newest complete checkpoint in ``folder``; without ``checksums`` only sizes are compared.
+    """Find the newest complete checkpoint; without ``checksums`` only sizes are compared.
 
-    A folder that is incomplete or damaged, or against which ``also`` has a reason, is skipped, with the reason, and the
-    next older one is tried. Raises CheckpointError when the folder cannot be listed.
+    A folder that is incomplete or damaged, or for which ``also`` returns a reason, is skipped.
+
+    Raises:
+        CheckpointError: ``folder`` cannot be listed.
     """
     folder, skipped = Path(folder), []
     named = _latest(folder)
@@ -199,18 +208,18 @@ def newest_committed(
 
 
 def was_committed(path: Path) -> bool:
-    """Whether a folder that ``newest_committed`` skipped counted once: something happened to it since."""
+    """Whether a skipped folder was once a valid checkpoint, and was damaged later."""
     return os.path.lexists(path / COMMITTED) or _latest(path.parent) == path.name
 
 
 def uncommitted(folder: Path) -> list[Path]:
-    """Folders in place that a save wrote and did not come to mark: of a crash, or of somebody who still writes."""
+    """Renamed folders without COMMITTED: left by a crash, or by a save that is still running."""
     found = [path for path in _candidates(folder) if not path.name.startswith(REPLACED)]
     return [path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()]
 
 
 def defect(path: Path, *, checksums: bool = True) -> str | None:
-    """Why a checkpoint folder does not count, in words; None when it is complete and as it was written."""
+    """Why a checkpoint folder is invalid, as text; None when it is complete and unchanged."""
     try:
         for name in (COMMITTED, MANIFEST):
             if not (path / name).is_file():
@@ -226,7 +235,7 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
 
 
 def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool) -> str | None:
-    """The first file that is not as the manifest says, in words."""
+    """The first difference between files and manifest, as text."""
     for name, entry in entries.items():
         file = path / name
         if not file.is_file():
@@ -244,8 +253,8 @@ def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksu
 def recoverable(folder: str | Path, keep_last: int, *, committed: Path | None = None) -> list[Path]:
     """The ``keep_last`` newest complete checkpoints, newest first.
 
-    Only sizes are compared, but of those that are newer than ``committed``, which the caller has just written: why a
-    resume did not begin from them is damage that no size shows.
+    Only sizes are compared, except for checkpoints newer than ``committed``, which the caller has
+    just written: the resume skipped those, so they may have damage that sizes do not show.
     """
     trusted = None if committed is None else step_of(committed)
     complete = (
@@ -264,12 +273,13 @@ def prune(
     lane: Path | None = None,
     committed: Path | None = None,
 ) -> tuple[Path, ...]:
-    """Delete all but the ``keep_last`` newest complete checkpoints and those of every ``keep_every``-th step, and
-    leftovers of crashes; who has a ``lane`` leaves all lanes alone. Returns what was deleted.
+    """Delete old checkpoints and leftovers of crashes; returns the deleted paths.
 
-    Call it after a commit, that of ``committed``, and never while a checkpoint is being written without a lane. Which
-    are complete: ``recoverable``. A folder newer than those kept is left alone, complete or not, and so is one that no
-    save of ours wrote; with no complete checkpoint nothing is deleted.
+    Keeps the ``keep_last`` newest complete checkpoints (see ``recoverable``), those of every
+    ``keep_every``-th step, all folders newer than these, and folders of other programs. With a
+    ``lane`` it keeps all lanes. Without a complete checkpoint nothing is deleted.
+
+    Call it after the commit of ``committed``, and never while a checkpoint is written without a lane.
     """
     assert keep_last >= 1, keep_last
     folder = Path(folder)
@@ -282,9 +292,9 @@ def prune(
     old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
         whole = (path for path in old if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None)
-        archive = {step_of(path): path for path in reversed(list(whole))}  # of one step the one in place
+        archive = {step_of(path): path for path in reversed(list(whole))}  # for equal steps the one in place
         old = [path for path in old if path not in archive.values()]
-    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)  # an unknown lane is of one who claims just now
+    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)  # an unknown lane belongs to a concurrent claim
     leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
     for path in old + leftovers:
         _delete(path, lane)
@@ -292,29 +302,31 @@ def prune(
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a save of this program wrote a folder: each has its manifest before it gets its name."""
+    """Whether rlpost wrote a folder: the manifest is written before the rename."""
     return (path / MANIFEST).exists() or (path / COMMITTED).exists()
 
 
 def foreign(folder: Path) -> list[Path]:
-    """Folders with names of checkpoints that no save of this program wrote: nothing resumes from them or removes them.
+    """Folders of other programs with names of checkpoints; they are never resumed from or deleted.
 
-    Raises CheckpointError when the folder cannot be listed.
+    Raises:
+        CheckpointError: ``folder`` cannot be listed.
     """
     return [path for path in _candidates(folder) if not _is_ours(path)]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step the one in place before those that stepped aside, in lanes too.
+    """Checkpoint folders, newest first, including replaced ones in lanes.
 
-    The one that ``latest`` names is looked up by name: a listing from a cache may lack it.
+    For equal steps the one in place comes first. The one that ``latest`` names is looked up by name,
+    because a cached directory listing may lack it.
     """
     try:
         names = set(os.listdir(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"checkpoints cannot be looked for in {folder}: {error}") from error
+        raise CheckpointError(f"cannot list checkpoints in {folder}: {error}") from error
     found = [folder / name for name in names | {_latest(folder) or ""} if _NAME.fullmatch(name)]
     for name in names:
         if name.startswith(WRITING):
@@ -335,7 +347,7 @@ def _seal(writing: Path) -> str:
     """Flush every file and folder, write the manifest and return its text."""
     files = sorted(path for path in writing.rglob("*") if path.is_file() and path.name != MANIFEST)
     if not files:
-        raise CheckpointError(f"{writing} holds no file; write the checkpoint before committing it")
+        raise CheckpointError(f"{writing} is empty; write the checkpoint before committing it")
     with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
         digests = list(pool.map(_file_digest, files))
     entries = {
@@ -352,10 +364,13 @@ def _seal(writing: Path) -> str:
 
 
 def set_aside(path: Path, into: Path | None = None) -> Path | None:
-    """Rename a folder so that nobody takes it for a checkpoint or finds it to write to; ``prune`` deletes it, unless it
-    was put ``into`` a lane, which only its owner touches.
+    """Rename a folder so that it is no longer found as a checkpoint or written to.
 
-    Returns where it is now, None when it was gone.
+    ``prune`` deletes it, unless it was moved ``into`` a lane, which only the owner of the lane
+    changes.
+
+    Returns:
+        The new path; None if the folder did not exist.
     """
     if path.name.startswith(DELETING):
         return path
@@ -368,16 +383,16 @@ def set_aside(path: Path, into: Path | None = None) -> Path | None:
 
 
 def _delete(path: Path, lane: Path | None = None) -> None:
-    """Remove a folder such that a half-removed one is never taken for a checkpoint, and by way of the ``lane``."""
+    """Rename (into the ``lane``), then delete, so that no partial folder looks like a checkpoint."""
     aside = set_aside(path, into=lane)
     if aside is not None:
         shutil.rmtree(aside)
 
 
 def write_durably(path: Path, text: str, *, beside: Path | None = None) -> None:
-    """Replace a small file by one with this text, all of it or nothing, on disk when this returns.
+    """Replace a small file atomically and durably.
 
-    The text is written first to a file in the same folder, or ``beside`` it in another one of the same file system.
+    The temporary file is in the same folder, or in ``beside`` on the same file system.
     """
     write_whole(path, [text], through=(beside or path.parent) / f".{path.name}.tmp")
 

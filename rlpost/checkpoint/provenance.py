@@ -1,9 +1,9 @@
-"""What a run was when it committed: the settings that its numbers depend on, its model, its name at W&B. JSON, pure.
+"""Provenance of a commit: the settings that affect results, the model, the W&B run id. JSON, pure.
 
-In: the settings of an attempt and the config.json of its model. Out: a small file beside the state in every commit,
-and at a resume the difference. Another model is an error; another mathematics (loss, optimizer, schedule, prompts,
-sampling, precision) is a choice that a person may make, so it is said, by key. Where workers stand, how much memory
-they use and how often something is looked at is no part of it.
+Input: the settings of an attempt and the config.json of its model. Output: a small file in every
+commit, and at a resume the differences. A different model is an error. Different mathematics (loss,
+optimizer, schedule, prompts, sampling, precision) is allowed and reported by key. Placement, memory
+use and polling intervals are not part of it.
 """
 
 from __future__ import annotations

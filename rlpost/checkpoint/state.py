@@ -1,7 +1,8 @@
-"""What one commit holds beside Megatron's tensors: where the run stands. JSON, pure.
+"""The state of a run that a commit stores besides Megatron's tensors. JSON, pure.
 
-A ``RunState`` describes the moment after ``step`` steps were trained. It never describes half a step: whatever was
-fetched or generated for a step that was not trained is in its backlog, and the cursor stands behind it.
+A ``RunState`` describes a run after ``step`` completed steps, never within a step. Prompts and
+samples that were fetched or generated for a later step are in its backlog, and the prompt cursor is
+after them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from rlpost.types import Backlog
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """``pending`` holds the metrics of ``step`` while its evaluation and its metrics line are still to come.
+    """State after ``step`` completed steps.
 
-    It is also the mark that an evaluation is owed: a resume evaluates what was interrupted, and nothing twice.
-    ``cursor`` is the state of the prompt cursor; ``backlog`` what was fetched before it and is not yet trained;
-    ``journal`` the segment of the journal that says what happened afterwards.
+    Attributes:
+        step: completed steps.
+        cursor: state of the prompt cursor.
+        pending: metrics of ``step`` until its evaluation and its metrics line are done. A resume
+            runs an evaluation that was interrupted, and none twice.
+        backlog: prompts and samples before the cursor that are not yet trained.
+        journal: the journal segment with the events after this state.
     """
 
     step: int = 0
@@ -33,15 +38,15 @@ class RunState:
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights: one a step."""
+        """Version of the weights; it increases by one per step."""
         return self.step
 
     def trained(self, metrics: Mapping[str, float]) -> RunState:
-        """The state after one more step was trained."""
+        """The state after one more completed step."""
         return replace(self, step=self.step + 1, pending=dict(metrics))
 
     def holding(self, cursor: Mapping[str, int], backlog: Backlog) -> RunState:
-        """The same state with the prompts that are in hand now."""
+        """The same state with another cursor and backlog."""
         return replace(self, cursor=dict(cursor), backlog=backlog)
 
     def settled(self) -> RunState:
@@ -54,7 +59,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
-        """Raises CheckpointError when the text is not a state."""
+        """Parse a state. Raises CheckpointError when the text is not one."""
         try:
             raw: dict[str, Any] = json.loads(text)
             if "backlog" in raw:

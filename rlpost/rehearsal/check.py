@@ -1,7 +1,8 @@
-"""What contradicts in the facts about all ranks of a configuration. Pure.
+"""Find contradictions in the facts about all ranks of a configuration. Pure.
 
-Input: facts, the planner's layout and shape, the model as transformers has it. Output: one line for each contradiction;
-an empty list when groups, weights, optimizer, checkpoint, memory and weight-update plan agree.
+Input: facts, the planner's layout and shape, the model of transformers. Output: one line per
+contradiction; an empty list when groups, weights, optimizer, checkpoint, memory and weight-update
+plan agree.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from rlpost.rehearsal.update_plan import GPU_BYTES, Plan
 from rlpost.types import Bucket
 
 PADDING = 64
-"""Megatron's buffers begin every parameter at a multiple of so many elements."""
+"""Alignment of parameters in Megatron's buffers, in elements."""
 BUCKET_PADDING = 128
-"""And end at a multiple of this, for every rank that shares the optimizer's state."""
+"""Alignment of the ends of Megatron's buffers, per rank that shares the optimizer's state."""
 MAIN_WEIGHT_BYTES = 4
 
 

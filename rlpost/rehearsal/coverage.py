@@ -1,7 +1,7 @@
-"""Whether the shards of all ranks make up the model: every tensor once, nothing missing, nothing twice. Pure.
+"""Check that the shards of all ranks cover every tensor of the model exactly once. Pure.
 
-Where a shard lies in its Hugging Face tensor is worked out here from its number alone, and which rank must hold it from
-the layout: neither asks the code that shards.
+The position of a shard in its Hugging Face tensor is derived here from the shard index, and the rank
+that must hold it from the layout, independently of the code that shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stage_of(name: str, layout: Layout, num_layers: int) -> int:
 def weight_problems(
     ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape, published: Published
 ) -> Iterator[str]:
-    """Each rank holds the tensors of its stage and its experts, in shards that together make up each tensor once."""
+    """Check that each rank holds its stage and experts, and that shards cover each tensor once."""
     holders = {name: _holders(name, layout, shape) for name in published.tensors}
     by_place: dict[tuple[int, int], list[str]] = {}
     for name, (stage, expert_rank) in holders.items():

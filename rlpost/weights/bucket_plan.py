@@ -1,10 +1,11 @@
-"""How the weights of a model are dealt to the buckets of an update. Pure; standard library only.
+"""Assign the weights of a model to the buckets of a weight update. Pure; standard library only.
 
-Input: the bytes of each weight as it travels, and the bounds. Output: the size of a bucket, and which weights are in
-which. The trainer plans with this (``rlpost.weights.trainer_side.Buckets``) and so does ``rlpost plan``.
+Input: the bytes that are sent for each weight, and the bounds. Output: the size of a bucket, and the
+weights of each. Both the trainer (``rlpost.weights.trainer_side.Buckets``) and ``rlpost plan`` use
+it.
 
-For every bucket the driver makes one request of each engine, which has the handles of all its ranks. Large buckets
-make few requests; what they cost is memory beside the weights of trainer and engine.
+For every bucket the driver sends one request to each engine, with the handles of all its ranks.
+Large buckets need fewer requests, but more memory on trainer and engine.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMALLEST = 512 * 2**20
-"""Bytes of a bucket above which a larger one saves requests and nothing else: moving it takes longer than asking."""
+"""Bytes of a bucket from which the transfer takes longer than the request."""
 REQUESTS = 256
-"""How many requests of all engines together an update should make."""
+"""Target number of requests of an update, over all engines."""
 MEMORY_SHARE = 1 / 6
-"""Part of a GPU that buckets may take."""
+"""Fraction of a GPU's memory that buckets may use."""
 SHARED_BUFFERS = 3
-"""Buckets in the memory of a GPU that trainer and engine share: one is gathered, two lie open to the engine."""
+"""Buckets on a GPU that trainer and engine share: one being gathered, two shared with the engine."""
 SENT_BUFFERS = 2
-"""Buckets in the memory of a GPU that sends: the tensors and their bytes one after another."""
+"""Buckets on a GPU that sends: the tensors, and their concatenated bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Travelling:
-    """One weight on its way: the pipeline stage that holds it, and its bytes."""
+    """A weight to send: the pipeline stage that holds it, and its bytes."""
 
     stage: int
     num_bytes: int
@@ -35,8 +36,11 @@ class Travelling:
 def bucket_bytes(total: int, *, limit: int, num_engines: int, device_bytes: int | None) -> int:
     """The size of a bucket for weights of ``total`` bytes.
 
-    Args: ``limit`` is what the user allows (``--update-weight-buffer-size``); ``device_bytes`` the memory of a GPU,
-    None on a CPU, where memory is no bound.
+    Args:
+        total: bytes of all weights.
+        limit: the user's bound in bytes (``--update-weight-buffer-size``).
+        num_engines: number of engines.
+        device_bytes: memory of a GPU; None on a CPU, where memory is not a bound.
     """
     for_few_requests = -(-total * max(1, num_engines) // REQUESTS)
     chosen = max(SMALLEST, for_few_requests)
@@ -46,8 +50,11 @@ def bucket_bytes(total: int, *, limit: int, num_engines: int, device_bytes: int 
 
 
 def deal(weights: Sequence[Travelling], max_bytes: int) -> list[list[int]]:
-    """Indices of the weights of each bucket, stage by stage and in order. A bucket holds weights of one stage, of at
-    most ``max_bytes``; a larger weight is alone in its own."""
+    """Indices of the weights of each bucket, by stage and in order.
+
+    A bucket holds at most ``max_bytes`` of weights of one stage; a larger weight is alone in its
+    bucket.
+    """
     buckets: list[list[int]] = []
     remaining, stage = 0, -1
     for index in sorted(range(len(weights)), key=lambda index: weights[index].stage):

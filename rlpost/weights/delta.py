@@ -1,13 +1,16 @@
-"""What changed between two versions of the weights, as files, and the copy on an engine's host that takes it. No torch.
+"""Deltas between two versions of the weights as files, and the copy that applies them. No torch.
 
-In: tensors as words, one an element: [numel], unsigned integers as wide as the element. Out: for each tensor whichever
-is smallest of nothing, the gaps between changed elements and their values, a bitmap and their values, or all values. A
-folder of an update holds ``delta.bin`` with these, or is a whole Hugging Face folder; its manifest has a checksum of
-every whole tensor either way, and names the version that a delta begins from by a digest of those.
+Input: tensors as words: [numel], unsigned integers as wide as an element. Output: for each tensor
+the smallest of four encodings: nothing, gaps between changed elements and their values, a bitmap and
+their values, or all values.
 
-Invariants: ``apply(old, encode(old, new))`` leaves ``new`` bit by bit (NaN and -0.0 are words as any other). A copy has
-a manifest only while it is what the manifest says: it loses it before the first byte is changed, and gets one once
-every checksum is right.
+The folder of an update contains ``delta.bin`` with these, or it is a whole Hugging Face folder. In
+both cases its manifest has a checksum of every whole tensor. The manifest of a delta identifies its
+base version by a digest of that version's checksums.
+
+Invariants: ``apply(old, encode(old, new))`` gives ``new``, bitwise (NaN and -0.0 are ordinary words).
+A copy has a manifest only while it matches the manifest: the manifest is removed before the first
+byte changes, and written after every checksum is verified.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ How = Literal["same", "gaps", "bitmap", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """How the change of one tensor is written; ``offset``: where in ``delta.bin`` it begins, in bytes."""
+    """Encoding of the change of one tensor; ``offset`` is its start in ``delta.bin``, in bytes."""
 
     how: How
     num_words: int
@@ -58,13 +61,13 @@ class Header:
 
     @property
     def num_bytes(self) -> int:
-        """Of positions and values."""
+        """Bytes of positions and values."""
         return self.position_bytes + self.num_changed * self.word_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Of a version of the weights: ``base`` is the digest of what a delta begins from, None for a whole folder."""
+    """Manifest of a version: ``base`` is the digest of a delta's base; None for a whole folder."""
 
     version: int
     checksums: Mapping[str, str]
@@ -73,19 +76,24 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of all checksums: equal for equal weights."""
+        """Hash of all checksums: equal for equal weights."""
         lines = "".join(f"{name} {self.checksums[name]}\n" for name in sorted(self.checksums))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        """Into ``folder``, all of it or nothing."""
+        """Write it into ``folder`` atomically."""
         temporary = folder / f".{MANIFEST}"
         temporary.write_text(json.dumps(dataclasses.asdict(self)))
         os.replace(temporary, folder / MANIFEST)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises OSError without one; ValueError, KeyError or TypeError for one that is damaged."""
+        """Read the manifest of ``folder``.
+
+        Raises:
+            OSError: there is none.
+            ValueError, KeyError, TypeError: it is damaged.
+        """
         found = json.loads((folder / MANIFEST).read_text())
         changes = {name: Header(**header) for name, header in found["changes"].items()}
         return cls(int(found["version"]), found["checksums"], found["base"], changes)
@@ -93,16 +101,16 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the trainer wrote for one update."""
+    """Size of one written update."""
 
     num_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     changed_frac: float
-    """Elements that differ from the version before, of all; 1 for a whole folder."""
+    """Fraction of elements that differ from the previous version; 1 for a whole folder."""
 
 
 def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
-    """The change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without an ``old`` to begin from."""
+    """Encode the change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without ``old``."""
     size, width = len(new), new.itemsize
     everything = Header("whole", size, width, num_changed=size)
     if old is None or old.shape != new.shape or old.dtype != new.dtype:
@@ -112,7 +120,7 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
     count = len(positions)
     if not count:
         return Header("same", size, width), np.empty(0, np.uint8)
-    gaps = np.diff(positions, prepend=-1) - 1  # elements in between that stay
+    gaps = np.diff(positions, prepend=-1) - 1  # number of unchanged elements in between
     gap_bytes = next(number for number in GAP_BYTES if int(gaps.max()) < 256**number)
     header = min(
         everything,
@@ -127,19 +135,21 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
 
 
 def placed(header: Header, offset: int) -> Header:
-    """The same, beginning at ``offset`` of the file."""
+    """The header with ``offset`` set."""
     return dataclasses.replace(header, offset=offset)
 
 
 def apply(words: Words, header: Header, data: Bytes) -> None:
-    """Make ``words``, a tensor of the version before, that of the version after, in place.
+    """Update ``words``, a tensor of the base version, in place.
 
-    Raises WeightError when the change is of another tensor or its bytes are damaged; ``words`` may be changed then.
+    Raises:
+        WeightError: the change is of another tensor, or its bytes are damaged. ``words`` may have
+            been changed.
     """
     if (len(words), words.itemsize) != (header.num_words, header.word_bytes) or len(data) != header.num_bytes:
         raise WeightError(
-            f"the change is of {header.num_words} words of {header.word_bytes} bytes in {header.num_bytes} bytes; here "
-            f"are {len(words)} of {words.itemsize}, and {len(data)} bytes"
+            f"the delta has {header.num_words} words of {header.word_bytes} bytes, in {header.num_bytes} bytes; "
+            f"the tensor has {len(words)} words of {words.itemsize} bytes, and {len(data)} bytes of delta were read"
         )
     where, values = data[: header.position_bytes], data[header.position_bytes :].view(words.dtype)
     if header.how == "whole":
@@ -147,12 +157,14 @@ def apply(words: Words, header: Header, data: Bytes) -> None:
     elif header.how == "gaps":
         positions = np.cumsum(where.view(f"<u{header.gap_bytes}").astype(np.int64) + 1) - 1
         if positions.max() >= len(words) or positions.min() < 0:
-            raise WeightError(f"a changed element is beyond the tensor's {len(words)}")
+            raise WeightError(f"a changed element is outside the tensor's {len(words)} elements")
         words[positions] = values
     elif header.how == "bitmap":
         marked = np.unpackbits(where, count=len(words)).view(bool)
         if np.count_nonzero(marked) != len(values):
-            raise WeightError(f"{np.count_nonzero(marked)} elements are marked as changed, {len(values)} have a value")
+            raise WeightError(
+                f"{np.count_nonzero(marked)} elements are marked as changed, but there are {len(values)} values"
+            )
         words[marked] = values
 
 
@@ -162,7 +174,7 @@ def checksum(words: npt.NDArray[Any]) -> str:
 
 
 def commit(temporary: Path, folder: Path) -> int:
-    """Make a folder that is written durable and give it its name, in place of an older one; returns its bytes."""
+    """Flush ``temporary`` to disk and rename it to ``folder``, replacing it; returns its bytes."""
     _make_durable(*temporary.iterdir(), temporary)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
@@ -170,9 +182,10 @@ def commit(temporary: Path, folder: Path) -> int:
 
 
 def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Words]:
-    """Every tensor of a folder's safetensors, mapped; with ``r+`` what is written to one goes to its file.
+    """Memory-map every tensor of a folder's safetensors; with ``r+`` writes go to the files.
 
-    Raises OSError, ValueError or KeyError for a file that is missing or damaged.
+    Raises:
+        OSError, ValueError, KeyError: a file is missing or damaged.
     """
     found: dict[str, Words] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -188,13 +201,13 @@ def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Wor
 
 
 class WeightCopy:
-    """A whole Hugging Face folder on the host of engines, brought from version to version."""
+    """A whole Hugging Face folder on an engine host, updated from version to version."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def take(self, source: str | Path) -> str | None:
-        """Become the version in ``source``, whole or a delta; returns why that cannot be, None when it is done."""
+        """Update to the version in ``source``, whole or a delta; returns the error, or None."""
         try:
             manifest = Manifest.read(Path(source))
             if manifest.base is None:
@@ -202,11 +215,11 @@ class WeightCopy:
             else:
                 self._patch(Path(source), manifest)
         except (OSError, ValueError, LookupError, TypeError) as error:  # WeightError is a ValueError
-            return f"{self.folder} cannot become {Path(source).name}: {type(error).__name__} {error}"
+            return f"cannot update {self.folder} to {Path(source).name}: {type(error).__name__} {error}"
         return None
 
     def remove(self) -> None:
-        """Nothing is left of it."""
+        """Delete the copy."""
         for folder in (self.folder, self._temporary):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -215,7 +228,7 @@ class WeightCopy:
         return self.folder.with_name(f".{self.folder.name}")
 
     def _replace(self, source: Path, manifest: Manifest) -> None:
-        self.remove()  # first: a disk need not hold both
+        self.remove()  # first: the disk may not have space for both
         self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.copytree(source, self._temporary)
         tensors = tensors_of(self._temporary)
@@ -226,7 +239,7 @@ class WeightCopy:
         have = Manifest.read(self.folder)
         if have.digest != manifest.base:
             raise WeightError(
-                f"the delta begins from {manifest.base}, the copy is version {have.version}, {have.digest}"
+                f"the base of the delta is {manifest.base}, but the copy is version {have.version}, {have.digest}"
             )
         (self.folder / MANIFEST).unlink()
         tensors = tensors_of(self.folder, mode="r+")
@@ -245,7 +258,7 @@ class WeightCopy:
 
 
 def _verify(tensors: Mapping[str, Words], manifest: Manifest) -> None:
-    """Raise WeightError naming the tensors that are not those of the manifest."""
+    """Raise WeightError if a checksum differs from the manifest; the message names the tensors."""
     with ThreadPoolExecutor() as pool:
         sums = dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
     if wrong := sorted(name for name, value in sums.items() if value != manifest.checksums[name]):

@@ -1,14 +1,16 @@
-"""The process group of one trainer rank with all engine ranks: formed, used to broadcast, abandoned.
+"""The process group of one trainer rank with all engine ranks.
 
-Input: an address, the number of engine ranks. Output: broadcasts that end, whatever becomes of the engines.
+Input: an address and the number of engine ranks. Output: broadcasts that return or raise, even if
+engines die.
 
-The group is formed as SGLang does it (rendezvous over TCP, keys under the group's name), with torch's private helper
-because torch has no public way to form a group with processes outside the world.
+The group is formed as SGLang does it (TCP rendezvous, keys under the group's name), with torch's
+private helper, because torch has no public API for a group with processes outside the world.
 
-On NCCL a collective returns at once, and one whose peer is dead never completes: its kernel spins on the GPU. Hence a
-broadcast is started asynchronously, polled until it has completed on the device, and given up at a deadline or when
-``cancel`` is called from another thread. A group is left by aborting it; to destroy it would first wait for its
-operations (torch: ProcessGroupNCCL::shutdown flushes them, ProcessGroupNCCL::abort does not).
+On NCCL a collective returns at once, and with a dead peer it never completes: its kernel spins on
+the GPU. So a broadcast is started asynchronously, polled until it completes on the device, and
+abandoned at a deadline or when ``cancel`` is called from another thread. The group is aborted, not
+destroyed, because destruction waits for pending operations (torch: ProcessGroupNCCL::shutdown
+flushes them, ProcessGroupNCCL::abort does not).
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from rlpost.errors import SyncError
 logger = logging.getLogger(__name__)
 
 SHORTEST_POLL_S = 1e-4
-LONGEST_POLL_S = 2e-3  # what a broadcast may seem to take longer than it does; costs no core
+LONGEST_POLL_S = 2e-3  # bound of the added latency; long enough not to occupy a core
 ABORT_S = 60.0
-"""How long to wait for the end of an abort. NCCL's kernels look for it all the time; torch alone may be slow."""
+"""How long to wait for an abort. NCCL kernels poll for it constantly; only torch may be slow."""
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class EngineGroup:
-    """This process is rank 0; the engines' ranks follow."""
+    """A group in which this process is rank 0 and the engine ranks follow."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
         """Args: ``timeout`` is the deadline of each broadcast. See ``form``."""
@@ -56,7 +58,11 @@ class EngineGroup:
     def form(
         cls, address: tuple[str, int], *, name: str, num_engine_ranks: int, backend: str, timeout: timedelta
     ) -> EngineGroup:
-        """Listen on ``address`` until all engine ranks have joined. Raises SyncError at the timeout."""
+        """Listen on ``address`` until all engine ranks have joined.
+
+        Raises:
+            SyncError: they did not join within the timeout.
+        """
         host, port = address
         world_size = 1 + num_engine_ranks
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -76,7 +82,7 @@ class EngineGroup:
                 )
         except (dist.DistError, RuntimeError) as error:
             raise SyncError(
-                f"group {name!r} with {num_engine_ranks} engine ranks could not be formed at "
+                f"cannot form group {name!r} with {num_engine_ranks} engine ranks at "
                 f"{host}:{port} within {timeout.total_seconds():.0f} s: {error}"
             ) from error
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
@@ -85,39 +91,40 @@ class EngineGroup:
     def broadcast(self, flat: torch.Tensor) -> None:
         """Send ``flat`` to all engine ranks; returns when the device no longer reads it.
 
-        Raises SyncError when an engine does not take part within the timeout, or when ``cancel`` is called. The group
-        is aborted then, and all that is left to do with it is ``leave``.
+        Raises:
+            SyncError: an engine did not take part within the timeout, or ``cancel`` was called. The
+                group is aborted; only ``leave`` may be called after that.
         """
         started = time.monotonic()
         launch = _Launch(self._start_of(flat))
         try:
             self._wait_until(launch.is_completed, started)
-            launch.work.wait()  # raises what went wrong; on NCCL it also lets go of the tensor
+            launch.work.wait()  # raises errors; on NCCL it also releases the tensor
         except (dist.DistError, RuntimeError, TimeoutError, _Cancelled) as error:
             after_s = time.monotonic() - started
             self.leave()
-            raise SyncError(f"{error or type(error).__name__} (given up after {after_s:.1f} s)") from error
+            raise SyncError(f"{error or type(error).__name__} (abandoned after {after_s:.1f} s)") from error
 
     def cancel(self) -> None:
-        """Give up the broadcast under way, and all later ones. May be called from any thread; returns at once."""
+        """Abandon the current broadcast and all later ones. Thread-safe; does not block."""
         self._cancelled.set()
 
     def leave(self) -> None:
-        """Abort the group, whatever is under way in it; harmless when it was left before."""
+        """Abort the group and its pending operations; does nothing if already left."""
         if self._group is None:
             return
-        # In a thread: torch waits for the end of an abort as long as for a broadcast. The thread alone must hold the
-        # last reference, because gloo cannot be aborted and its destructor waits for what is under way.
+        # In a thread: torch may wait as long for an abort as for a broadcast. The thread must hold the
+        # last reference, because gloo cannot be aborted and its destructor waits for operations.
         left, self._group = [self._group], None
         aborted = threading.Event()
         threading.Thread(target=_abort, args=(left, aborted), name="abort group", daemon=True).start()
         if not aborted.wait(ABORT_S):
-            logger.warning("the group with the engines is still being aborted after %.0f s; it is left behind", ABORT_S)
+            logger.warning("the abort of the engine group did not finish within %.0f s; abandoned it", ABORT_S)
 
     def _start_of(self, flat: torch.Tensor) -> Callable[[], dist.Work]:
         group = self._group
         if group is None:
-            raise SyncError("the group with the engines was aborted; connect again before the next broadcast")
+            raise SyncError("the engine group was aborted; connect again before the next broadcast")
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
 
         def start() -> dist.Work:
@@ -130,7 +137,7 @@ class EngineGroup:
         pause, deadline = SHORTEST_POLL_S, started + self._timeout.total_seconds()
         while not is_done():
             if self._cancelled.wait(pause):
-                raise _Cancelled("an engine failed meanwhile")
+                raise _Cancelled("cancelled because an engine failed")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not completed within {self._timeout.total_seconds():.0f} s")
             pause = min(2 * pause, LONGEST_POLL_S)
@@ -141,8 +148,11 @@ class _Cancelled(Exception):
 
 
 class _Launch:
-    """A collective that is started in another thread: the first of a group on NCCL makes the communicator, which blocks
-    until all ranks have come and cannot be aborted before."""
+    """A collective that is started in another thread.
+
+    The first collective of an NCCL group creates the communicator, which blocks until all ranks have
+    joined and cannot be aborted before that.
+    """
 
     def __init__(self, start: Callable[[], dist.Work]) -> None:
         self._start: Callable[[], dist.Work] | None = start
@@ -159,9 +169,9 @@ class _Launch:
             self._error = error
 
     def is_completed(self) -> bool:
-        """Whether it has completed on the device (NCCL's event is queried), or failed.
+        """Whether it has completed on the device (queries NCCL's event), or failed.
 
-        Raises what starting it raised.
+        Raises the error of starting it, if any.
         """
         if self._error is not None:
             raise self._error
@@ -169,7 +179,7 @@ class _Launch:
 
     @property
     def work(self) -> dist.Work:
-        """Once ``is_completed``."""
+        """The work handle; valid once ``is_completed`` returns true."""
         assert self._work is not None
         return self._work
 
@@ -179,16 +189,19 @@ def _abort(left: list[dist.ProcessGroup], aborted: threading.Event) -> None:
     try:
         _abort_process_group(group)
     except (dist.DistError, RuntimeError) as error:
-        logger.warning("the group with the engines could not be aborted: %s", error)
+        logger.warning("cannot abort the engine group: %s", error)
     finally:
         aborted.set()
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A group of NCCL that is formed here has no watchdog. That thread ends the whole process when a peer dies or an
-    operation times out (TORCH_NCCL_ASYNC_ERROR_HANDLING = 3); for this group the caller does its work. torch reads the
-    variable when a group is made, and only this one is to be without: training relies on the watchdog."""
+    """Context in which an NCCL group is created without a watchdog.
+
+    The watchdog thread ends the whole process when a peer dies or an operation times out
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING = 3); for this group the caller handles both. torch reads the
+    variable when a group is created. Only this group goes without: training relies on the watchdog.
+    """
     before = os.environ.get(NO_WATCHDOG)
     os.environ[NO_WATCHDOG] = "1"
     try:

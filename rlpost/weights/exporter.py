@@ -1,8 +1,8 @@
-"""Export: the Megatron model as Hugging Face tensors, in buckets of bounded size; to a folder, or to a hash.
+"""Export the Megatron model as Hugging Face tensors in buckets, into a folder or a hash.
 
-In: the inventory of this rank. Out: full tensors under Hugging Face names, at every layout. The plan is made from
-shapes alone and is the same on every rank; data is gathered one bucket at a time. Invariant: import and export are
-inverse bit by bit.
+Input: the inventory of this rank. Output: full tensors under Hugging Face names, at every layout.
+The plan depends only on shapes and is the same on every rank; data is gathered one bucket at a time.
+Invariant: import and export are bitwise inverses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlpost.weights.quantised_gather import all_gather, gather_quantised
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts its files
+SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
 NOT_COPIED = (INDEX,)
 
@@ -42,12 +42,15 @@ class Exporter:
     """The full tensors of the model, bucket by bucket."""
 
     def __init__(self, inventory: Inventory) -> None:
-        """All ranks that hold one copy of the model must call ``gather`` together."""
+        """Create an exporter; all ranks of a model replica must call ``gather`` together."""
         self.inventory = inventory
 
     def plan(self, max_bytes: int, *, quantisation: BlockFp8 | None = None) -> tuple[tuple[Entry, ...], ...]:
-        """All weights, stage by stage, in buckets of at most ``max_bytes``; a larger one is alone in its bucket. A
-        bucket's weights are all of one pipeline stage. With ``quantisation`` its bytes are those of FP8."""
+        """All weights, by pipeline stage, in buckets of at most ``max_bytes``.
+
+        A larger weight is alone in its bucket. The weights of a bucket are of one stage. With
+        ``quantisation`` bytes are counted in FP8.
+        """
         entries = self.inventory.entries
         weights = [Travelling(entry.owner, travelling_bytes(entry, quantisation)) for entry in entries]
         return tuple(tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes))
@@ -61,9 +64,14 @@ class Exporter:
         quantisation: BlockFp8 | None = None,
         wanted: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """Full Hugging Face tensors of a bucket, on the device; without ``on_all_stages`` only its own pipeline stage
-        has them, and no other need call. With ``quantisation`` as it makes them. A rank that takes part for the others
-        alone, not ``wanted``, gets none. A collective."""
+        """Full Hugging Face tensors of a bucket, on the device. Collective.
+
+        Args:
+            bucket: from ``plan``.
+            on_all_stages: without it only the bucket's pipeline stage calls and gets the tensors.
+            quantisation: quantises the tensors.
+            wanted: false for a rank that takes part for others; it gets no tensors.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if quantisation is not None and all(name in quantisation.names for name in entry.hugging_face):
@@ -80,8 +88,11 @@ class Exporter:
         return tensors
 
     def _full(self, entry: Entry, on_all_stages: bool) -> Sequence[torch.Tensor]:
-        """The full Megatron tensors of an entry: from the tensor-parallel ranks of its stage, then from all experts,
-        then to the other stages."""
+        """Full Megatron tensors of an entry.
+
+        Gathers from the tensor-parallel ranks of its stage, then from the expert-parallel ranks,
+        then broadcasts to the other stages.
+        """
         groups, held = self.inventory.groups, self.inventory.part(entry)
         if held is not None:
             local = held.tensor.detach()
@@ -100,7 +111,7 @@ class Exporter:
 
 
 def travelling(entry: Entry, quantisation: BlockFp8 | None) -> dict[str, tuple[tuple[int, ...], str]]:
-    """What an entry becomes on its way: name -> (shape, torch's name of the dtype)."""
+    """The tensors that are sent for an entry: name -> (shape, torch's name of the dtype)."""
     dtype = str(entry.dtype).removeprefix("torch.")
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in zip(entry.hugging_face, entry.shapes, strict=True):
@@ -109,7 +120,7 @@ def travelling(entry: Entry, quantisation: BlockFp8 | None) -> dict[str, tuple[t
 
 
 def travelling_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
-    """The bytes of all that an entry becomes."""
+    """Bytes of all tensors that are sent for an entry."""
     if quantisation is None:
         return entry.num_bytes
     made = travelling(entry, quantisation).values()
@@ -117,7 +128,7 @@ def travelling_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
 
 
 def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) -> Bucket:
-    """Names, shapes and dtypes of a bucket, as an engine needs them beforehand: those with larger elements first."""
+    """Names, shapes and dtypes of a bucket for the engine; larger elements first."""
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for entry in bucket:
         made.update(travelling(entry, quantisation))
@@ -127,12 +138,12 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
 
 
 def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
-    """SHA-256 over all Hugging Face tensors in order of their names: equal whatever the layout. A collective."""
+    """SHA-256 over all Hugging Face tensors by name; the same at every layout. Collective."""
     digests: dict[str, str] = {}
     for bucket in exporter.plan(max_bytes):
         for name, tensor in exporter.gather(bucket).items():
             digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            on_host = tensor.to("cpu", copy=True)  # NumPy would pin the memory of a weight for good
+            on_host = tensor.to("cpu", copy=True)  # a NumPy view would keep the weight's memory alive
             digest.update(on_host.contiguous().flatten().view(torch.uint8).numpy())
             digests[name] = digest.hexdigest()
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
@@ -149,10 +160,19 @@ def export_folder(
 ) -> None:
     """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and tokenizer.
 
-    Args: ``template`` is the folder the model came from; its configuration and tokenizer files are copied, with the
-    dtype of the weights and with ``config`` in place of its config.json, and so are weights that are not trained. All
-    ranks that hold one copy of the model call this; the one with ``writes`` writes. Raises OSError there, and only
-    after its part in every gather, when that fails.
+    Collective of all ranks of a model replica.
+
+    Args:
+        exporter: of this rank.
+        folder: created if missing.
+        template: the folder that the model came from. Its configuration and tokenizer files are
+            copied, with the dtype of the weights; so are weights that are not trained.
+        writes: true on the one rank that writes.
+        config: replaces the config.json of ``template``.
+        shard_bytes: bound of a file.
+
+    Raises:
+        OSError: writing failed; raised on the writing rank, after its part in every gather.
     """
     folder, template = Path(folder), Path(template)
     plan = exporter.plan(shard_bytes)
@@ -162,7 +182,10 @@ def export_folder(
     failures: list[Exception] = []
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """One file; after a failure none: the other ranks wait in the next gather, so this one goes on gathering."""
+        """Write one file, unless one failed.
+
+        Failures are collected, not raised: the other ranks need this one in the next gather.
+        """
         if not writes or failures:
             return
         try:
@@ -189,12 +212,12 @@ def export_folder(
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
-    """One file of safetensors, atomically; returns its name."""
+    """Write one safetensors file atomically; returns its name."""
     name = SINGLE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
     on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
     save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
     os.replace(folder / f".{name}", folder / name)
-    logger.info("%s: file %d of %d is written", folder, number, num_files)
+    logger.info("%s: wrote file %d of %d", folder, number, num_files)
     return name
 
 
@@ -204,7 +227,7 @@ def _copy_configuration(template: Path, folder: Path, *, config: Mapping[str, An
             if file.name not in NOT_COPIED and file.parent != folder:
                 shutil.copyfile(file, folder / file.name)
     written = dict(json.loads((template / "config.json").read_text()) if config is None else config)
-    written.pop("quantization_config", None)  # of the weights that were quantised; these are not
+    written.pop("quantization_config", None)  # the exported weights are not quantised
     key = "torch_dtype" if "torch_dtype" in written else "dtype"
     written[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")

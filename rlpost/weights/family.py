@@ -1,7 +1,7 @@
-"""What a family of models is: names of weights, and the meaning of its config.json. Pure Python.
+"""A family of models: the names of its weights and the meaning of its config.json. Pure Python.
 
-Common to all is a decoder with RMSNorm before attention and MLP, rotary embedding, grouped-query attention and a gated
-SiLU MLP without biases. A family says what it has besides.
+All families are decoders with RMSNorm before attention and MLP, rotary embedding, grouped-query
+attention and a gated SiLU MLP without biases. A family describes its differences.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ class Family:
     fields: Callable[[HfConfig], dict[str, Any]] = _no_fields
     """Fields of Megatron's TransformerConfig, from config.json."""
     refused: tuple[str, ...] = ()
-    """Keys of config.json that must be absent or false: with them the model computes something that is not here."""
+    """Keys of config.json that must be absent or false: the features they enable are not supported."""
     sandwich_norms: bool = False
-    """Whether attention and MLP have a norm at their end too, before the residual is added."""
+    """Whether attention and MLP are also followed by a norm, before the residual is added."""
     carries_extra_layers: bool = False
-    """Whether the folder may hold layers beyond ``num_hidden_layers`` (multi-token prediction), which are not trained
-    and are handed on as they are."""
+    """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
+
+    They are not trained, and are exported unchanged.
+    """
 
 
 def expert_fields(hf: HfConfig, *, num_experts: int, layer_is_sparse: list[bool]) -> dict[str, Any]:
-    """Fields of a mixture of experts without auxiliary losses."""
+    """TransformerConfig fields of a mixture of experts without auxiliary losses."""
     return {
         "num_moe_experts": num_experts,
         "moe_layer_freq": [int(sparse) for sparse in layer_is_sparse],

@@ -1,7 +1,7 @@
-"""The files of weights in a Hugging Face folder: which there are, and whether they are whole. Standard library only.
+"""The weight files of a Hugging Face folder, and whether they are complete. Standard library only.
 
-Comes in: a folder. Goes out: which file holds which tensor, and in words what is wrong with the files. Of each only the
-header is read, which says how long the file has to be: 8 bytes with the length of a JSON text, the text, the tensors
+Input: a folder. Output: the file of each tensor, and problems of the files as text. Only the header of
+each file is read, which determines the file's length: 8 bytes with the length of a JSON text, the text, the tensors
 (https://huggingface.co/docs/safetensors, "Format").
 """
 

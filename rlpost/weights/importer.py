@@ -1,8 +1,8 @@
-"""Import: Hugging Face safetensors into the parameters of this rank's Megatron model, at any layout.
+"""Import Hugging Face safetensors into this rank's Megatron model, at any layout.
 
-In: a folder with config.json and safetensors, in FP8 blocks or not. Out: every weight this rank holds filled.
-Streamed: the host holds the tensors of one parameter at a time. Invariant: every parameter is filled and every tensor
-of the folder is used, or WeightError says which is not; a wrong model is never trained silently.
+Input: a folder with config.json and safetensors, in block-wise FP8 or not. Output: all weights of
+this rank, filled. Streamed: the host holds the tensors of one parameter at a time. Invariant: every
+parameter is filled and every tensor of the folder is used; otherwise WeightError names the tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
-UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values that old exporters wrote
+UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values in folders of old exporters
 
 
 class HuggingFaceFolder:
-    """The tensors of a folder by name, read when asked for."""
+    """The tensors of a folder by name, read on demand."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read which file holds what; raises WeightError as ``tensor_files``."""
+        """Read the file of each tensor. Raises WeightError as ``tensor_files``."""
         self.folder = Path(folder)
         file_of = tensor_files(self.folder)
         self.file_of: dict[str, str] = {name: file for name, file in file_of.items() if not name.endswith(SUFFIX)}
@@ -40,10 +40,13 @@ class HuggingFaceFolder:
         self.quantisation = read_quantisation(self.folder, quantised)
 
     def read(self, name: str) -> torch.Tensor:
-        """One full tensor on the CPU, in float32 where the folder has it in FP8; raises WeightError when the folder
-        lacks it."""
+        """One full tensor on the CPU; FP8 weights become float32.
+
+        Raises:
+            WeightError: the folder has no such tensor.
+        """
         if name not in self.file_of:
-            raise WeightError(f"{self.folder} has no tensor {name!r}; is config.json that of these weights?")
+            raise WeightError(f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights")
         tensor = self._stored(name, self.file_of[name])
         if self.quantisation is None or name not in self.quantisation.names:
             return tensor
@@ -56,7 +59,7 @@ class HuggingFaceFolder:
 
 
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Tensors of layers beyond the model's last, where the family may have such: they are kept and not trained."""
+    """Tensors of layers after the model's last, if the family has such: kept but not trained."""
     if not inventory.carries_extra_layers:
         return []
     return sorted(
@@ -68,10 +71,10 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
 
 @torch.no_grad()
 def import_weights(inventory: Inventory, folder: str | Path) -> None:
-    """Fill what this rank holds with its part of the weights in ``folder``.
+    """Fill this rank's parameters from ``folder``, cast to the dtype of the parameters.
 
-    Values are cast to the dtype of the parameters. Raises WeightError for tensors that are missing, left over, or of
-    another shape.
+    Raises:
+        WeightError: a tensor is missing, unused, or has another shape.
     """
     source, total, told = HuggingFaceFolder(folder), len(inventory.held), time.monotonic()
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
@@ -81,19 +84,19 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
             part = layouts.shard(part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size())
         if part.shape != tensor.shape:
             raise WeightError(
-                f"{' + '.join(rule.hugging_face)} in {folder} give shape {tuple(part.shape)} for {name}, the model "
-                f"needs {tuple(tensor.shape)}; is config.json that of these weights?"
+                f"{' + '.join(rule.hugging_face)} in {folder} give shape {tuple(part.shape)} for {name}, but the model "
+                f"needs {tuple(tensor.shape)}; check that config.json belongs to these weights"
             )
         tensor.copy_(part)
         if number == total or time.monotonic() - told > PROGRESS_S:
             told = time.monotonic()
-            logger.info("%s: %d of this rank's %d parameters are filled", folder, number, total)
+            logger.info("%s: loaded %d of %d parameters of this rank", folder, number, total)
     unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
-    if inventory.tied:  # some folders carry the copy
+    if inventory.tied:  # some folders contain the tied copy
         unused.discard("lm_head.weight")
     unused = {name for name in unused if not name.endswith(UNUSED_SUFFIXES)}
     if unused:
         raise WeightError(
-            f"{folder} holds {len(unused)} tensors that the model has no place for, the first are "
-            f"{sorted(unused)[:5]}; is config.json that of these weights?"
+            f"{folder} has {len(unused)} tensors that the model does not use, starting with "
+            f"{sorted(unused)[:5]}; check that config.json belongs to these weights"
         )

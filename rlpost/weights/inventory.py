@@ -1,8 +1,9 @@
-"""Inventory: which weights the whole model has, and which parts of them this rank holds.
+"""Inventory: all weights of the model, and the parts of them that this rank holds.
 
-In: this rank's model (a chunk for each virtual pipeline stage), its family, its groups. Out: ``held``, what is here,
-and ``entries``, the whole model in an order that is the same on every rank. Parameters are named as in a model that is
-not cut: layers and experts are counted over all ranks. Buffers that a family has a name for belong to the weights too.
+Input: this rank's model (one chunk per virtual pipeline stage), its family and its groups. Output:
+``held``, the local parts, and ``entries``, the whole model in the same order on every rank. Parameters
+are named as in an unsharded model: layers and experts are numbered over all ranks. Buffers that a
+family names count as weights too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Layouts: how several Hugging Face tensors lie in one Megatron parameter, and how that is cut for tensor parallelism.
+"""Layouts: map Hugging Face tensors to one Megatron parameter, and shard it for tensor parallelism.
 
-``merge`` and ``split`` turn full tensors of one side into those of the other; ``shard`` and ``join`` cut and restore
-a full Megatron tensor. Each pair is inverse bit by bit: values are moved, never computed with. Works on meta tensors
-too, which is how shapes are planned without data.
+``merge`` and ``split`` convert full tensors between both sides; ``shard`` and ``join`` shard and
+restore a full Megatron tensor. Each pair is a bitwise inverse: values are moved, never computed. Works
+on meta tensors too, so that shapes can be planned without data.
 
-Linear weights are [out, in]. Megatron's qkv has, for each query group, the group's queries, its key and its value one
-below the other. Its gated weight has [gate; up] in every shard, so cutting the full [gate; up] regroups it.
+Linear weights are [out, in]. Megatron's qkv concatenates, for each query group, the group's queries,
+key and value. Its gated weight has [gate; up] in every shard, so sharding the full [gate; up] regroups
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Weights in FP8 for engines that infer in it, from a trainer that does not: blocks with a scale each.
+"""Block-wise FP8 quantisation of the trainer's weights for FP8 engines.
 
-In: a Hugging Face folder that says in ``config.json`` how its weights are quantised, and tensors in the trainer's
-precision. Out: for each weight that the folder has quantised its FP8 values and the scales of its blocks, for all
-others what came in. The form is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3), which Qwen3-FP8 and
-GLM-4.5-FP8 have as well: ``NAME`` in e4m3, ``NAME_scale_inv`` in float32, weight = value x scale of its block.
+Input: a Hugging Face folder whose ``config.json`` describes the quantisation, and tensors in the
+trainer's precision. Output: FP8 values and block scales for each weight that is quantised in the
+folder; all other tensors unchanged.
+
+The format is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3), also used by
+Qwen3-FP8 and GLM-4.5-FP8: ``NAME`` in e4m3, ``NAME_scale_inv`` in float32, weight = value x scale of
+its block.
 """
 
 from __future__ import annotations
@@ -30,26 +33,27 @@ class BlockFp8:
     block: tuple[int, int] = (128, 128)
 
     def shapes(self, name: str, shape: tuple[int, ...], dtype: str) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """What becomes of a tensor: name -> (shape, torch's name of the dtype)."""
+        """The tensors of a weight after quantisation: name -> (shape, torch's name of the dtype)."""
         if name not in self.names:
             return {name: (shape, dtype)}
         return {name: (shape, "float8_e4m3fn"), name + SUFFIX: (scale_shape(shape, self.block), "float32")}
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The same with data; shapes and dtypes are those of ``shapes``."""
+        """Quantise a weight; shapes and dtypes are those of ``shapes``."""
         if name not in self.names:
             return {name: tensor}
         return self.named(name, *quantise(tensor, self.block))
 
     def named(self, name: str, values: torch.Tensor, scales: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The two tensors of a weight, by the names that they travel under."""
+        """Values and scales of a weight, by the names under which they are sent."""
         return {name: values, name + SUFFIX: scales}
 
 
 def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
-    """How ``config.json`` of a checkpoint says that the weights ``names`` are stored; None when as they are.
+    """Quantisation of the weights ``names`` by ``config.json``; None if not quantised.
 
-    Raises WeightError for a kind of quantisation that is not block-wise FP8.
+    Raises:
+        WeightError: the quantisation is not block-wise FP8.
     """
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if settings is None:
@@ -58,19 +62,22 @@ def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
     if settings.get("quant_method") != "fp8" or not block or len(block) != 2:
         raise WeightError(
             f"{folder}/config.json: quantization_config {settings} is not block-wise FP8 (quant_method 'fp8' with a "
-            "weight_block_size of two numbers); take a checkpoint in bfloat16 or in block-wise FP8"
+            "weight_block_size of two numbers); use a checkpoint in bfloat16 or in block-wise FP8"
         )
     return BlockFp8(frozenset(names), (int(block[0]), int(block[1])))
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Blocks in each direction; the last ones may be smaller."""
+    """Number of blocks along each axis; the last ones may be smaller."""
     rows, columns = shape
     return -(-rows // block[0]), -(-columns // block[1])
 
 
 def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, N] -> e4m3 [M, N] and float32 [ceil(M / rows), ceil(N / columns)]: each block's largest value becomes 448."""
+    """[M, N] -> e4m3 [M, N] and float32 scales [ceil(M / rows), ceil(N / columns)].
+
+    The largest value of each block maps to 448.
+    """
     scales = _largest_of_blocks(weight.float().abs(), block) / LARGEST
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     values = weight.float() / spread(scales, weight.shape, block)
@@ -78,12 +85,12 @@ def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The weight in float32 that an engine computes with."""
+    """The weight in float32, as the engine uses it."""
     return values.float() * spread(scales, values.shape, block)
 
 
 def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """Each block's scale at all its places."""
+    """Expand each block's scale to all elements of the block."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return whole[: shape[0], : shape[1]]
 

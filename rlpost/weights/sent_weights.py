@@ -1,8 +1,9 @@
-"""What the engines were sent last, kept by the trainer, so that only what changed has to be written.
+"""Write weight updates to disk as deltas against the version that was sent last.
 
-In: the exporter of this rank. Out: a folder of each version, whole or a delta (``rlpost.weights.delta``), which appears
-under its name once all of it is durable. The rank that writes holds a copy of all weights in host memory, in the
-precision in which they travel; no other rank holds any.
+Input: the exporter of this rank. Output: a folder per version, whole or a delta
+(``rlpost.weights.delta``), which gets its final name once all of it is durable. The writing rank
+keeps a copy of all weights in host memory, in the precision in which they are sent; other ranks keep
+none.
 """
 
 from __future__ import annotations
@@ -25,22 +26,32 @@ logger = logging.getLogger(__name__)
 
 
 class LastSent:
-    """The trainer's half of updates by delta; one on every rank, all called alike."""
+    """Trainer side of delta updates. Collective: call on every rank, in order."""
 
     def __init__(self, exporter: Exporter, *, bucket_bytes: int, writes: bool) -> None:
-        """Args: ``writes`` on the one rank that writes; ``bucket_bytes`` bounds what is gathered at a time."""
+        """Start without a base version.
+
+        Args:
+            exporter: of this rank.
+            bucket_bytes: bound of the tensors that are gathered at a time.
+            writes: true on the one rank that writes.
+        """
         self._exporter = exporter
         self._bucket_bytes = bucket_bytes
         self._writes = writes
         self._words: dict[str, Words] = {}
         self._checksums: dict[str, str] = {}
         self._base = ""
-        """Digest of what was written last."""
+        """Digest of the version that was written last."""
 
     def write_whole(self, folder: Path, version: int, export: Callable[[Exporter, Path], None]) -> Written | None:
-        """All weights as a Hugging Face folder, which ``export`` writes with the exporter it is given. A collective.
+        """Write all weights as a Hugging Face folder with ``export``. Collective.
 
-        Returns what was written, on the rank that writes. Raises OSError there, after its part in every gather.
+        Returns:
+            The size of the update on the writing rank; None on others.
+
+        Raises:
+            OSError: writing failed; raised on the writing rank, after its part in every gather.
         """
         temporary = _beside(folder)
         self._words, self._base = {}, ""
@@ -50,7 +61,7 @@ class LastSent:
         return self._committed(temporary, folder, Manifest(version, dict(self._checksums)), 1.0)
 
     def write_delta(self, folder: Path, version: int) -> Written | None:
-        """What differs from the version written last. A collective; returns and raises as ``write_whole``."""
+        """Write a delta to the last version. Collective; returns and raises as ``write_whole``."""
         temporary, file = _beside(folder), None
         base, changes, failures = self._base, dict[str, Header](), list[OSError]()
         self._base = ""
@@ -59,7 +70,7 @@ class LastSent:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True, mode=0o700)
                 file = (temporary / delta.DATA).open("wb")
-        except OSError as error:  # the other ranks wait in the next gather, so this one goes on gathering
+        except OSError as error:  # raised later: the other ranks need this one in every gather
             failures.append(error)
         for bucket in self._exporter.plan(self._bucket_bytes):
             tensors = self._exporter.gather(bucket)
@@ -105,7 +116,7 @@ class LastSent:
 
 
 class _Watched(Exporter):
-    """An exporter that shows what it gathers."""
+    """An exporter that passes gathered tensors to a callback."""
 
     def __init__(self, exporter: Exporter, show: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
         super().__init__(exporter.inventory)
@@ -122,7 +133,7 @@ class _Watched(Exporter):
 
 
 def words_of(tensor: torch.Tensor) -> Words:
-    """A copy on the host: [numel], one unsigned integer an element."""
+    """Copy to host memory: [numel], one unsigned integer per element."""
     on_host = tensor.detach().to("cpu", copy=True).contiguous().flatten()
     return on_host.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
 

@@ -1,17 +1,18 @@
-"""Sync, the trainer's half: full weights in flat buckets, on their way to the engines.
+"""Trainer side of a weight update: send full weights to the engines in flat buckets.
 
-In: the exporter of this rank. Out: the buckets, one after another, by one of two ways; the engines are told what comes
-over HTTP by somebody else (``rlpost.rollout.engine_side_weights``).
+Input: the exporter of this rank. Output: the buckets, in order, over one of two transports. The
+HTTP requests to the engines are made by ``rlpost.rollout.engine_side_weights``.
 
-- ``Broadcast``: engines on other GPUs. Each pipeline stage has a process group of its own with all engine ranks: its
-  source (rank 0) and every engine rank (from 1 on). Both sides block on each other.
-- ``Sharing``: engines on the trainer's own GPUs. Each rank lays the bucket into a piece of memory and hands out one
-  handle to it (CUDA IPC; shared memory on a CPU): nothing travels.
+- ``Broadcast``: engines on other GPUs. Each pipeline stage has a separate process group with all
+  engine ranks: its source is rank 0, the engine ranks follow. Both sides block on each other.
+- ``Sharing``: engines on the trainer's GPUs. Each rank copies the bucket into a memory buffer and
+  returns a handle to it (CUDA IPC; shared memory on a CPU). No data is sent.
 
-Both gather the next bucket while the engines load this one.
+Both gather the next bucket while the engines load the current one.
 
-The bytes of a bucket are its tensors, each flattened, one after another: SGLang's load format "flattened_bucket". Those
-with larger elements come first, because SGLang views the bytes in place and torch wants them aligned for that.
+The bytes of a bucket are its tensors, flattened and concatenated: SGLang's load format
+"flattened_bucket". Tensors with larger elements come first, because SGLang views the bytes in place
+and torch requires alignment for that.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from rlpost.weights.exporter import Exporter, describe, travelling_bytes
 from rlpost.weights.flat import as_bytes, num_bytes
 from rlpost.weights.quantise import BlockFp8
 
-_DEVICE = 6  # place of storage_device among the arguments of torch's rebuild_cuda_tensor
+_DEVICE = 6  # index of storage_device among the arguments of torch's rebuild_cuda_tensor
 
 
 class Buckets:
-    """The weights of the trainer in buckets, as the engines want them: the same plan on every rank."""
+    """The trainer's weights in buckets for the engines, with the same plan on every rank."""
 
     def __init__(
         self,
@@ -51,9 +52,16 @@ class Buckets:
         device_bytes: int | None = None,
         quantisation: BlockFp8 | None = None,
     ) -> None:
-        """Args: ``limit`` bounds a bucket, unless one weight alone is larger; how large it is within that bound is
-        decided by ``bucket_bytes``, and ``device_bytes`` must be the same on every rank; without ``quantisation``
-        weights travel in the trainer's precision."""
+        """Plan the buckets.
+
+        Args:
+            exporter: of this rank.
+            limit: bound of a bucket in bytes, unless a single weight is larger. ``bucket_bytes``
+                chooses the size within it.
+            num_engines: number of engines.
+            device_bytes: memory of a GPU; must be the same on every rank.
+            quantisation: without it weights are sent in the trainer's precision.
+        """
         self.exporter = exporter
         self.quantisation = quantisation
         total = sum(travelling_bytes(entry, quantisation) for entry in exporter.inventory.entries)
@@ -78,12 +86,12 @@ class Buckets:
         return self.entries[index][0].owner
 
     def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
-        """Full tensors of a bucket, in the order of the plan. A collective of all stages, or of the bucket's own."""
+        """Full tensors of a bucket, in plan order. Collective of all stages, or of its own."""
         tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation)
         return {name: tensors[name] for name in self._plan[index].names}
 
     def take_part(self, index: int) -> None:
-        """Gather a bucket within its own stage for another rank: the same collective, of which nothing is kept."""
+        """Take part in gathering a bucket within its stage; the result is discarded."""
         self.exporter.gather(self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False)
 
     def largest_bytes(self) -> int:
@@ -92,11 +100,22 @@ class Buckets:
 
 
 class Broadcast:
-    """Sends buckets to engines elsewhere. All but ``abort`` is collective: call on every rank, in order."""
+    """Sends buckets to engines on other GPUs.
+
+    All methods but ``abort`` are collective: call on every rank, in order.
+    """
 
     def __init__(self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float) -> None:
-        """Args: ``gathers``: whether this rank and the source of its stage hold parts of the same copy of the model;
-        ``is_source``: whether it is that source; ``timeout_s``: the deadline of connecting and of each broadcast."""
+        """Create an unconnected sender.
+
+        Args:
+            buckets: of this rank.
+            gathers: whether this rank holds parts of the same model replica as the source of its
+                stage.
+            is_source: whether this rank is that source.
+            backend: of the process group.
+            timeout_s: deadline of connecting and of each broadcast.
+        """
         self.buckets = buckets
         self.stage = buckets.stage
         self.gathers = gathers
@@ -106,17 +125,20 @@ class Broadcast:
         self.group: EngineGroup | None = None
         self.memory = FlatMemory()
         self.gathered: torch.Tensor | None = None
-        """Of the bucket that is sent next, on its source."""
+        """Bytes of the next bucket, on its source."""
 
     def connect(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
-        """Form the group of this rank's stage with the engines; its source listens on the address, others do nothing.
+        """Form the process group of this rank's stage with the engines.
 
-        Raises SyncError when the engines have not come within the timeout.
+        The source of the stage listens on the address; other ranks do nothing.
+
+        Raises:
+            SyncError: the engines did not join within the timeout.
         """
         if not self.is_source:
             return
         if self.group is not None:
-            raise SyncError(f"a group with engines exists already; disconnect before connecting {group_name!r}")
+            raise SyncError(f"already connected to engines; disconnect before connecting {group_name!r}")
         self.group = EngineGroup.form(
             (master_addr, master_port),
             name=group_name,
@@ -126,27 +148,29 @@ class Broadcast:
         )
 
     def send(self, index: int) -> None:
-        """Broadcast bucket ``index``, then gather the one after it while the engines load this one. Every trainer rank
-        calls this, for all buckets in order; the first is gathered here.
+        """Broadcast bucket ``index``, then gather the next one while the engines load it.
 
-        Raises SyncError when an engine does not take part in time, or after ``abort``.
+        Call on every trainer rank, for all buckets in order. Bucket 0 is gathered here.
+
+        Raises:
+            SyncError: an engine did not take part in time, or ``abort`` was called.
         """
         if index == 0:
-            self.gathered = None  # of an update that was broken off
+            self.gathered = None  # left over from an aborted update
             self._gather(index)
         flat, self.gathered = self.gathered, None
         failure = None
         if flat is not None:
             failure = self._broadcast(index, flat)
-            del flat  # before the next one takes memory
-        # Also after a failure: the other ranks of the stage do not know of it and gather with this one.
+            del flat  # free it before the next gather
+        # Gather after a failure too: the other ranks of the stage do not see it and wait for this rank.
         if index + 1 < len(self.buckets):
             self._gather(index + 1)
         if failure is not None:
             raise failure
 
     def _gather(self, index: int) -> None:
-        """A collective of the ranks that hold the bucket; on the source alone its bytes are kept."""
+        """Gather a bucket; only the source keeps its bytes. Collective of the ranks that hold it."""
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
         if self.is_source:
@@ -156,38 +180,40 @@ class Broadcast:
             self.buckets.take_part(index)
 
     def _broadcast(self, index: int, flat: torch.Tensor) -> SyncError | None:
-        """Send a bucket; returns what went wrong."""
+        """Send a bucket; returns the error, if any."""
         if self.group is None:
             return SyncError("no engine is connected; call connect before send")
         try:
             self.group.broadcast(flat)
         except SyncError as error:
-            self.memory = FlatMemory()  # an operation that was abandoned may still read the old one
+            self.memory = FlatMemory()  # an abandoned broadcast may still read the old memory
             return SyncError(
                 f"bucket {index + 1} of {len(self.buckets)} ({flat.numel()} bytes) did not reach all engines: {error}"
             )
         return None
 
     def abort(self) -> None:
-        """Let ``send`` fail soon instead of at its deadline, for an engine failed. Not collective; may be called from
-        another thread while ``send`` runs."""
+        """Make ``send`` fail now instead of at its deadline, after an engine failed.
+
+        Not collective; safe to call from another thread while ``send`` runs.
+        """
         group = self.group
         if group is not None:
             group.cancel()
 
     def disconnect(self) -> None:
-        """Leave the group, so that another can be formed; harmless when there is none."""
+        """Leave the group, so that another can be formed; does nothing without a group."""
         group, self.group = self.group, None
         if group is not None:
             group.leave()
 
 
 class Sharing:
-    """Lays buckets open to engines on the same device. Collective: call on every rank, in order.
+    """Shares buckets with engines on the same device. Collective: call on every rank, in order.
 
-    The memory is two pieces, each as large as the largest bucket, used in turn: the engines load from one while the
-    other is filled. An engine has copied a bucket into its model before it answers, so nothing that it still reads is
-    overwritten as long as bucket ``index`` is asked for after all answers to ``index - 2``.
+    Two buffers, each as large as the largest bucket, alternate: the engines load from one while the
+    other is filled. An engine responds after it has copied a bucket into its model. So memory in use
+    is never overwritten if bucket ``index`` is shared after all responses to ``index - 2``.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -195,9 +221,12 @@ class Sharing:
         self.pieces: dict[int, torch.Tensor] = {}
 
     def share(self, index: int) -> str:
-        """Gather bucket ``index`` and return a handle: base64 of what SGLang's update_weights_from_tensor takes with
-        the load format "flattened_bucket". Every trainer rank calls this. A handle is good for one reader (torch counts
-        references) and until the next but one call."""
+        """Gather bucket ``index`` and return a handle to it. Call on every trainer rank.
+
+        The handle is the base64 argument of SGLang's update_weights_from_tensor with the load format
+        "flattened_bucket". It is valid for one reader (torch counts references), until the second
+        call after this one.
+        """
         tensors = self.buckets.gather(index, on_all_stages=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
         device = next(iter(tensors.values())).device
@@ -207,13 +236,13 @@ class Sharing:
         flat = piece[:size]
         torch.cat([as_bytes(tensor) for tensor in tensors.values()], out=flat)
         if device.type == "cuda":
-            torch.cuda.synchronize()  # the engine's stream does not know ours
+            torch.cuda.synchronize()  # the engine's stream does not wait for ours
         buffer = io.BytesIO()
         _HandlePickler(buffer).dump({"flattened_tensor": flat, "metadata": _metadata(tensors)})
         return base64.b64encode(buffer.getvalue()).decode()
 
     def release(self) -> None:
-        """Give the memory back once all engines have answered; harmless without."""
+        """Free the memory, once all engines have responded."""
         self.pieces.clear()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -221,8 +250,11 @@ class Sharing:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:
-    """Where each tensor lies in the bytes, as SGLang's FlattenedTensorMetadata says it. SGLang reads attributes of any
-    object that its unpickler lets pass, so its package is not needed here."""
+    """Location of each tensor in the bytes, with the attributes of SGLang's FlattenedTensorMetadata.
+
+    SGLang reads the attributes of any object that its unpickler admits, so its package is not
+    needed here.
+    """
     metadata, start = [], 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes
@@ -233,8 +265,10 @@ def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:
 
 
 class _HandlePickler(ForkingPickler):
-    """Names the GPU of a tensor by its UUID. Its number is that of this process, which sees one GPU; an engine over
-    several sees it under another. SGLang's side reads either (sglang/srt/utils/patch_torch.py; pytorch issue 149196).
+    """Pickles CUDA tensors with the UUID of their GPU instead of its index.
+
+    The index is that of this process, which sees one GPU; an engine over several GPUs numbers it
+    differently. SGLang accepts both (sglang/srt/utils/patch_torch.py; pytorch issue 149196).
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -245,19 +279,22 @@ class _HandlePickler(ForkingPickler):
 
 
 def with_uuid(arguments: tuple[Any, ...], uuid_of: Callable[[int], str]) -> tuple[Any, ...]:
-    """The arguments of torch's ``rebuild_cuda_tensor`` with the device's UUID in place of its number."""
+    """Arguments of torch's ``rebuild_cuda_tensor`` with the device's UUID instead of its index."""
     return (*arguments[:_DEVICE], uuid_of(arguments[_DEVICE]), *arguments[_DEVICE + 1 :])
 
 
 class FlatMemory:
-    """Memory for the bytes of one bucket after another. On a CPU it is kept, for the system hands out new memory page
-    by page, slower than it is filled; CUDA's allocator keeps what is given back, and the trainer needs it."""
+    """Memory for the bytes of successive buckets.
+
+    On a CPU it is kept, because page faults of new memory take longer than filling it. On CUDA the
+    caching allocator keeps freed memory, and the trainer needs it between buckets.
+    """
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The bytes of the tensors, one after another: [num_bytes], uint8; good until the next call."""
+        """Concatenated bytes of the tensors: [num_bytes], uint8; valid until the next call."""
         parts = [as_bytes(tensor) for tensor in tensors]
         if parts[0].device.type != "cpu":
             return torch.cat(parts)
@@ -273,8 +310,11 @@ def _sizes(bucket: Bucket) -> list[int]:
 
 
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that another process can map. On a CPU by a file's name: a descriptor could be passed only to a process
-    that knows our secret, and SGLang ends at the attempt."""
+    """Memory that another process can map.
+
+    On a CPU it is shared by file name: passing a descriptor requires multiprocessing's authkey, and
+    SGLang terminates at the attempt.
+    """
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     torch.multiprocessing.set_sharing_strategy("file_system")

@@ -129,7 +129,7 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
     from rlpost.actor import device, step
     from rlpost.actor.packing import pack
 
-    packed = [pack(tuple(samples), actor.cut).to(device.current())]
+    packed = [pack(tuple(samples), actor.row_layout).to(device.current())]
     collect = lambda index, micro_batch, sharded: (  # noqa: E731
         sharded.sum(),
         gather_from_tensor_model_parallel_region(sharded)[0],

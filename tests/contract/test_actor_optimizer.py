@@ -112,10 +112,10 @@ def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(mon
     assert _precision(offloaded) == {"use_precision_aware_optimizer": True}
     placement = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
     assert _placement(offloaded).items() >= placement.items()
-    with pytest.raises(ConfigError, match=r"needs perf\.use_distributed_optimizer"):
+    with pytest.raises(ConfigError, match=r"needs --use-distributed-optimizer"):
         _precision(dataclasses.replace(offloaded, use_distributed_optimizer=False))
     narrow = dataclasses.replace(offloaded, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
-    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload, which keeps float32"):
+    with pytest.raises(ConfigError, match=r"--optimizer-cpu-offload, whose state is float32"):
         _precision(narrow)
     assert _precision(ActorSettings("")) == {}
 

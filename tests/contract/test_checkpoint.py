@@ -60,7 +60,9 @@ def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_chang
     for rank in whole:
         assert len(rank["said"]) == 2
         for said in rank["said"]:
-            assert "could not be written" in said and ("No space left" in said or "is the disk full" in said), said
+            assert "cannot write the checkpoint" in said and ("No space left" in said or "is the disk full" in said), (
+                said
+            )
             assert "Traceback" not in said
 
 

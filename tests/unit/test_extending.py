@@ -124,7 +124,10 @@ def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch,
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [("nowhere:FAMILY", "cannot be loaded: ModuleNotFoundError"), ("json:dumps", "a function; an rlpost.weights")],
+    [
+        ("nowhere:FAMILY", "cannot load it: ModuleNotFoundError"),
+        ("json:dumps", "got a function; provide an rlpost.weights"),
+    ],
 )
 def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, said):
     """And those of the house cannot be replaced."""

@@ -1,1 +1,1 @@
-"""Checkpoints in Megatron's format torch_dist: what each rank writes, how it is streamed, how it is read back."""
+"""Sharded checkpoints in Megatron's torch_dist format: shards, host buffer, writer and reader."""

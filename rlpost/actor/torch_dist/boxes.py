@@ -1,8 +1,9 @@
-"""Boxes of a tensor that hold a run of consecutive elements.
+"""Split a run of consecutive elements of a tensor into boxes. Pure.
 
-A distributed optimizer shards its state without regard to parameters: a rank may hold the elements 1000 to 2000 of a
-matrix. A checkpoint stores boxes (offsets and sizes along each axis). Every run of consecutive elements is a few boxes,
-so each rank can write exactly what it holds, and any other layout can read it. Pure.
+A distributed optimizer shards its state without regard to parameters: a rank may hold the elements
+1000 to 2000 of a matrix. A checkpoint stores boxes (offsets and sizes along each axis). Every run of
+consecutive elements is a few boxes, so each rank can write exactly what it holds, and any other
+layout can read it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """Number of its first element in the flattened tensor."""
+    """Index of its first element in the flattened tensor."""
 
     @property
     def numel(self) -> int:
@@ -28,10 +29,10 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The boxes that together hold the elements ``start`` to ``end`` (exclusive), in order.
+    """Boxes that together contain the elements ``start`` to ``end`` (exclusive), in order.
 
-    At most ``2 * len(shape) - 1`` of them: the rest of the first row, whole rows, the beginning of the last row, and
-    the same again within the two partial rows.
+    At most ``2 * len(shape) - 1``: the end of the first row, whole rows, the beginning of the last
+    row, and recursively the same within the two partial rows.
     """
     if start >= end:
         return []
@@ -55,15 +56,17 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 
 def _within_row(shape: Sequence[int], index: int, start: int, end: int) -> list[Box]:
-    """The boxes of a range that does not leave row ``index`` of the first axis."""
+    """Boxes of a range within row ``index`` of the first axis."""
     begin = index * math.prod(shape[1:])
     inner = boxes_of_range(shape[1:], start - begin, end - begin)
     return [Box((index, *box.offsets), (1, *box.sizes), begin + box.start) for box in inner]
 
 
 def split_range(start: int, end: int, *, max_numel: int, row: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of at most ``max_numel`` elements, which end at whole rows of ``row`` elements where a row
-    fits: fewer boxes are needed then."""
+    """Split into consecutive ranges of at most ``max_numel`` elements.
+
+    Where a row of ``row`` elements fits, ranges end at whole rows, which needs fewer boxes.
+    """
     step = max_numel - max_numel % row if max_numel >= row else max_numel
     while start < end:
         stop = start + max_numel
@@ -75,7 +78,7 @@ def split_range(start: int, end: int, *, max_numel: int, row: int) -> Iterator[t
 
 
 def share_of(numel: int, row: int, index: int, count: int) -> tuple[int, int]:
-    """The part, of ``count`` nearly equal ones, that replica ``index`` of a tensor writes; in whole rows."""
+    """The range that replica ``index`` of ``count`` writes: whole rows, nearly equal parts."""
     num_rows = -(-numel // row)
     first, last = num_rows * index // count, num_rows * (index + 1) // count
     return min(first * row, numel), min(last * row, numel)

@@ -1,10 +1,10 @@
 """A bounded host buffer between live tensors and the files of a checkpoint.
 
-Input: chunks of live tensors, in order. Output: their bytes in host memory, batch after batch, for threads that write
-them. One thread copies as long as slots are free, so the buffer is all that is held beside the tensors themselves.
-Training continues meanwhile; before it changes the tensors it calls ``wait_copied``.
+Input: chunks of live tensors, in order. Output: their bytes in host memory, in batches for the
+threads that write them. One thread copies while slots are free, so the buffer is the only memory
+besides the tensors. Training continues; before it changes the tensors it calls ``wait_copied``.
 
-Invariant: a batch that a writer has taken stays as it is until the writer releases it.
+Invariant: a batch that a writer has taken does not change until the writer releases it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; a tensor of any dtype may begin there
 LARGEST_SLOT = 256 * 1024**2
-NUM_SLOTS = 4  # at least: one is filled, two are written, one waits
+NUM_SLOTS = 4  # minimum: one being filled, two being written, one waiting
 NOTED_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks that are copied into one slot, with their numbers in the list they came from."""
+    """Chunks that share one slot, by their indices in the list of chunks."""
 
     indices: tuple[int, ...]
     is_last_of_weights: bool
 
 
 class HostBuffer:
-    """Slots of host memory, pinned where there is CUDA. They are made when first needed and kept: to get gigabytes
-    again, or to pin them, takes longer than to copy them."""
+    """Slots of host memory, pinned with CUDA.
+
+    They are allocated on first use and kept, because allocating and pinning gigabytes takes longer
+    than copying them.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         """``num_bytes`` bounds all slots together."""
@@ -60,13 +63,15 @@ class HostBuffer:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def give_back(self, slot: torch.Tensor) -> None:
-        """The slot may be taken again."""
+        """Return a slot to the buffer."""
         self._free.append(slot)
 
 
 def batches_of(chunks: Sequence[Chunk], *, num_weights: int, slot_bytes: int) -> list[Batch]:
-    """Consecutive chunks that fit into a slot together. The first ``num_weights`` chunks are weights; a batch holds
-    either weights or states of the optimizer. Pure."""
+    """Group consecutive chunks that fit into one slot. Pure.
+
+    The first ``num_weights`` chunks are weights; a batch contains either weights or optimizer states.
+    """
     found: list[list[int]] = []
     remaining = 0
     for index, chunk in enumerate(chunks):
@@ -85,12 +90,15 @@ class Filled:
 
     batch: Batch
     tensors: list[torch.Tensor]
-    """One a chunk: flat, each over exactly its own bytes of the slot."""
+    """One flat tensor per chunk, over exactly its bytes of the slot."""
     slot: torch.Tensor = field(repr=False)
 
 
 class HostStream:
-    """Moves the chunks of one save through the buffer. Call ``start``; writer threads ``take`` and ``release``."""
+    """Streams the chunks of one save through the buffer.
+
+    Call ``start``; writer threads call ``take`` and ``release``.
+    """
 
     def __init__(
         self,
@@ -101,8 +109,15 @@ class HostStream:
         residence: Callable[[torch.Tensor], torch.Tensor],
         lock: AbstractContextManager[object],
     ) -> None:
-        """Args: ``residence`` says where the values of a tensor are whose device memory may have been given up;
-        ``lock`` is held while tensors are read, so that they do not move meanwhile."""
+        """Plan the batches.
+
+        Args:
+            chunks: of this rank, weights first.
+            num_weights: number of chunks that are weights.
+            buffer: slots of host memory.
+            residence: returns the tensor with the values of one that may be offloaded.
+            lock: held while tensors are read, so that they are not offloaded during a copy.
+        """
         self._chunks = chunks
         self._buffer = buffer
         self._residence = residence
@@ -121,15 +136,19 @@ class HostStream:
         self._thread.start()
 
     def take(self) -> Filled | None:
-        """The next batch in host memory; None after the last. Raises what went wrong while copying."""
+        """The next batch in host memory; None after the last.
+
+        Raises:
+            CheckpointError: copying failed or was cancelled.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._filled or self._is_copied or self._problem is not None)
             if self._problem is not None:
-                raise CheckpointError(f"the state could not be copied: {self._problem}") from self._problem
+                raise CheckpointError(f"cannot copy the state: {self._problem}") from self._problem
             return self._filled.popleft() if self._filled else None
 
     def release(self, filled: Filled) -> None:
-        """The batch is written: its slot may be filled again."""
+        """Free the slot of a written batch."""
         with self._changed:
             self._buffer.give_back(filled.slot)
             self._changed.notify_all()
@@ -150,9 +169,9 @@ class HostStream:
                 self._buffer.give_back(self._filled.popleft().slot)
 
     def wait_copied(self, *, weights_only: bool = False, timeout_s: float) -> None:
-        """Return when the tensors (or the weights alone) may be changed.
+        """Wait until the tensors (or only the weights) may be changed.
 
-        A save that is not copied in time is cancelled: training does not wait longer for a checkpoint.
+        After ``timeout_s`` the save is cancelled, so that training continues.
         """
         started = time.monotonic()
 
@@ -163,13 +182,13 @@ class HostStream:
             if not self._changed.wait_for(is_done, timeout_s):
                 self.cancel(
                     CheckpointError(
-                        f"the storage took less than the state in {timeout_s:.0f} s (--save-deadline-s); training "
-                        "does not wait longer: give a larger --save-buffer-gb or faster storage"
+                        f"the storage did not accept the state within --save-deadline-s {timeout_s:.0f}; "
+                        "increase --save-buffer-gb or use faster storage"
                     )
                 )
         waited = time.monotonic() - started
         if waited > NOTED_WAIT_S:
-            logger.warning("training waited %.1f s for a checkpoint to leave (--save-buffer-gb is too small)", waited)
+            logger.warning("training waited %.1f s for a checkpoint copy; increase --save-buffer-gb", waited)
 
     def _run(self) -> None:
         try:
@@ -206,7 +225,7 @@ class HostStream:
         with self._lock:
             for index in batch.indices:
                 chunk = self._chunks[index]
-                # A tensor over exactly these bytes: torch.save writes the whole storage of a view.
+                # Not a view: torch.save would write the whole storage of it.
                 held = torch.frombuffer(slot.numpy(), dtype=chunk.shard.dtype, count=chunk.numel, offset=begin)
                 held.copy_(chunk.within(self._residence(chunk.shard.live())), non_blocking=True)
                 tensors.append(held)

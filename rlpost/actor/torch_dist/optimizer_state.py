@@ -1,7 +1,8 @@
-"""What Megatron's optimizers keep of each parameter, whichever class does the arithmetic.
+"""Per-parameter state of Megatron's optimizers, independent of the optimizer class.
 
-Input: the optimizer of this rank (a chain of one for dense parameters and one for experts). Output: main weight and
-moments of every parameter part that this rank holds, as flat tensors; the number of Adam's steps; plain settings.
+Input: the optimizer of this rank (a chain of one for dense parameters and one for experts). Output:
+main weight and moments of every parameter part that this rank holds, as flat tensors; the number of
+Adam's steps; plain settings.
 
 | class | when | main weight and moments |
 |---|---|---|
@@ -9,9 +10,9 @@ moments of every parameter part that this rank holds, as flat tensors; the numbe
 | TransformerEngine's FusedAdam | with it | the same; with other types behind ``get_unscaled_state`` |
 | HybridDeviceOptimizer | ``optimizer_cpu_offload`` | in the optimizers inside it, on the host |
 
-megatron-core 0.16 looks for torch Adam's ``step`` in formats that do not carry it, and gives all parameters one shared
-``step`` tensor, which AdamW then increments once a parameter. So the number of steps, the same for all parameters, is
-saved once, and each state gets its own tensor.
+megatron-core 0.16 looks for torch Adam's ``step`` in formats that lack it, and gives all parameters
+one shared ``step`` tensor, which AdamW then increments once per parameter. So the number of steps,
+the same for all parameters, is saved once, and each state gets a separate tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Of the main weight and of both moments, as the format names them."""
+"""Names of the main weight and of both moments in the format."""
 PLAIN = (bool, int, float, str, type(None))
 
 Tensors = dict[str, torch.Tensor]
@@ -42,15 +43,15 @@ class ParameterState:
     start: int
     end: int
     is_sharded: bool
-    """Whether data-parallel ranks hold other elements; else each of them has all."""
+    """Whether data-parallel ranks hold different elements; otherwise each holds all."""
     tensors: Callable[[], Tensors]
     """Main weight and moments, [end - start] each. Copies where ``store`` is given."""
     store: Callable[[Tensors], None] | None
-    """Takes changed tensors; None where ``tensors`` returns the live ones."""
+    """Writes changed tensors back; None where ``tensors`` returns the live ones."""
 
 
 def inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain that have parameters on this rank."""
+    """Optimizers of a chain that have parameters on this rank."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [one for one in chained if one.optimizer is not None and not getattr(one, "is_stub_optimizer", False)]
 
@@ -86,7 +87,10 @@ def _sharded_state(one: DistributedOptimizer, parameter: torch.nn.Parameter, sta
 
 
 def _replicated(one: MegatronOptimizer) -> Iterator[ParameterState]:
-    """Of an optimizer that is not distributed: main weights beside the model's, or the model's own in float32."""
+    """States of an optimizer that is not distributed.
+
+    Main weights are separate tensors, or the model's weights if those are float32.
+    """
     for parameter, main in _main_weights(one):
         state = one.optimizer.state
         yield ParameterState(
@@ -115,14 +119,15 @@ def _flat(tensors: Tensors) -> Tensors:
 
 
 def is_live(optimizer: MegatronOptimizer) -> bool:
-    """Whether all states are tensors that can be read wherever their memory is; else they are computed from others."""
+    """Whether all states are stored tensors; otherwise some are computed when read."""
     return all(state.store is None for state in parameter_states(optimizer))
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Make the state that a first step would make, so that there is something to load into.
+    """Create the state that the first step would create, as the target of a load.
 
-    Moments of TransformerEngine's Adam hold whatever is in their memory until they are loaded, as when Megatron loads.
+    Moments of TransformerEngine's Adam are uninitialised until they are loaded, as when Megatron
+    loads.
     """
     for one in inner(optimizer):
         within = one.optimizer
@@ -149,18 +154,18 @@ def _prime(adam: torch.optim.Optimizer) -> None:
 
 
 def num_steps(optimizer: MegatronOptimizer) -> float:
-    """Steps that Adam has made; 0 before the first."""
+    """Number of Adam's completed steps."""
     found = [0.0]
     for adam in _each_adam(optimizer):
         if isinstance(adam, torch.optim.Adam):
             found += [float(state["step"]) for state in adam.state.values() if "step" in state]
-        else:  # TransformerEngine's counts in its groups
+        else:  # TransformerEngine's Adam counts per parameter group
             found += [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
     return max(found)
 
 
 def set_num_steps(optimizer: MegatronOptimizer, steps: float) -> None:
-    """Set the number of steps that Adam has made."""
+    """Set the number of Adam's completed steps."""
     for adam in _each_adam(optimizer):
         if isinstance(adam, torch.optim.Adam):
             for state in adam.state.values():
@@ -171,9 +176,9 @@ def set_num_steps(optimizer: MegatronOptimizer, steps: float) -> None:
 
 
 def plain_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The settings of all parameter groups, without tensors and classes: for people and for other tools.
+    """Settings of all parameter groups as plain values, for users and other tools.
 
-    HybridDeviceOptimizer keeps classes in them, which ``torch.load`` refuses to read (weights_only).
+    HybridDeviceOptimizer stores classes in them, which ``torch.load(weights_only=True)`` rejects.
     """
     groups = [group for one in inner(optimizer) for group in one.optimizer.param_groups]
     return [{key: value for key, value in group.items() if _is_plain(value)} for group in groups]
@@ -192,6 +197,6 @@ def _each_adam(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
 
 
 def sharded_optimizers(optimizer: MegatronOptimizer) -> list[tuple[DistributedOptimizer, dist.ProcessGroup]]:
-    """The optimizers that shard their state, and over which ranks (a gloo group)."""
+    """Optimizers that shard their state, with the gloo group of their ranks."""
     distributed = [one for one in inner(optimizer) if isinstance(one, DistributedOptimizer)]
     return [(one, one.data_parallel_group_gloo) for one in distributed]

@@ -1,8 +1,8 @@
-"""Reads chunks of a torch_dist checkpoint straight into tensors, whatever layout wrote it.
+"""Read chunks of a torch_dist checkpoint of any layout directly into tensors.
 
-Input: a folder and the chunks that this rank holds now. Output: their live tensors, filled. Each stored box is read
-once and its parts are copied to wherever they are needed, so a few stored boxes are all that is held beside the
-tensors themselves. Not a collective: each rank reads for itself.
+Input: a folder and the chunks that this rank holds. Output: their live tensors, filled. Each stored
+box is read once and its parts are copied to their targets, so only a few stored boxes are in memory
+besides the tensors. Not collective: each rank reads independently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stored:
     """The tensors of a checkpoint."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Reads the metadata. Raises OSError."""
+        """Read the metadata. Raises OSError."""
         self._folder = Path(folder)
         metadata = FileSystemReader(self._folder).read_metadata()
         self._tensors = {
@@ -47,8 +47,11 @@ class Stored:
     def read_into(self, chunks: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> None:
         """Fill ``target(chunk)``, [numel] each, with the stored values.
 
-        Elements beyond the stored shape of a tensor that may differ (a padded vocabulary) become 0. Raises
-        CheckpointError when a tensor is missing, has another shape, or does not hold an element; OSError.
+        Elements beyond the stored shape of a tensor that may differ (a padded vocabulary) become 0.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape, or lacks an element.
+            OSError: a file cannot be read.
         """
         by_file: dict[str, dict[int, Needed]] = defaultdict(lambda: defaultdict(list))
         by_key: dict[str, list[Chunk]] = defaultdict(list)
@@ -64,11 +67,11 @@ class Stored:
     def _needed(self, key: str, wanted: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> Needed:
         stored = self._tensors.get(key)
         if stored is None:
-            raise CheckpointError(f"{self._folder} has no tensor {key}: it was saved by another model")
+            raise CheckpointError(f"{self._folder} has no tensor {key}; use a checkpoint of this model")
         chunk = wanted[0]
         if tuple(stored.size) != chunk.global_shape and not chunk.may_differ:
             raise CheckpointError(
-                f"{self._folder}: {key} has the shape {tuple(stored.size)}, this model's is {chunk.global_shape}"
+                f"{self._folder}: {key} has shape {tuple(stored.size)}, but the model needs {chunk.global_shape}"
             )
         boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in wanted]
         items = create_read_items_for_chunk_list(key, stored, boxes)
@@ -77,7 +80,7 @@ class Stored:
         if numel == sum(each.numel for each in wanted):
             return found
         if not chunk.may_differ:
-            raise CheckpointError(f"{self._folder}: {key} is stored in part only")
+            raise CheckpointError(f"{self._folder}: {key} is incomplete; use another checkpoint")
         for each in wanted:
             target(each).zero_()
         return found

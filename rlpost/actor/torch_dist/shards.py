@@ -1,9 +1,12 @@
-"""What this rank holds of the tensors of a checkpoint.
+"""This rank's shards of the tensors of a checkpoint.
 
-Input: the model in Megatron's sharded form, the states of its optimizer. Output: shards (runs of consecutive elements
-of a parameter, with a way to read them) and the chunks in which they are written or read. Megatron's format
-"fully_reshardable" is kept: Adam's state of a weight ``W`` is ``optimizer.state.exp_avg.W``, with the shape of ``W``.
-Megatron gathers that state on one data-parallel rank; here every rank writes and reads the elements that it holds.
+Input: the sharded state dict of the model and the states of its optimizer. Output: shards (runs of
+consecutive elements of a parameter, with a function that reads them) and the chunks in which they
+are written or read.
+
+The format is Megatron's "fully_reshardable": Adam's state of a weight ``W`` is
+``optimizer.state.exp_avg.W``, with the shape of ``W``. Megatron gathers that state on one
+data-parallel rank; here every rank writes and reads the elements that it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rlpost.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of consecutive elements of a parameter, and the box of a tensor of the checkpoint that holds them."""
+    """A run of consecutive elements of a parameter, and its box in a tensor of the checkpoint."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -31,15 +34,15 @@ class Region:
     shape: tuple[int, ...]
     """Of the box, with as many axes as the checkpoint's tensor."""
     start: int
-    """Number of its first element in the flattened parameter."""
+    """Index of its first element in the flattened parameter."""
     replica_id: tuple[int, ...]
-    """Megatron's: all zeros on the rank that a naive save would let write; the last is the data-parallel rank."""
+    """Megatron's: all zeros on the main replica; the last entry is the data-parallel rank."""
     may_differ: bool
     """Whether the checkpoint's tensor may have another shape (a padded vocabulary)."""
 
     @property
     def end(self) -> int:
-        """Number of the element after its last one."""
+        """Index after its last element."""
         return self.start + math.prod(self.shape)
 
     @property
@@ -51,7 +54,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements ``start`` to ``end`` of a parameter, or of a state of its shape, which this rank writes or reads."""
+    """Elements ``start`` to ``end`` of a parameter, or of an optimizer state of the same shape."""
 
     prefix: str
     """Of the keys: empty for weights."""
@@ -60,14 +63,14 @@ class Shard:
     end: int
     dtype: torch.dtype
     live: Callable[[], torch.Tensor]
-    """Returns the flat tensor that has them. Its device memory may have been given up: then it must not be sliced."""
+    """Returns the flat tensor with these elements; do not slice it while it is offloaded."""
     origin: int = 0
-    """Number, in the parameter, of the first element of the live tensor."""
+    """Index in the parameter of the first element of the live tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box that is written or read at once: consecutive elements of a shard."""
+    """A box that is written or read in one operation: consecutive elements of a shard."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -75,7 +78,7 @@ class Chunk:
     sizes: tuple[int, ...]
     shard: Shard
     start: int
-    """Number of its first element in the live tensor."""
+    """Index of its first element in the live tensor."""
     may_differ: bool = False
 
     @property
@@ -94,10 +97,13 @@ class Chunk:
 
 
 def regions_of(part: ShardedTensor | ShardedTensorFactory) -> tuple[Region, ...]:
-    """Where the elements of a parameter go, by Megatron's own description of it.
+    """Map the elements of a parameter to tensors of the checkpoint.
 
-    A factory (a fused gate and up projection) stores a parameter as several tensors. Which elements go where is found
-    by letting it take a tensor without memory apart. Raises CheckpointError when a piece is not consecutive.
+    A factory (a fused gate and up projection) stores a parameter as several tensors. The mapping is
+    found by letting the factory split a meta tensor.
+
+    Raises:
+        CheckpointError: a piece is not contiguous.
     """
     probe = torch.empty(part.data.shape, dtype=part.data.dtype, device="meta")
     described = replace(part, data=probe)
@@ -108,8 +114,8 @@ def regions_of(part: ShardedTensor | ShardedTensorFactory) -> tuple[Region, ...]
 def _region(piece: ShardedTensor) -> Region:
     if not piece.data.is_contiguous():
         raise CheckpointError(
-            f"{piece.key}: Megatron stores it in pieces that are not consecutive in memory, which this writer cannot "
-            "shard over data-parallel ranks"
+            f"{piece.key}: Megatron stores it in pieces that are not contiguous in memory; "
+            "this writer cannot shard them over data-parallel ranks"
         )
     replica = piece.replica_id
     return Region(
@@ -124,7 +130,7 @@ def _region(piece: ShardedTensor) -> Region:
 
 
 def chunks_of(shard: Shard, *, max_bytes: int) -> Iterator[Chunk]:
-    """The shard in boxes of at most ``max_bytes`` (one element at least), in order."""
+    """Split a shard into boxes of at most ``max_bytes`` (at least one element), in order."""
     max_numel = max(1, max_bytes // shard.dtype.itemsize)
     for region in shard.regions:
         start, end = max(shard.start, region.start), min(shard.end, region.end)

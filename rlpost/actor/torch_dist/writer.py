@@ -1,11 +1,12 @@
-"""Writes what a host stream delivers, in torch's format of distributed checkpoints (torch_dist).
+"""Write the batches of a host stream in torch's distributed checkpoint format (torch_dist).
 
-Input: the chunks of this rank and the stream that brings them, small objects. Output: two files a rank and the metadata
-of all of them. A failure on one rank is raised on every rank. torch's own writer keeps every tensor of a file until the
-file is complete and loses what its second thread raises (torch 2.13); here the memory of a written batch is free again.
+Input: the chunks of this rank, the stream that delivers them, and small objects. Output: two files
+per rank and the metadata of all files. A failure on one rank is raised on every rank.
 
-Megatron's writer forks, and spawns a manager that runs ``__main__`` again: neither may happen in a process with threads
-whose ``__main__`` is not ours, such as a worker of a cluster runtime. The files are the same.
+torch's own writer keeps every tensor of a file until the file is complete, and loses exceptions of
+its second thread (torch 2.13). This writer frees the memory of each written batch. Megatron's writer
+forks, and spawns a manager that runs ``__main__`` again: both are unsafe in a multi-threaded Ray
+worker. The files are the same.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ from rlpost.actor.torch_dist.host_stream import HostStream
 from rlpost.actor.torch_dist.shards import Chunk
 
 NUM_THREADS = 2
-"""Of a rank, and files that it writes."""
+"""Writer threads per rank, and files that they write."""
 MAX_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What this rank writes: chunks, which the stream brings in this order, and small objects by key."""
+    """What this rank writes: chunks in the order of the stream, and small objects by key."""
 
     chunks: Sequence[Chunk]
     objects: Mapping[str, bytes]
 
 
 def write(folder: str | Path, contents: Contents, stream: HostStream, *, group: dist.ProcessGroup | None) -> None:
-    """Write the files of all ranks into an existing folder, each flushed to disk. A collective of a ``group`` (all
-    ranks) that nothing else uses at the time.
+    """Write the files of all ranks into an existing folder and flush each to disk.
 
-    Raises CheckpointException with what failed on which rank, on every rank.
+    Collective of ``group`` (all ranks), which must not be in use elsewhere.
+
+    Raises:
+        CheckpointException: the failures by rank; raised on every rank.
     """
     try:
         torch_checkpoint.save(
@@ -66,13 +69,13 @@ def write(folder: str | Path, contents: Contents, stream: HostStream, *, group: 
 
 
 class _Planner(SavePlanner):
-    """Each rank writes its own chunks; together they must be every element of every tensor, once."""
+    """Plans that every rank writes its own chunks; together they cover every element once."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the contents are known."""
+        """Do nothing: the contents are known."""
 
     def create_local_plan(self) -> SavePlan:
         """The chunks in their order, then the objects."""
@@ -81,7 +84,11 @@ class _Planner(SavePlanner):
         return SavePlan([*chunks, *objects])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank. Raises CheckpointingException when an element is missing, or written twice."""
+        """Check the plans, on the first rank.
+
+        Raises:
+            CheckpointingException: an element is missing or written twice.
+        """
         plans, metadata = create_default_global_save_plan(all_plans)
         if problems := _validate_global_plan(plans, metadata):
             more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
@@ -89,7 +96,7 @@ class _Planner(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The items keep their order; the global plan added their index in the metadata."""
+        """Keep the items in order; the global plan added their index in the metadata."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
@@ -105,7 +112,7 @@ def _tensor_item(chunk: Chunk) -> WriteItem:
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's writer of the metadata, with our own of the data."""
+    """torch's metadata writer with a separate data writer."""
 
     def __init__(self, folder: str | Path, contents: Contents, stream: HostStream) -> None:
         super().__init__(folder)
@@ -113,7 +120,11 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         self._stream = stream
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write all batches by some threads, each into a file. Raises OSError with what went wrong beneath."""
+        """Write all batches with ``NUM_THREADS`` threads, each into one file.
+
+        Raises:
+            OSError: the storage failed.
+        """
         prefix = plan.storage_data.prefix
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-write") as pool:
             tasks = [
@@ -128,7 +139,10 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         return done
 
     def _write_file(self, name: str, items: Sequence[WriteItem], *, is_first: bool) -> list[WriteResult]:
-        """Write batches until none is left; returns where each item is. The first file also holds the objects."""
+        """Write batches until none is left; returns the location of each item.
+
+        The first file also contains the objects.
+        """
         results = []
         try:
             with open(Path(self.path) / name, "wb") as file:
@@ -144,7 +158,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException as error:
-            self._stream.cancel(error)  # else the copying thread waits for a free slot
+            self._stream.cancel(error)  # otherwise the copying thread waits for a free slot
             raise
         return results
 
@@ -157,7 +171,7 @@ def _written(file: BinaryIO, name: str, item: WriteItem, put: Any) -> WriteResul
 
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
-    """torch.save, with the reason that lies beneath its complaint about its own file format."""
+    """torch.save that raises the underlying OSError instead of torch's archive error."""
     try:
         torch.save(tensor, file)
     except RuntimeError as error:

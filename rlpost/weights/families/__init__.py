@@ -1,9 +1,10 @@
-"""The families of models that can be trained, one file each.
+"""The supported families of models, one file each.
 
-A file has a table ``FAMILIES``: for each architecture, as config.json names it, what its weights are called and what
-its configuration means for Megatron. Adding a family here is adding a file and its name below. An installed package
-can bring one too: an entry point of the group ``rlpost.families``, named like the architecture, that leads to a
-``Family`` (docs/extending.md). Every process finds it by itself, on the login node and on all ranks.
+A file has a table ``FAMILIES``: for each architecture in config.json, the names of its weights and
+the Megatron fields of its configuration. To add a family here, add a file and its name below. An
+installed package can also provide one: an entry point of the group ``rlpost.families``, named like
+the architecture, that resolves to a ``Family`` (docs/extending.md). Every process loads it
+independently, on the login node and on all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ ENTRY_POINTS = "rlpost.families"
 
 
 def family(architecture: str) -> Family:
-    """The family of an architecture; raises WeightError, naming those known."""
+    """The family of an architecture.
+
+    Raises:
+        WeightError: the architecture is not supported; the message lists those that are.
+    """
     return FAMILIES[architecture] if architecture in FAMILIES else _brought(architecture)
 
 
 @cache
 def _brought(architecture: str) -> Family:
-    """The family that an installed package brings."""
+    """The family that an installed package provides."""
     there = entry_points(group=ENTRY_POINTS)
     point = next((point for point in there if point.name == architecture), None)
     if point is None:
@@ -36,8 +41,8 @@ def _brought(architecture: str) -> Family:
     where = f"{ENTRY_POINTS} {architecture} = {point.value}"
     try:
         found = point.load()
-    except Exception as error:  # whatever the package raises while it is imported
-        raise WeightError(f"{where}: cannot be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # importing a package may raise anything
+        raise WeightError(f"{where}: cannot load it: {type(error).__name__}: {error}") from error
     if not isinstance(found, Family):
-        raise WeightError(f"{where}: a {type(found).__name__}; an rlpost.weights.family.Family is needed")
+        raise WeightError(f"{where}: got a {type(found).__name__}; provide an rlpost.weights.family.Family")
     return found

@@ -15,12 +15,15 @@ def _dense(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixture(hf: HfConfig) -> dict[str, Any]:
-    """Sigmoid router whose bias only chooses experts; the first layers are dense. The bias is not trained.
+    """Sigmoid router whose bias only selects experts; the first layers are dense.
 
-    Raises WeightError when the chosen scores are not divided by their sum, which Megatron always does.
+    The bias is not trained.
+
+    Raises:
+        WeightError: the selected scores are not divided by their sum, which Megatron always does.
     """
     if not hf.get("norm_topk_prob", True):
-        raise WeightError("norm_topk_prob=False is not supported; use a checkpoint whose router normalises")
+        raise WeightError("norm_topk_prob = false is not supported; use a checkpoint with norm_topk_prob = true")
     num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
     grouped = num_groups > 1
     return {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.actor.packing import Cut, as_trained, log_prob_micro_batches, pack, unpack
+from rlpost.actor.packing import RowLayout, as_trained, log_prob_micro_batches, pack, unpack
 from rlpost.errors import DataError
 from rlpost.types import TrainBatch, TrainSample
 
@@ -32,7 +32,7 @@ micro_batches = st.lists(samples, min_size=1, max_size=5).map(tuple)
 
 @given(micro_batches, st.integers(1, 8))
 def test_every_sample_stands_in_the_row_once_uncut_and_in_order(micro_batch, multiple_of):
-    packed = pack(micro_batch, Cut(row_multiple=multiple_of))
+    packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     bounds = packed.cu_seqlens.tolist()
     row = packed.input_ids[0].tolist()
     for sample, start, end in zip(micro_batch, bounds, bounds[1:], strict=False):
@@ -42,7 +42,7 @@ def test_every_sample_stands_in_the_row_once_uncut_and_in_order(micro_batch, mul
 
 @given(micro_batches, st.integers(1, 8))
 def test_padding_is_a_sequence_of_its_own_and_less_than_the_multiple(micro_batch, multiple_of):
-    packed = pack(micro_batch, Cut(row_multiple=multiple_of))
+    packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     num_tokens = sum(len(sample.token_ids) for sample in micro_batch)
     total = packed.input_ids.size(1)
     assert total % multiple_of == 0 and total - num_tokens < multiple_of
@@ -62,7 +62,7 @@ def test_the_row_before_each_response_token_predicts_it(micro_batch):
 
 @given(micro_batches, st.integers(1, 8))
 def test_each_response_token_has_what_its_sample_says(micro_batch, multiple_of):
-    packed = pack(micro_batch, Cut(row_multiple=multiple_of))
+    packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     expected = [
         (number, sum(sample.loss_mask), float(mask), sample.advantage, logprob)
         for number, sample in enumerate(micro_batch)
@@ -90,7 +90,7 @@ def test_moving_a_micro_batch_moves_all_its_tensors():
 
 
 def test_a_micro_batch_without_samples_is_refused():
-    with pytest.raises(DataError, match="without samples"):
+    with pytest.raises(DataError, match="empty micro-batch"):
         pack(())
 
 
@@ -103,10 +103,10 @@ def test_a_sample_without_prompt_or_response_is_refused(prompt_length):
 
 @given(micro_batches, st.integers(2, 4), st.integers(1, 2))
 def test_context_parallel_ranks_hold_every_position_once_and_equal_work(micro_batch, size, tensor):
-    """Every sequence is cut into two chunks a rank, one from each end, so causal attention costs all ranks the same."""
+    """Every sequence is split into two chunks per rank, one from each end, to balance causal attention."""
     multiple = 2 * size
-    cuts = [Cut(multiple * tensor, multiple, rank, size) for rank in range(size)]
-    parts = [pack(micro_batch, cut) for cut in cuts]
+    layouts = [RowLayout(multiple * tensor, multiple, rank, size) for rank in range(size)]
+    parts = [pack(micro_batch, layout) for layout in layouts]
     lengths = parts[0].cu_seqlens.diff().tolist()
     assert all(length % multiple == 0 for length in lengths) and sum(lengths) % (multiple * tensor) == 0
     for number, length in enumerate(lengths):
@@ -121,7 +121,7 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
     whole = pack(micro_batch)
     seen = []
     for rank in range(size):
-        part = pack(micro_batch, Cut(2 * size, 2 * size, rank, size))
+        part = pack(micro_batch, RowLayout(2 * size, 2 * size, rank, size))
         seen += part.held.tolist()
         names = ("targets", "sample_index", "sample_lengths", "loss_mask", "advantages", "rollout_logprobs")
         assert all(torch.equal(getattr(part, name), getattr(whole, name)[part.held]) for name in names)

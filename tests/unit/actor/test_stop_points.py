@@ -92,5 +92,5 @@ def test_after_the_release_for_good_passes_go_through() -> None:
 def test_who_is_held_and_forgotten_says_so() -> None:
     one = StopPoints(deadline_s=0.01)
     one.hold()
-    with pytest.raises(TrainingError, match="the driver did not say how to go on"), one.passing(1):
+    with pytest.raises(TrainingError, match="without a release"), one.passing(1):
         one.cross(0)

@@ -51,13 +51,13 @@ def test_each_sequence_is_attended_to_by_itself(lengths):
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(2, 4))
 def test_the_chunks_of_all_context_parallel_ranks_make_the_whole(multiples, size):
-    """Each rank attends with its own queries to the keys of all, laid out as ``packing`` cuts them."""
-    from rlpost.actor.packing import Cut, pack
+    """Each rank attends with its own queries to the keys of all, laid out as ``packing`` shards them."""
+    from rlpost.actor.packing import RowLayout, pack
     from rlpost.types import TrainSample
 
     lengths = [2 * size * multiple for multiple in multiples]
     samples = tuple(TrainSample((1,) * n, 1, (1,) * (n - 1), (0.0,) * (n - 1), 1.0) for n in lengths)
-    positions = [pack(samples, Cut(2 * size, 2 * size, rank, size)).positions[0] for rank in range(size)]
+    positions = [pack(samples, RowLayout(2 * size, 2 * size, rank, size)).positions[0] for rank in range(size)]
     where = starts_of(lengths)[:-1].repeat_interleave(torch.tensor(lengths) // size)
     held = [own + where for own in positions]  # rows of the whole that each rank holds
     query, key, value = rows(sum(lengths), HEADS), rows(sum(lengths), GROUPS), rows(sum(lengths), GROUPS)

@@ -66,7 +66,7 @@ def test_token_weights_make_the_sum_a_mean_over_samples_or_over_tokens():
 def test_the_schedule_keeps_its_invariants(lengths, ranks, limit, size, multiple):
     options = dict(data_parallel_size=ranks, max_tokens=limit, micro_batch_size=size, multiple_of=multiple)
     if len(lengths) % (ranks * multiple):
-        with pytest.raises(ValueError, match="cannot be spread evenly"):
+        with pytest.raises(ValueError, match="cannot distribute"):
             schedule(lengths, **options)
         return
     dealt = schedule(lengths, **options)

@@ -99,7 +99,7 @@ def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_pl
     ours.check()
     assert caplog.text.count("OWNER is missing or damaged") == 2
     ours.lane.rmdir()
-    with pytest.raises(Fenced, match="belongs to nobody"):
+    with pytest.raises(Fenced, match="belongs to no attempt"):
         ours.check()
 
 
@@ -113,7 +113,7 @@ def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", fails)
         ours.check()
-    assert "OWNER cannot be read" in caplog.text
+    assert "ownership is not verified" in caplog.text
     claim(tmp_path, "2")
     with pytest.raises(Fenced, match="belongs to attempt 2"):
         ours.check()

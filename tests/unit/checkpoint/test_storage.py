@@ -104,7 +104,7 @@ def test_a_checkpoint_that_may_not_be_read_is_skipped_and_a_folder_that_may_not_
         found = newest_committed(stranger)
     assert found.path == older and found.skipped[0][0] == newer and "Permission denied" in found.skipped[0][1]
     stranger.chmod(0o700)
-    with as_nobody(), pytest.raises(CheckpointError, match=r"cannot be looked for in .*Permission denied"):
+    with as_nobody(), pytest.raises(CheckpointError, match=r"cannot list checkpoints in .*Permission denied"):
         newest_committed(stranger)
 
 
