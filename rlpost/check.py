@@ -1,7 +1,7 @@
-"""Everything that can be known wrong before a job starts: arithmetic of the settings and the files they name.
+"""Check a run's settings, and the files they name, before a job starts.
 
-Runs on the login node (no torch, no ray, well under a second). What a login node cannot know of the nodes is checked
-there, before training (``check_installed``). All problems are reported at once.
+Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on
+the nodes before training, for what a login node cannot check. All problems are reported together.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.files import file_problems
 
-REWARD_KEYS = {"rm_type", "custom_rm_path"}  # that an evaluation set may have of its own
+REWARD_KEYS = {"rm_type", "custom_rm_path"}  # an evaluation set may override these
 
 
 def check(
@@ -61,14 +61,14 @@ def check(
     """Raise ConfigError with one line for each problem, root causes first, or return.
 
     Args:
-        run: the folder of the run, None for one that is still to be made.
-        mounted: folders that its container has beyond that one and ``container_mounts``.
-        recipe: what the command line calls the recipe, for remedies that are commands.
-        origins: where each ``group.key`` that was given comes from; messages then say so.
+        run: the run folder; None if it does not exist yet.
+        mounted: folders mounted in its container besides that one and ``container_mounts``.
+        recipe: the recipe as named on the command line, for remedies that are commands.
+        origins: origin of each given ``group.key``, to be named in messages.
     """
     unset, no_image = variable_problems(config), image_problems(config)
     problems = [*unset, *no_image, *_settings_problems(config)]
-    if not unset:  # else no path is known
+    if not unset:  # otherwise paths are unknown
         problems += _file_problems(config, run, recipe)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
         problems += [] if no_image else container_problems(config, always)
@@ -76,12 +76,14 @@ def check(
     if option_names() is not None and config.cluster.container == "none":
         problems += _package_problems(config)
     if problems:
-        told = dict.fromkeys(problems)
-        raise ConfigError("\n".join(told if origins is None else (with_origins(one, config, origins) for one in told)))
+        lines = list(dict.fromkeys(problems))
+        if origins is not None:
+            lines = [with_origins(line, config, origins) for line in lines]
+        raise ConfigError("\n".join(lines))
 
 
 def _settings_problems(config: Config) -> list[str]:
-    """What the settings alone tell: the layout first, for sizes of a batch follow from it."""
+    """Problems of the settings alone; the layout first, because batch sizes depend on it."""
     return [
         *layout_problems(config),
         *batch_problems(config),
@@ -101,7 +103,8 @@ def _settings_problems(config: Config) -> list[str]:
 
 
 def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list[str]:
-    """What the files say that the settings name. What is missing is told once, and nothing that follows from it."""
+    """Problems of the files that the settings name. A missing file is reported once, without the
+    errors that follow from it."""
     return [
         *missing_problems(config, recipe),
         *_model_folder_problems(config),
@@ -113,18 +116,19 @@ def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list
 
 
 def notes(config: Config) -> list[str]:
-    """Settings that are allowed and probably not intended, one line each. Call ``check`` first."""
+    """Valid settings that are probably unintended, one line each. Call ``check`` first."""
     hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     try:
         shape = hf_shape(hf)
     except WeightError:
-        shape = None  # a model family from outside: the note goes without sizes
+        shape = None  # a plugin's model family: the note omits sizes
     found = (reference_note(config, shape), interpreter_note(config))
     return [note for note in found if note is not None]
 
 
 def check_installed(config: Config) -> None:
-    """What only the machine that trains can tell: the packages, names of SGLang's and Megatron-core's own options.
+    """Check what is known only on the nodes: installed packages, options of SGLang and
+    Megatron-core.
 
     Raises ConfigError with one line for each problem.
     """
@@ -133,8 +137,8 @@ def check_installed(config: Config) -> None:
 
 
 def _stack_problems(config: Config) -> list[str]:
-    """Packages that parts of this run need and this environment lacks. Without this check engines and actors fail on
-    them minutes later, and the job is requeued."""
+    """Packages missing from this environment. Without this check engines and actors would fail
+    minutes later, and the job would be requeued."""
     trains = not config.debug.debug_rollout_only
     generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     parts = [
@@ -142,12 +146,12 @@ def _stack_problems(config: Config) -> list[str]:
         (trains, "the trainer", ("torch", "megatron-core")),
         (generates, "the engines", ("sglang", "sglang-router")),
     ]
-    where = f"{sys.executable}: install what is missing (make install)"
+    where = f"{sys.executable}: install the missing packages (make install)"
     if config.cluster.container != "none":
         image = config.cluster.container_image
         where = (
-            f"{sys.executable} of container_image = {image}: name another interpreter of the image with cluster.python "
-            "(--python), or see what it lacks with rlpost doctor --image"
+            f"{sys.executable} of container_image = {image}: name another interpreter of the image with "
+            "--python, or list its missing packages with rlpost doctor --image"
         )
     return [
         f"{package} is not installed, and {part} cannot start; this is {where}"
@@ -158,7 +162,8 @@ def _stack_problems(config: Config) -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Without importing anything; other packages share the name ``megatron``."""
+    """Whether a package is installed, without importing it; other packages share the name
+    ``megatron``."""
     if package == "megatron-core":
         return option_names() is not None
     return PathFinder.find_spec(package.replace("-", "_")) is not None
@@ -172,7 +177,7 @@ def _option_problems(config: Config) -> list[str]:
 
 
 def _server_arg_problems(config: Config) -> list[str]:
-    """One line for each setting of SGLang's own that it does not have, or whose value it does not take."""
+    """One line for each pass-through option that SGLang does not have or whose value it rejects."""
     gpus = config.cluster.rollout_num_gpus_per_engine
     return _collect(lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus))
 
@@ -191,8 +196,7 @@ def _package_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine where this environment is one for GPUs, and does not have it or may not use
-    it."""
+    """Settings that need TransformerEngine, in a GPU environment where it is missing or disabled."""
     if not _is_for_gpus():
         return []
     required = [need for need in needs_transformer_engine(config) if need.is_required]
@@ -204,7 +208,7 @@ def _transformer_engine_problems(config: Config) -> list[str]:
 
 
 def _is_for_gpus() -> bool:
-    """Whether torch is here and built for more than a CPU, which its version tells without importing it."""
+    """Whether torch is installed with GPU support, judged by its version without importing it."""
     try:
         return not importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -224,8 +228,8 @@ def _model_folder_problems(config: Config) -> list[str]:
     if not folder:
         return ["--hf-checkpoint is not given; give the Hugging Face folder of the model to train"]
     path, key = Path(folder), f"--hf-checkpoint {folder}"
-    if not os.path.isdir(path):  # False also where one may not look
-        return []  # ``missing_problems`` tells
+    if not os.path.isdir(path):  # also False without permission
+        return []  # ``missing_problems`` reports it
     problems = []
     try:
         problems += model_problems(config, json.loads((path / "config.json").read_text()))
@@ -246,13 +250,13 @@ def _reference_problems(config: Config) -> list[str]:
         return []
     what = "holds neither a torch_dist checkpoint nor *.safetensors" if os.path.isdir(folder) else "no such folder"
     return [
-        f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none: then "
-        "the weights of --hf-checkpoint are the reference"
+        f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none "
+        "to take the weights of --hf-checkpoint as the reference"
     ]
 
 
 def _save_problems(config: Config) -> list[str]:
-    """Checkpoints of another trainer in --save: a step of the same number could not be committed."""
+    """Another trainer's checkpoints in --save: a step of the same number could not be committed."""
     folder = config.checkpoint.save
     if folder is None:
         return []
@@ -263,8 +267,8 @@ def _save_problems(config: Config) -> list[str]:
     if not theirs:
         return []
     return [
-        f"--save {folder}: {theirs[0].name} in it is a checkpoint that no run of this program saved, under a name that "
-        "this run may save; use another folder, or --save none for RUN/checkpoints (another trainer's weights go into "
+        f"--save {folder}: {theirs[0].name} in it is a checkpoint of another program, under a name that this run may "
+        "write; use another folder, or --save none for RUN/checkpoints (another trainer's weights go into "
         "--ref-load)"
     ]
 
@@ -278,7 +282,7 @@ def _prompt_problems(config: Config) -> list[str]:
         problems += _of_file("--prompt-data", _collect(lambda: check_prompts(rollout.prompt_data, rollout)))
     try:
         sets = eval_sets(config.eval)
-    except ConfigError:  # told by another check
+    except ConfigError:  # reported by another check
         return problems
     for one in sets:
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
@@ -292,5 +296,5 @@ def _prompt_problems(config: Config) -> list[str]:
 
 
 def _of_file(setting: str, lines: Iterable[str]) -> list[str]:
-    """Messages about a file, which begin with its path, under the flag that names it."""
+    """Prefix messages about a file with the flag that names it."""
     return [line if line.startswith("--") else f"{setting}: {line}" for line in lines]

@@ -1,6 +1,6 @@
 """Two-digit addition as a prompt set: the smallest task on which a policy visibly learns.
 
-Comes in: a folder. Goes out: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for example
+Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for example
 ``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly once, in one of the two
 files. The same seed always gives the same bytes; files that are already right are left alone.
 """

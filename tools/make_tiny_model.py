@@ -1,6 +1,6 @@
 """A complete Hugging Face model of half a million parameters, made on the spot and without any download.
 
-Comes in: a folder, a seed. Goes out, in that folder: a Qwen3 with tied embeddings, a character tokenizer with a chat
+Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer with a chat
 template, and a generation config. A short supervised warm-up on two-digit addition leaves it right now and then, so
 that reinforcement learning has something to reinforce. The problems come from ``make_arithmetic_data.py``, which is
 run first where they are missing; the held-out ones are never trained on.

@@ -1,7 +1,8 @@
-"""``rlpost attach``, ``exec`` and ``tunnel``: into a run that is under way.
+"""``rlpost attach``, ``exec`` and ``tunnel``: run commands on the nodes of a running job.
 
-In: a run and a node of it. Out: an ``srun --overlap`` beside what the job runs, started in the run's code; or the way
-to Ray's dashboard. One question to Slurm, for the nodes; the rest is in the folder.
+Input: a run and one of its nodes.
+Output: an ``srun --overlap`` step in the run's code; or how to reach Ray's dashboard. Slurm is
+queried once, for the nodes; the rest is in the run folder.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DASHBOARD = re.compile(
 def attach_main(arguments: Sequence[str]) -> int:
     """A shell on a node of a run, the head unless named."""
     made = Parser(prog="rlpost attach", description="A shell on a node of a running run.")
-    made.add_argument("node", nargs="?", metavar="NODE", help="host name; the head if not given")
+    made.add_argument("node", nargs="?", metavar="NODE", help="host name (default: the head)")
     add_run_options(made, positional=False)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
@@ -46,14 +47,15 @@ def attach_main(arguments: Sequence[str]) -> int:
 
 
 def exec_main(arguments: Sequence[str]) -> int:
-    """A command once on every node of a run, each line with the node's number before it; or on one node."""
+    """Run a command on every node, each output line prefixed with the node's number; or on one
+    node."""
     made = Parser(
         prog="rlpost exec",
         usage="rlpost exec [--run RUN] [--node HOST] [--] COMMAND...",
-        description="Run a command on every node of a running run, beside what it does.",
+        description="Run a command on every node of a running job, next to its processes.",
     )
     add_run_options(made, positional=False)
-    made.add_argument("--node", metavar="HOST", help="only there, and without a number before each line")
+    made.add_argument("--node", metavar="HOST", help="on this node only, without line prefixes")
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     options = made.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -67,8 +69,8 @@ def exec_main(arguments: Sequence[str]) -> int:
 
 
 def tunnel_main(arguments: Sequence[str]) -> int:
-    """Print where Ray's dashboard is: the ssh command through the login node, or the address on this machine."""
-    made = Parser(prog="rlpost tunnel", description="The way to Ray's dashboard.")
+    """Print the ssh command that forwards Ray's dashboard, or its address on this machine."""
+    made = Parser(prog="rlpost tunnel", description="How to reach Ray's dashboard.")
     add_run_options(made)
     made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
     made.add_argument(
@@ -92,10 +94,10 @@ def tunnel_main(arguments: Sequence[str]) -> int:
 
 
 def tunnel_command(login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT) -> str:
-    """The ssh command for the machine of whoever looks.
+    """The ssh command for the user's machine.
 
-    Where the dashboard listens on the head's loopback alone, ssh goes on from the login node to the head; any other
-    address is one that the login node itself reaches. ``head`` is None where the run is on the login node.
+    If the dashboard listens on the head's loopback only, ssh jumps through the login node to the
+    head; the login node reaches any other address itself. ``head`` is None where the run is on the login node.
     """
     forward = f"ssh -N -L {own_port}:{host_port(address, port)}"
     is_on_login = head is None or not address.startswith(("127.", "::1"))
@@ -108,14 +110,14 @@ def host_port(address: str, port: int) -> str:
 
 
 def dashboard_address(run: RunFolder) -> tuple[str, int]:
-    """Address and port of Ray's dashboard, as ``ray start`` has printed them into the attempt's logs.
+    """Address and port of Ray's dashboard, as ``ray start`` logged them.
 
     With ``--ray-dashboard-host 0.0.0.0`` Ray prints the node's own address. Raises ConfigError.
     """
     for log in sorted((run.attempts / "latest").glob("*ray*.log")):
         if match := _DASHBOARD.search(log.read_text(errors="replace")):
             return match["address"].strip("[]"), int(match["port"])
-    raise ConfigError(f"{run.root.name}: no log says that Ray's dashboard is up; submit with --ray-dashboard")
+    raise ConfigError(f"{run.root.name}: no log reports a running Ray dashboard; submit with --ray-dashboard")
 
 
 def is_local(run: RunFolder) -> bool:
@@ -124,7 +126,7 @@ def is_local(run: RunFolder) -> bool:
     if not job_id.startswith(LOCAL):
         return False
     if not local_is_alive(job_id):
-        raise ConfigError(f"{run.root.name}: ran on this machine and has ended, its dashboard with it")
+        raise ConfigError(f"{run.root.name}: the run on this machine has ended, and so has its dashboard")
     return True
 
 
@@ -185,7 +187,7 @@ def home_of(run: RunFolder) -> Path:
 
 def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
     if node is not None and node not in nodes:
-        raise ConfigError(f"{node} is no node of this run; it has {', '.join(nodes)}")
+        raise ConfigError(f"{node} is not a node of this run; its nodes are {', '.join(nodes)}")
     return node
 
 

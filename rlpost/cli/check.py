@@ -1,7 +1,8 @@
-"""``rlpost check RECIPE``: everything that can be known wrong, or the arithmetic of what is right.
+"""``rlpost check RECIPE``: report all problems of a recipe, or its arithmetic.
 
-In: a recipe, a cluster profile, flags. Out: a table of how GPUs, batches and memory come about; or every problem at
-once and exit code 2. Imports neither torch nor anything of the training stack.
+Input: a recipe, a cluster profile, flags.
+Output: a table of GPUs, batches and memory; or all problems and exit code 2. Imports neither torch
+nor the training stack.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlpost.units import count_text, size_text
 from slurm.errors import SpecError
 
 _INDENT = 14
-EXIT_PROBLEMS = 2  # as every command that refuses its settings
+EXIT_PROBLEMS = 2  # as for every command with invalid settings
 
 
 JSON = "--json"
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> int:
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
-    made.add_argument(JSON, action="store_true", help="one object for programs: ok, problems, notes, arithmetic")
+    made.add_argument(JSON, action="store_true", help="print a JSON object: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
@@ -63,9 +64,10 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
-    """One line for each problem of the settings, and of the job that they ask of Slurm.
+    """One line for each problem of the settings and of the Slurm job they request.
 
-    The container is that of a job from here; $RLPOST_HOME is what a batch file of jobs/ mounts.
+    The container is the one that a job submitted on this host would get; a batch file of jobs/
+    mounts $RLPOST_HOME.
     """
     problems: list[str] = []
     home = os.environ.get("RLPOST_HOME")
@@ -81,7 +83,7 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
         check(seen, mounted=mounted, recipe=recipe, origins=loaded.origins)
     except ConfigError as error:
         problems += str(error).splitlines()
-    if image_problems(loaded.config):  # told already, and a job without its image says the same
+    if image_problems(loaded.config):  # reported already; the job would report it again
         return problems
     try:
         job_spec(loaded.config)
@@ -91,7 +93,7 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
 
 
 def _print_object(config: Config | None, problems: list[str]) -> int:
-    """The result for programs, on standard output whether something is wrong or not."""
+    """Print the result as JSON on standard output, with or without problems."""
     content: dict[str, Any] = {"ok": not problems, "problems": problems, "notes": [], "arithmetic": {}}
     if config is not None and not problems:
         content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
@@ -100,7 +102,7 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
 
 
 def arithmetic(config: Config) -> list[tuple[str, str]]:
-    """How the sizes of a run that has nothing wrong follow from its settings: (what, the sum)."""
+    """Sizes of a valid run, derived from its settings: (name, arithmetic)."""
     cluster, rollout = config.cluster, config.rollout
     total, trains, generates = (
         config.num_nodes * cluster.num_gpus_per_node,

@@ -1,4 +1,4 @@
-"""The part of a command line that all commands share: a recipe, a model, a cluster profile, flags for every setting."""
+"""The shared part of every command line: recipe, model, cluster profile and a flag per setting."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rlpost.config.show import resolved
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser with a flag for every setting, --model and --cluster."""
     made = flags.parser(prog, description)
-    made.add_argument("--model", metavar="MODEL", help="FILE.toml, or a name in jobs/models; the recipe wins over it")
+    made.add_argument("--model", metavar="MODEL", help="FILE.toml, or a name in jobs/models; the recipe overrides it")
     made.add_argument(
-        "--cluster", metavar="PROFILE", help="FILE.toml, or a name in jobs/clusters; wins over the recipe"
+        "--cluster", metavar="PROFILE", help="FILE.toml, or a name in jobs/clusters; overrides the recipe"
     )
     for flag, variable in KEY_FLAGS.items():
         made.add_argument(
-            flag, metavar="KEY", help=f"the same as the variable {variable}; kept in RUN/secrets.env only"
+            flag, metavar="KEY", help=f"same as the environment variable {variable}; stored only in RUN/secrets.env"
         )
     made.add_argument(
-        "--print-config", action="store_true", help="print every setting with its origin, as TOML, and do nothing else"
+        "--print-config", action="store_true", help="print every setting with its origin, as TOML, and exit"
     )
     return made
 
@@ -35,7 +35,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
 def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Loaded]:
     """Parse and merge: defaults < model < recipe < cluster profile < flags. Raises ConfigError.
 
-    A recipe of a cluster has the profile of its batch file unless another one is named (``site_profile``).
+    Without --cluster, a cluster recipe uses the profile of its batch file (``site_profile``).
 
     With --print-config this prints the result and ends the command (SystemExit 0).
     """
@@ -46,7 +46,7 @@ def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:
-            is_for_programs = getattr(namespace, "json", False)  # then standard output holds the object alone
+            is_for_programs = getattr(namespace, "json", False)  # then standard output holds only the object
             print(table(changes) + "\n", file=sys.stderr if is_for_programs else sys.stdout)
     if namespace.print_config:
         keys = [

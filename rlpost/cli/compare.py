@@ -1,4 +1,4 @@
-"""``rlpost compare``: several runs over each other, as a page, or as JSON for programs."""
+"""``rlpost compare``: compare several runs on one page, or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm.run_folder import write_atomic
 
 def main(arguments: Sequence[str]) -> int:
     """``rlpost compare RUN RUN [RUN ...] [--out FILE | --json]``."""
-    made = Parser(prog="rlpost compare", description="Several runs over each other, as a page.")
+    made = Parser(prog="rlpost compare", description="Compare several runs on one page.")
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder, name or job id, two or more")
     add_runs_dir(made)
     output = made.add_mutually_exclusive_group()

@@ -1,4 +1,5 @@
-"""``rlpost cancel`` and ``rlpost requeue``: orders to a run, each one command to Slurm."""
+"""``rlpost cancel`` and ``rlpost requeue``: cancel or requeue a run; each sends one command to
+Slurm."""
 
 from __future__ import annotations
 
@@ -23,33 +24,32 @@ from slurm.run_folder import RunFolder
 
 
 def cancel_main(arguments: Sequence[str]) -> int:
-    """End a run for good: a job that was cancelled is never requeued. Its folder stays."""
-    made = Parser(prog="rlpost cancel", description="End a run; it does not come back.")
+    """End a run permanently: a cancelled job is never requeued. Its folder stays."""
+    made = Parser(prog="rlpost cancel", description="End a run without a restart.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     job_id = current_job(run)
     if job_id.startswith(LOCAL):
         if not local_is_alive(job_id):
-            raise ConfigError(f"{run.root.name}: {job_id} has ended already; nothing to cancel")
+            raise ConfigError(f"{run.root.name}: {job_id} has already ended; nothing to cancel")
         latest = run.attempts / "latest"
         if not latest.exists() or (latest / "verdict").exists():  # no attempt yet, or the one before
-            raise ConfigError(f"{run.root.name}: {job_id} is about to begin or to end; call this again in a moment")
+            raise ConfigError(f"{run.root.name}: {job_id} is starting or ending; try again in a moment")
         run.ledger.append("cancelled", job_id=job_id)
         request_stop(latest.resolve(), "rlpost cancel")
     else:
         _cancel_all(run, job_id)
-    print(
-        f"cancelled {run.root.name} ({job_id}); go on with it later: rlpost submit RECIPE --resume --run-folder FOLDER"
-    )
+    print(f"cancelled {run.root.name} ({job_id}); resume it later: rlpost submit RECIPE --resume --run-folder FOLDER")
     return 0
 
 
 def _cancel_all(run: RunFolder, job_id: str) -> None:
-    """Every job of the run that is not over: of a chain the next may wait already while the last ends."""
+    """All unfinished jobs of the run: in a chain the next job may be pending while the last one
+    ends."""
     entry = queue([job_id])[job_id]
     if entry.is_over:
-        raise ConfigError(f"{run.root.name}: job {job_id} is over already ({entry.state}); nothing to cancel")
+        raise ConfigError(f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel")
     run.ledger.append("cancelled", job_id=job_id)  # first: the batch script looks before it starts again
     for found in queue(job_ids(run)).values():
         if not found.is_over:
@@ -57,15 +57,15 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
 
 
 def requeue_main(arguments: Sequence[str]) -> int:
-    """Ask a run to commit a checkpoint, requeue itself and go on from there, as at a preemption."""
-    made = Parser(prog="rlpost requeue", description="Save, requeue and go on, as at a preemption.")
+    """Request a checkpoint, a requeue and a resume, as at a preemption."""
+    made = Parser(prog="rlpost requeue", description="Save, requeue and resume, as at a preemption.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    otherwise = "nobody would start it again: use rlpost cancel, then submit --resume"
+    otherwise = "it would not restart: use rlpost cancel, then submit --resume"
     job_id = running_job(run, what_for=otherwise).job_id
     if settings_of(run).get("cluster", {}).get("requeue") == "never":
         raise ConfigError(f"{run.root.name}: --requeue never, so {otherwise}")
     ask_to_requeue(job_id)
-    print(f"asked {run.root.name} (job {job_id}) to save and go on; see rlpost logs -f {run.root.name}")
+    print(f"asked {run.root.name} (job {job_id}) to save and requeue; see rlpost logs -f {run.root.name}")
     return 0

@@ -1,7 +1,8 @@
 """Converting weights: tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py.
 
-In: the words of a command line, and the variables by which torchrun or srun tells a process its place; without them it
-is alone. Out: a folder. With no parallel size given the layers are spread over all ranks.
+Input: the words of a command line, and the variables by which torchrun or srun tells a process its
+place; without them it is alone.
+Output: a folder. With no parallel size given the layers are spread over all ranks.
 """
 
 from __future__ import annotations

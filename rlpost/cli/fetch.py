@@ -1,4 +1,4 @@
-"""``rlpost fetch RECIPE``: the model and the data sets of a recipe, from the Hugging Face hub to the folder of assets.
+"""``rlpost fetch RECIPE``: download a recipe's model and data sets from the Hugging Face hub.
 
 Input: a recipe with a table [assets], a cluster profile, flags. Output: what is there and what is to come, with sizes;
 then the folders. No network is used where everything is there. Exit code 1 when something is not available.
@@ -32,10 +32,17 @@ TOKENS = KEYS[:2]
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of the verb. Raises ConfigError."""
-    made = command_line.parser("rlpost fetch", "Fetch what a recipe wants from the Hugging Face hub.")
-    made.add_argument("--sizes-only", action="store_true", help="say what there is and what is to come, fetch nothing")
-    made.add_argument("--compare", action="store_true", help="compare the content of what is there with its digests")
-    made.add_argument("--token-file", type=Path, metavar="FILE", help="token for what is private; else HF_TOKEN")
+    made = command_line.parser("rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub.")
+    made.add_argument(
+        "--sizes-only", action="store_true", help="print what exists and what is missing, download nothing"
+    )
+    made.add_argument("--compare", action="store_true", help="verify existing files against their digests")
+    made.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token for private repositories (default: HF_TOKEN)",
+    )
     made.add_argument("--workers", type=int, default=8, help="files at a time (8)")
     made.add_argument("--wait-s", type=float, default=21_600, help="seconds to wait for another fetch (21600)")
     options, loaded = command_line.settings(made, arguments)
@@ -77,7 +84,8 @@ def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argpar
 
 
 def _fetch_all(found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace) -> None:
-    """Fetch one asset after the other with a progress bar. Raises AssetError, also when they do not fit."""
+    """Fetch the assets in turn with a progress bar. Raises AssetError, also if disk space is
+    short."""
     from tqdm import tqdm  # comes with huggingface_hub
 
     from rlpost.assets.fetch import Fetcher
@@ -111,7 +119,7 @@ def _hub(token: str | None) -> Hub:
 
 
 def assets_folder(given: str | None) -> Path:
-    """The folder of assets. Raises ConfigError when nobody names it."""
+    """The assets folder. Raises ConfigError if it is not set."""
     named = given or os.environ.get(ASSETS)
     if not named:
         raise ConfigError(

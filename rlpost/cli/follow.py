@@ -1,7 +1,7 @@
-"""Follow a run to its end: its driver's log as it grows, over all attempts, then what came out.
+"""Follow a run to its end: stream the driver's log over all attempts, then print the outcome.
 
-In: the run's folder and the job id. Out: lines on standard output and an exit code. Asks Slurm rarely; everything
-else is read from the run's folder.
+Input: the run folder and the job id. Output: lines on standard output and an exit code. Slurm is
+queried rarely; the rest is read from the run folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_CODES = {"done": 0, "requeue": 75, "config": 2}
 def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False) -> int:
     """Print the driver's log, or what is ``wanted``, until the job is over; returns 0 when the run is done.
 
-    Ctrl-C leaves and the run goes on. Only a local run that this process has started (``started_it``) gets the same
+    Ctrl-C detaches and the run continues. Only a local run that this process has started (``started_it``) gets the same
     Ctrl-C from the terminal and stops at its next checkpoint; a second one leaves at once.
     """
     is_over = (lambda: not local_is_alive(job_id)) if job_id.startswith(LOCAL) else _slurm_is_over(run, job_id)
@@ -102,7 +102,7 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
 
 
 def conclude(run: RunFolder) -> int:
-    """Print how a run that is over ended and what came out; returns its exit code."""
+    """Print how a finished run ended and its results; return its exit code."""
     verdict_file = run.attempts / "latest" / "verdict"
     if not verdict_file.exists():
         logs = run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
@@ -118,7 +118,7 @@ def conclude(run: RunFolder) -> int:
 
 
 def summary(run: RunFolder) -> list[str]:
-    """What came out of a finished run, in lines: first and last reward of each evaluation set, and the files."""
+    """Result lines of a finished run: first and last reward of each evaluation set, and the files."""
     lines = read_metrics(run.metrics)
     found = []
     for name in sorted({name for line in lines for name in eval_rewards(line)}):

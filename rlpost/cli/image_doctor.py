@@ -1,7 +1,7 @@
 """``rlpost doctor --image [RECIPE] --cluster PROFILE``: what the image of a profile lacks, seen from inside it.
 
-In: a cluster profile, whose container is started by a job of one node, after its setup commands; a recipe, whose
-settings may need more than every run does. Out: the table of
+Input: a cluster profile, whose container is started by a job of one node, after its setup commands; a recipe, whose
+settings may need more than every run does. Output: the table of
 ``bootstrap.image.doctor``, which without a profile is called for the image that one is in, and its exit code.
 """
 

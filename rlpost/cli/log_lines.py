@@ -1,7 +1,9 @@
 """The lines of an attempt's logs, of several at once: which of them are wanted, and in what order. Pure.
 
-In: lines of logs by the log's name. Out: those that are asked for, in order of their time, with the name before them. A
-record is a line that begins with a time of day, and the lines after it that do not; it is wanted or not as a whole.
+Input: lines of logs by the log's name.
+Output: those that are asked for, in order of their time, with the name before them. A record is a
+line that begins with a time of day, and the lines after it that do not; it is wanted or not as a
+whole.
 """
 
 from __future__ import annotations

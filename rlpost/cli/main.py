@@ -1,7 +1,7 @@
-"""``rlpost VERB``: one door to everything a person does from the login node.
+"""``rlpost VERB``: the command line of the login node.
 
-In: a verb and its words. Out: the verb's exit code. A verb's module is imported when it is called, so that none pays
-for another.
+Input: a verb and its arguments. Output: the verb's exit code. The module of a verb is imported on
+demand, to keep startup fast.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ VERBS = {
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
     ),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
-    "plan": ("rlpost.cli.plan:main", "what a recipe needs of GPUs, nodes and disks (--suggest: better layouts)"),
-    "fetch": ("rlpost.cli.fetch:main", "a recipe's model and data from the Hugging Face hub to the shared folder"),
-    "status": ("rlpost.cli.status:status_main", "where a run stands (--watch: a live page)"),
+    "plan": ("rlpost.cli.plan:main", "memory, nodes and disks that a recipe needs (--suggest: better layouts)"),
+    "fetch": ("rlpost.cli.fetch:main", "download a recipe's model and data from the Hugging Face hub"),
+    "status": ("rlpost.cli.status:status_main", "status of a run (--watch: live)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": ("rlpost.cli.logs:main", "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)"),
     "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),
     "tunnel": ("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
-    "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and go on, as at a preemption"),
-    "cancel": ("rlpost.cli.control:cancel_main", "end a run; it does not come back"),
+    "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and resume, as at a preemption"),
+    "cancel": ("rlpost.cli.control:cancel_main", "end a run without a restart"),
     "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),
-    "journal": ("rlpost.cli.journal:main", "what a run would go on with after a crash (--records: every record)"),
-    "compare": ("rlpost.cli.compare:main", "several runs over each other, as a page"),
-    "doctor": ("rlpost.cli.main:doctor", "look for what is wrong with this machine, or with an image (--image)"),
+    "journal": ("rlpost.cli.journal:main", "what a run would resume from after a crash (--records: every record)"),
+    "compare": ("rlpost.cli.compare:main", "compare several runs on one page"),
+    "doctor": ("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
 }
 _DOCTOR = "bootstrap.preflight.doctor"
 
@@ -49,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verbs() -> dict[str, str]:
-    """The verbs that this installation has, and what each does."""
+    """The verbs of this installation and their descriptions."""
     has_doctor = importlib.util.find_spec(_DOCTOR) is not None
     return {verb: text for verb, (_, text) in VERBS.items() if verb != "doctor" or has_doctor}
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """The checks of one machine live with the agent, which runs them on every node; --image looks at an image."""
+    """Run the agent's checks on this machine, or check an image with --image."""
     if "--image" in arguments:
         words = [word for word in arguments if word != "--image"]
         if any(word.partition("=")[0] == "--cluster" for word in words):

@@ -1,4 +1,4 @@
-"""``rlpost plan RECIPE``: what a run needs of its GPUs, nodes and disks, before there is any of them.
+"""``rlpost plan RECIPE``: estimate GPU memory, nodes and disks of a run before submitting it.
 
 Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are
 not here yet. Output: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2);
@@ -49,16 +49,16 @@ GLYPHS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the plan of a recipe."""
-    made = parser("rlpost plan", "What a recipe needs of GPUs, nodes and disks.")
-    made.add_argument("--gpus", type=int, metavar="N", help="GPUs that train, in place of those of the recipe")
+    """Print the plan of a recipe."""
+    made = parser("rlpost plan", "Estimate the GPU memory, nodes and disks that a recipe needs.")
+    made.add_argument("--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's")
     made.add_argument("--gpu-memory", default=GPU_MEMORY, metavar="SIZE", help=f"of one GPU (default: {GPU_MEMORY})")
     made.add_argument(
         "--write-gbps", type=float, default=WRITE_GBPS, metavar="GB/S", help="of a node to its disks (default: 2)"
     )
     add_scale_down(made)
-    made.add_argument("--suggest", action="store_true", help="the best layouts for the model on so many GPUs")
-    made.add_argument("--json", action="store_true", help="one object for programs instead of the tables")
+    made.add_argument("--suggest", action="store_true", help="print the best layouts for the model on these GPUs")
+    made.add_argument("--json", action="store_true", help="print a JSON object instead of the tables")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
@@ -122,7 +122,7 @@ def show(
     elif near := nearest(config, choices):
         console.print(f"the nearest layout that fits: {near.words}\n  {flags_of(near, config)}")
     else:
-        console.print("no layout of this model fits so many GPUs: take more of them (--gpus), or shorter answers")
+        console.print("no layout of this model fits on these GPUs; use more (--gpus), or shorter responses")
     if wants_suggestions and choices:
         console.print(suggestions(choices[:NUM_SUGGESTED]))
     return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
@@ -232,7 +232,7 @@ def table(made: Estimate, write_gbps: float) -> Table:
         rows.append(("KV cache", text))
     seconds = made.checkpoint_bytes / (write_gbps * 1e9 * config.actor_num_nodes)
     rows += [
-        ("host memory", f"{_gb(made.host_bytes_per_node)} a node, beside what Ray and Python take"),
+        ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
         ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {write_gbps:g} GB/s a node"),
         ("its buffer", save_words(made, seconds)),
     ]
@@ -254,7 +254,7 @@ def save_words(made: Estimate, seconds: float) -> str:
 
 
 def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
-    """What an update of the weights moves and asks."""
+    """Bytes and requests of a weight update."""
     moved = f"{_gb(update.total_bytes)} to each of {config.num_engines} engines a step"
     if config.sync.update_weight_transport == "disk":
         return [("weight update", f"{moved}, through files")]

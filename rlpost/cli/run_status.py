@@ -1,7 +1,7 @@
-"""Where runs stand: what their folders and one question to Slurm tell. Printed by ``status``, followed by ``watch``.
+"""The status of runs, from their folders and one query to Slurm.
 
-In: run folders and what the queue says. Out: ``Status`` values. Whatever cannot be read is left blank: a status never
-fails on half a run.
+Input: run folders and the queue. Output: ``Status`` values, for ``status`` and ``watch``. What
+cannot be read stays blank: monitoring never fails on an incomplete run.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Status:
 
 
 def statuses(runs: Sequence[RunFolder]) -> list[Status]:
-    """Where each of these runs stands; one question to Slurm for all of them."""
+    """The status of each run, with one query to Slurm for all."""
     ids = {run.root: newest_job(run) for run in runs}
     entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
     return [status_of(run, ids[run.root], entries.get(ids[run.root] or "")) for run in runs]
 
 
 def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
-    """Where a run stands, ``entry`` being what Slurm said of its job."""
+    """The status of a run; ``entry`` is its job's queue entry."""
     latest = run.attempts / "latest"
     verdict = _text(latest / "verdict")
     entry = entry or QueueEntry("", _local_state(job_id, verdict))
@@ -146,7 +146,7 @@ def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
 
 
 def headline(status: Status) -> str:
-    """Why a run stands where it stands, in one line: Slurm's reason, or the cause where it ended in failure."""
+    """The reason for a run's state in one line: Slurm's reason, or the cause of its failure."""
     is_failure = status.verdict in (None, "config", "failed", "none")
     is_waiting = status.state in (JobState.PENDING, JobState.RUNNING, JobState.CONFIGURING)
     lines = status.cause.splitlines()
@@ -161,7 +161,7 @@ def ago(seconds: float) -> str:
 
 
 def warnings_in(log: str) -> list[str]:
-    """The newest lines of a driver's log that complain, each once."""
+    """The newest distinct warnings of a driver's log."""
     found = [line for line in log.splitlines() if _WARNING.match(line)]
     return list(dict.fromkeys(found))[-MAX_WARNINGS:]
 

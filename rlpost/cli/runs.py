@@ -1,7 +1,8 @@
-"""Which run a person means: a folder, a name below the runs folder or a job id; the newest when nothing is said.
+"""Find the run that a command names: a folder, a name in the runs folder, a job id, or the newest
+run.
 
-In: a word, or none, and the folder that holds the runs. Out: a ``RunFolder`` and its job id. ``running_job`` asks Slurm
-about it; nothing else does.
+Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Only
+``running_job`` queries Slurm.
 """
 
 from __future__ import annotations

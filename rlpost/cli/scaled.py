@@ -1,7 +1,9 @@
 """``--scale-down [RANKS]`` of submit, check and plan: the recipe at a size that this machine runs.
 
-In: loaded settings. Out: the scaled ones, with ``--scale-down`` as the origin of each value that changed, and a table
-of those values. The model is described by config.json where it is here, else by the table [model].
+Input: loaded settings.
+Output: the scaled ones, with ``--scale-down`` as the origin of each value that changed, and a
+table of those values. The model is described by config.json where it is here, else by the table
+[model].
 """
 
 from __future__ import annotations

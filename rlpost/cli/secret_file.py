@@ -1,8 +1,10 @@
 """A person's keys on their way to the driver: a file of mode 0600 in the run folder, and nothing else.
 
-In: the environment of ``rlpost submit``. Out: RUN/secrets.env (``NAME=value`` a line) and an environment without them,
-from which sbatch is called; in the job, the driver's environment. So no key stands in an argv, a batch script, Slurm's
-copy of the environment, a log, run.json, the ledger, or the environment of Ray, its workers and the engines.
+Input: the environment of ``rlpost submit``.
+Output: RUN/secrets.env (``NAME=value`` a line) and an environment without them, from which sbatch
+is called; in the job, the driver's environment. So no key stands in an argv, a batch script,
+Slurm's copy of the environment, a log, run.json, the ledger, or the environment of Ray, its
+workers and the engines.
 """
 
 from __future__ import annotations

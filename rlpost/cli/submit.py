@@ -1,7 +1,8 @@
-"""``python -m rlpost.submit RECIPE``: from a recipe to a submitted job, or to a run on this machine without Slurm.
+"""``python -m rlpost.submit RECIPE``: submit a recipe to Slurm, or run it on this machine without
+Slurm.
 
-Everything that can be known wrong is checked first; then a run folder is made, the code copied into it, and the job
-handed to submitit.
+Validates everything first, then creates the run folder, copies the code into it and submits the
+job through submitit.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def submit_main(arguments: Sequence[str]) -> int:
     """``rlpost submit RECIPE``. Raises ConfigError."""
-    made = parser("python -m rlpost.submit", "Check a recipe, make its run folder and submit it.")
+    made = parser("python -m rlpost.submit", "Check a recipe, create its run folder and submit it.")
     _add_options(made)
     options, loaded = settings(made, arguments)
     config = loaded.config
@@ -59,7 +60,7 @@ def submit_main(arguments: Sequence[str]) -> int:
     given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
     local = given is not None or not is_available()
     if local and not (options.dry_run or options.test_only):
-        _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} asks for no Slurm")
+        _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm")
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
     if local and not options.dry_run:
@@ -97,19 +98,20 @@ def submit_main(arguments: Sequence[str]) -> int:
 
 
 def _check_local(config: Config, why: str) -> None:
-    """Raises ConfigError for what a run on this machine cannot have, before anything is made."""
+    """Raise ConfigError for settings that a run on this machine does not support, before creating
+    files."""
     problems = []
     if config.num_nodes > 1:
         one_node = with_values(config, nodes=1, actor_num_nodes=None)
         fits = not layout_problems(one_node) and not batch_problems(one_node)
         one = "--nodes 1" + (" --actor-num-nodes 1" if config.cluster.actor_num_nodes else "")
         problems.append(
-            f"--nodes {config.num_nodes}: {why}, so the run has this machine alone; use {one + ', or ' if fits else ''}"
-            "--scale-down without a number of nodes for the recipe in small, or submit where there is Slurm"
+            f"--nodes {config.num_nodes}: {why}, so the run has only this machine; use {one + ', or ' if fits else ''}"
+            "--scale-down without a value for a scaled-down run, or submit where there is Slurm"
         )
     if config.cluster.container not in ("none", "auto"):
         problems.append(
-            f"{spelled(config, 'container')}: {why}, so the run is in no container; use --container none, or submit "
+            f"{spelled(config, 'container')}: {why}, so the run has no container; use --container none, or submit "
             "where there is Slurm"
         )
     if problems:
@@ -117,12 +119,12 @@ def _check_local(config: Config, why: str) -> None:
 
 
 def _without_slurm(config: Config) -> Config:
-    """The settings of a run on this machine, where ``auto`` is no container."""
+    """The settings of a run on this machine, where ``auto`` means no container."""
     return with_container(config, "none") if config.cluster.container == "auto" else config
 
 
 def _check_it_has_ended(run: RunFolder) -> None:
-    """Raises ConfigError when a job of the run is there: two would drive each other out."""
+    """Raise ConfigError if a job of the run still exists: two would fence each other off."""
     if (job_id := newest_job(run)) is None:
         return
     if job_id.startswith(LOCAL):
@@ -131,7 +133,7 @@ def _check_it_has_ended(run: RunFolder) -> None:
         state = queue([job_id])[job_id].state
     if state in (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED):
         raise ConfigError(
-            f"--resume: job {job_id} of {run.root.name} is {state} and comes back by itself; to change its settings, "
+            f"--resume: job {job_id} of {run.root.name} is {state} and restarts automatically; to change its settings, "
             f"rlpost cancel {run.root.name} first"
         )
 
@@ -145,9 +147,9 @@ def _check_wandb_key(config: Config, run: RunFolder) -> None:
 
 
 def _tested(spec: JobSpec) -> str:
-    """What Slurm says about a job that it is not given."""
+    """Slurm's estimate for a job that is not submitted (sbatch --test-only)."""
     if not is_available():
-        raise ConfigError("--test-only: asks Slurm, and there is none on this machine; use --dry-run to see the script")
+        raise ConfigError("--test-only: there is no Slurm on this machine; use --dry-run to see the script")
     text = render_sbatch(spec)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(text)
@@ -159,20 +161,18 @@ def _add_options(made: argparse.ArgumentParser) -> None:
     add_scale_down(made)
     made.add_argument("--local", action="store_true", help="run on this machine; the default where there is no Slurm")
     made.add_argument(
-        "--debug", action="store_true", help="run on this machine in this very process; a failure enters the debugger"
+        "--debug", action="store_true", help="run on this machine in this process; a failure enters the debugger"
     )
     made.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     made.add_argument(
-        "--test-only", action="store_true", help="ask Slurm when and where the job would start and submit nothing"
+        "--test-only", action="store_true", help="ask Slurm when and where the job would start, without submitting it"
     )
-    made.add_argument(
-        "--run-folder", type=Path, metavar="FOLDER", help="where the run lives; RUNS_DIR/NAME-TIME if not given"
-    )
-    made.add_argument("--resume", action="store_true", help="go on with the run that the folder holds")
+    made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)")
+    made.add_argument("--resume", action="store_true", help="resume the run in the folder")
     made.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,
-        help="follow the run to its end and leave with its result (with --local: the default)",
+        help="follow the run to its end and exit with its result (default with --local)",
     )
 
 

@@ -1,7 +1,7 @@
 """``rlpost status --watch``: a page in the terminal that follows a run.
 
-In: a run folder, read every REFRESH_S, and what Slurm says of its job, asked every POLL_S. Out: a page made by a pure
-function of a ``View``; it stays when the run is over.
+Input: a run folder, read every REFRESH_S, and what Slurm says of its job, asked every POLL_S.
+Output: a page made by a pure function of a ``View``; it stays when the run is over.
 """
 
 from __future__ import annotations

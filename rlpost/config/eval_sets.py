@@ -1,6 +1,6 @@
 """The sets of held-out prompts: from --eval-prompt-data, or from the file of --eval-config with settings of their own.
 
-Comes in: the table [eval]. Goes out: one ``EvalSet`` a set; what it does not give is inherited from [eval] and, where
+Input: the table [eval]. Output: one ``EvalSet`` a set; what it does not give is inherited from [eval] and, where
 that says nothing either, from [rollout]. The file, TOML or YAML:
 
     [defaults]                         # for all sets of the file

@@ -1,4 +1,4 @@
-"""What pydantic refuses, as our messages say it: the flag, its value, where that is from, what it must be. Pure.
+"""Translate pydantic errors into messages: flag, value, origin, constraint. Pure.
 
 Input: a fault of a validation, the origins of the values. Output: a line.
 """

@@ -1,6 +1,7 @@
 """Flags, made from the settings tree: ``--n-samples-per-prompt`` sets ``rollout.n_samples_per_prompt``.
 
-In: command-line words. Out: the given values as text, by group and key, exactly as a TOML file would give them; types
+Input: command-line words.
+Output: the given values as text, by group and key, exactly as a TOML file would give them; types
 and ranges are checked once, for files and flags alike, in ``rlpost.config.load``.
 """
 

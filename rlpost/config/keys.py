@@ -1,4 +1,5 @@
-"""Variables that hold a person's keys. They are the driver's alone: no process that it starts inherits them."""
+"""Environment variables with API keys. Only the driver has them; its child processes do not
+inherit them."""
 
 from __future__ import annotations
 

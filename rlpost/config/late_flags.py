@@ -1,4 +1,5 @@
-"""Flags of [cluster] that come too late behind the name of a batch file, and what to use instead. Pure.
+"""Flags of [cluster] that have no effect after the name of a batch file, and their alternatives.
+Pure.
 
 The settings below are in the script's text when it is rendered; behind its name (``sbatch jobs/x.sbatch --nodes 4``)
 they would change nothing. Output: ``slurm/cluster_flags.sh``, which refuses them where there may be no Python.

@@ -1,7 +1,8 @@
-"""From files and flags to one ``Config``: defaults < model < recipe < cluster profile < flags.
+"""Merge files and flags into one ``Config``: defaults < model < recipe < cluster profile < flags.
 
-In: paths of TOML files and the values of flags. Out: a validated tree and where each given value came from. Every
-fault is reported at once, each on a line of its own that names the key, the value, where it stands and what is needed.
+Input: paths of TOML files and the values of flags.
+Output: a validated tree and the origin of each given value. All errors are reported together, one
+line each, with the key, the value, its origin and the constraint.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
 SITE = "site"
 PROFILES = {"model": "models", "cluster": "clusters"}
-"""Tables that may stand in a file of their own, and the folders of ``jobs/`` that hold such files."""
+"""Tables that may have a separate file, and the folders of ``jobs/`` for these files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tree and, for each ``group.key`` that was given, where."""
+    """A tree and the origin of each given ``group.key``."""
 
     config: Config
     origins: dict[str, str]
@@ -46,8 +47,8 @@ class Loaded:
 def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None) -> Loaded:
     """Merge TOML ``files`` (later ones win) and flags (they win over files) over the defaults.
 
-    The word "none" takes back what an earlier one said, for a setting that may be without a value. Relative paths are
-    taken from ``base``, the working directory unless given. Raises ConfigError.
+    "none" unsets a value, for settings whose default is no value. Relative paths are resolved against
+    ``base``, by default the working directory. Raises ConfigError.
     """
     merged: Values = {}
     origins: dict[str, str] = {}
@@ -69,8 +70,8 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
 
 
 def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
-    """A later value replaces an earlier one, but variables of the environment add up by their names: a recipe's, a
-    site's and those of the command line concern different things."""
+    """The later value, except that ``cluster.environment`` is merged by variable name: the variables of
+    a recipe, a site and a command line serve different purposes."""
     if (group, key) != ("cluster", "environment") or not earlier:
         return value
     try:
@@ -80,7 +81,7 @@ def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
 
 
 def _meant(group: str, key: str, value: Any) -> Any:
-    """What is given, or None for the word of that name where a setting may be without a value and has no such value."""
+    """The value, or None for the word "none" if that unsets the setting instead of being a choice."""
     table = groups().get(group)
     field = None if table is None else table.model_fields.get(key)
     if value not in (NONE, [NONE]) or field is None or field.default is not None:
@@ -96,8 +97,8 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
-    A NAME is a file of ``jobs/models`` or ``jobs/clusters``; a path is seen from the recipe, or from the working
-    directory when it is of the command line. Raises ConfigError when the recipe cannot be read.
+    A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or to
+    the working directory if it is from the command line. Raises ConfigError for an unreadable recipe.
     """
     recipe = _recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}
@@ -114,7 +115,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
 
 
 def _of_name(given: Path, what: str, folder: Path) -> Path:
-    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the names that there are."""
+    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the known names."""
     if given.name != str(given) or given.suffix == ".toml" or given.is_file():
         return given
     path = folder / f"{given}.toml"
@@ -124,7 +125,7 @@ def _of_name(given: Path, what: str, folder: Path) -> Path:
 
 
 def _near(name: str, folder: Path) -> str:
-    """The name most like one that is not there, and all names of its folder."""
+    """The known name closest to an unknown one, and all names in its folder."""
     names = {path.stem.replace("_", "-").lower(): path.stem for path in sorted(folder.glob("*.toml"))}
     near = suggestion(name.replace("_", "-").replace(".", "").lower(), names)
     for plain, own in names.items():
@@ -134,10 +135,10 @@ def _near(name: str, folder: Path) -> str:
 
 
 def site_profile(recipe: Path | None) -> str | None:
-    """The profile of a recipe where none is named: "site", with which its batch file is rendered too.
+    """The default profile of a recipe: "site", the one its batch file is rendered with.
 
-    That is so for recipes of a cluster, which are those with a path below $RLPOST_ASSETS. Raises ConfigError when the
-    recipe cannot be read.
+    Only cluster recipes have it: those with a path below $RLPOST_ASSETS. Raises ConfigError for an
+    unreadable recipe.
     """
     path = _recipe_file(recipe)
     named = {} if path is None else read_toml(path)
@@ -155,7 +156,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _recipe_file(recipe: Path | None) -> Path | None:
-    """The file of a recipe that may be named by its NAME. Raises ConfigError for a name that there is not."""
+    """The file of a recipe given by path or NAME. Raises ConfigError for an unknown name."""
     return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
 
 
@@ -175,38 +176,36 @@ def read_toml(path: Path) -> Values:
 
 
 def unknown_keys(values: Values, origin: str) -> list[str]:
-    """One line for each table or key of ``values`` that the tree does not have."""
+    """One line for each unknown table or key of ``values``."""
     problems = []
     tables, owner = groups(), fields()
     origin = near_path(origin)
     for group, entries in values.items():
         if group not in tables:
-            where = f"; {group} belongs into [{owner[group]}]" if group in owner else suggestion(group, tables)
+            where = f"; {group} belongs in [{owner[group]}]" if group in owner else suggestion(group, tables)
             problems.append(f"{origin}: unknown table [{group}]{where}; known: {', '.join(tables)}")
             continue
         if group in PROFILES and isinstance(entries, str):
             continue  # the file that holds the table: ``files_of``
         if not isinstance(entries, dict):
-            problems.append(
-                f"{origin}: {group} = {entries!r}: [{group}] is a table; write its keys below a line [{group}]"
-            )
+            problems.append(f"{origin}: {group} = {entries!r}: must be a table; write its keys below a line [{group}]")
             continue
         for key in entries:
             if key in tables[group].model_fields or _goes_on(group, key, owner):
                 continue
             there = tables[group].model_fields or option_names() or ()
-            hint = f"; it belongs into [{owner[key]}]" if key in owner else _hint(key, there)
+            hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, there)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
 
 
 def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
-    """Whether a key is one of SGLang's or Megatron-core's own, in the table for it."""
+    """Whether a key is a pass-through option of SGLang or Megatron-core, in its table."""
     return group in ("sglang", "megatron") and key not in owner and pass_through.owner(key, ()) == group
 
 
 def _hint(key: str, there: Iterable[str]) -> str:
-    """The key that was probably meant, by what it is called elsewhere or by its letters."""
+    """The key that was probably meant: an abbreviation, another program's name, or a close spelling."""
     if key.replace("_", "-") in DERIVED:
         return "; " + (meant(key) or "").partition("; ")[2]
     words = ABBREVIATIONS.get(key.replace("_", "-"))
@@ -216,9 +215,9 @@ def _hint(key: str, there: Iterable[str]) -> str:
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
-    """The same settings with every path absolute, seen from ``base``: a job may run in another folder.
+    """The same settings with all paths absolute, relative to ``base``: jobs run in another folder.
 
-    A path that begins with a variable of the environment gets its value; without one it stays, and a check tells.
+    A leading environment variable is expanded. If it is unset the path stays, and a check reports it.
     """
     update: dict[str, Any] = {}
     variables = variables_of(config.cluster, os.environ)
@@ -236,7 +235,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
             for key in path_keys(group)
             if (value := getattr(node, key))
         }
-        passed_on = (node.model_extra or {}).items()  # a folder for SGLang may begin with a variable too
+        passed_on = (node.model_extra or {}).items()  # a path for SGLang may begin with a variable too
         changed |= {key: expanded(value, variables) for key, value in passed_on if isinstance(value, str)}
         if name == "eval":
             pairs = list(node.eval_prompt_data)

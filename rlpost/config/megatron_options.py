@@ -1,7 +1,9 @@
 """Which options the installed Megatron-core has, found by reading its source: nothing of it is imported.
 
-In: names. Out: whether they are fields of its three dataclasses of settings; a line for each that cannot be given.
-Where Megatron-core is not installed (a login node) there is nothing to compare with, and the driver checks again.
+Input: names.
+Output: whether they are fields of its three dataclasses of settings; a line for each that cannot
+be given. Where Megatron-core is not installed (a login node) there is nothing to compare with, and
+the driver checks again.
 """
 
 from __future__ import annotations

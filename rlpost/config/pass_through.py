@@ -1,6 +1,6 @@
-"""Flags that are no settings of ours and go on to SGLang or Megatron-core by name.
+"""Pass flags that are not settings through to SGLang or Megatron-core by name.
 
-In: words of a command line. Out: the words that are ours, and by group what the others give: no value is true,
+Input: words of a command line. Output: the words that are ours, and by group what the others give: no value is true,
 several are a list. Megatron-core's names are checked where it is installed, else by the driver before training; names
 and values of SGLang's always are (``rlpost.rollout.server_args``).
 """

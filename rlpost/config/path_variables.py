@@ -1,7 +1,8 @@
 """Variables in the paths of a recipe: ``$RLPOST_ASSETS/Qwen3-4B`` is for every site where it keeps its models.
 
-In: settings and the environment. Out: the paths with the values of their variables; one line for each variable that
-has none. ``cluster.assets_dir`` gives RLPOST_ASSETS its value before the environment does.
+Input: settings and the environment.
+Output: the paths with the values of their variables; one line for each variable that has none.
+``cluster.assets_dir`` gives RLPOST_ASSETS its value before the environment does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """A recipe at a size that one machine runs: the same algorithm and rollout on a small model of the same family. Pure.
 
-In: the settings of a recipe, the architecture of its model in the words of [model], and how many ranks may train. Out:
-settings, and each value that is another. What is made smaller: the model (layers, widths, heads, experts, by powers of
-two, so that their ratios stay), the parallel layout (folded to the ranks), engines and nodes, the batch, and lengths.
-What goes with the model: its folder, tokenizer, prompts and the stop tokens and reward that fit them. All else stays as
-the recipe has it: advantages, losses and corrections, how answers are sampled, filtered, cut off and kept, who shares
+Input: the settings of a recipe, the architecture of its model in the words of [model], and how
+many ranks may train.
+Output: settings, and each value that is another. What is made smaller: the model (layers, widths,
+heads, experts, by powers of two, so that their ratios stay), the parallel layout (folded to the
+ranks), engines and nodes, the batch, and lengths. What goes with the model: its folder, tokenizer,
+prompts and the stop tokens and reward that fit them. All else stays as the recipe has it:
+advantages, losses and corrections, how answers are sampled, filtered, cut off and kept, who shares
 GPUs with whom, precision, recomputation, the optimizer and where it lies, checkpoints.
 """
 

@@ -1,6 +1,7 @@
-"""Settings as text: the resolved tree with the origin of every value, and the reference of all flags. Pure.
+"""Render settings as text: the resolved tree with origins, and the reference of all flags. Pure.
 
-In: a ``Loaded`` tree, or nothing. Out: TOML that loads back to the same settings; Markdown for ``docs/settings.md``.
+Input: a ``Loaded`` tree, or nothing.
+Output: TOML that loads back to the same settings; Markdown for ``docs/settings.md``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _WIDTH = 48
 
 
 def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Every setting in a line of its own as TOML, and behind it where its value comes from.
+    """Every setting as one line of TOML, followed by the origin of its value.
 
-    A setting without a value is a comment, for TOML has no null; so the text, used as a recipe, gives the same tree.
-    ``comments`` are lines more, by table.
+    A setting without a value becomes a comment, because TOML has no null. The text, used as a recipe,
+    gives the same tree. ``comments`` are additional lines by table.
     """
     blocks = []
     for name in groups():
@@ -46,7 +47,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else a JSON string is a TOML string
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # otherwise a JSON string is a TOML string
     if isinstance(value, Mapping):
         entries = [f"{toml_value(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
         return "{" + ", ".join(entries) + "}"
@@ -63,12 +66,11 @@ def reference() -> str:
         "",
         "<!-- Written by tools/make_docs.py from rlpost/config/groups; change it there. -->",
         "",
-        f"{count} settings in {len(groups())} tables. A TOML key, its flag and the attribute are one word: the key",
-        "`rollout_batch_size` below `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags win over the",
-        "cluster profile (`--cluster`), the profile over the recipe, the recipe over the model's file (`--model`), and",
-        "that over the defaults. The word `none` takes back what one of them said about a setting that has no value by",
-        "default; one of any number of words is emptied by its flag without words (`[]` in a file).",
-        "`python -m rlpost check RECIPE --print-config` shows what each came to and from where.",
+        f"{count} settings in {len(groups())} tables. A TOML key, its flag and the Config attribute share one name:",
+        "`rollout_batch_size` in `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags override the",
+        "cluster profile (`--cluster`), which overrides the recipe, which overrides the model file (`--model`), which",
+        "overrides the defaults. `none` unsets a value where the default is no value; a flag without words (`[]` in a",
+        "file) empties a list. `python -m rlpost check RECIPE --print-config` prints every value and its origin.",
     ]
     for name, group in groups().items():
         lines += [
@@ -94,7 +96,7 @@ def _one_line(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """What a setting takes, as a person would say it."""
+    """The type of a setting in plain words."""
     if is_path(field):
         return "path"
     words = []

@@ -1,6 +1,6 @@
 """The settings of a run: one typed tree whose leaf names are the flags, the TOML keys and the attributes.
 
-Comes in: values already merged by ``rlpost.config.load``. Goes out: a frozen ``Config``. Derived values are
+Input: values already merged by ``rlpost.config.load``. Output: a frozen ``Config``. Derived values are
 properties and never written back. The string under each field is its help text.
 """
 

@@ -1,6 +1,6 @@
-"""Which prompt comes next: a place in an endless sequence of epochs that can be saved and taken up again.
+"""The prompt cursor: a position in an endless sequence of epochs that can be saved and restored.
 
-Comes in: a prompt set, whether and with which seed to shuffle, and the weights of its files. Goes out: prompts in an
+Input: a prompt set, whether and with which seed to shuffle, and the weights of its files. Output: prompts in an
 order that depends on these alone, their ids rising. Without weights every prompt comes exactly once an epoch; with
 weights each file is an endless sequence of its own epochs, and at any moment the files have come as near to their
 shares as whole prompts can. A prompt that is to be skipped leaves a gap in the ids.

@@ -1,6 +1,6 @@
 """From the settings of a run to what the reader of prompts takes, and the check of its files.
 
-Comes in: the table [rollout], of a run or as an evaluation set changes it. Goes out: the keys of a row, how long a
+Input: the table [rollout], of a run or as an evaluation set changes it. Output: the keys of a row, how long a
 prompt may be, or an error for the first file that cannot be used.
 """
 

@@ -1,7 +1,7 @@
-"""The prompts of some files: what a row of them means, and which rows are none.
+"""Read prompts from files and reject invalid rows.
 
-Comes in: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and what to do
-about rows that cannot be used. Goes out: ``Prompt``s by position; a bad or too long one is None, and counted.
+Input: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and what to do
+about rows that cannot be used. Output: ``Prompt``s by position; a bad or too long one is None, and counted.
 ``check_prompt_file`` reads everything once and needs no tokenizer.
 """
 

@@ -1,6 +1,6 @@
 """Rows of a file by position, read from the disk when they are asked for: JSON Lines, or Parquet.
 
-Comes in: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Goes out: JSON objects, one a row that is not
+Input: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Output: JSON objects, one a row that is not
 blank. What is held in memory is the place of each row, 16 bytes, never the rows: of JSON Lines in the file itself, of
 Parquet in a nameless temporary file to which its row groups are streamed once, because a row in the middle of a
 compressed column has no place of its own.

@@ -1,7 +1,7 @@
 """Supervised examples: prompts whose response is in the data, made into samples as if an engine had written them.
 
-Comes in: a line with a prompt and its response (--label-key), or with a conversation whose assistant messages are to be
-learned (--apply-chat-template). Goes out: token ids and a loss mask over what follows the first prompt. Invariant: a
+Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant messages are to be
+learned (--apply-chat-template). Output: token ids and a loss mask over what follows the first prompt. Invariant: a
 token is trained when it stands in what an assistant wrote, up to the token that ends the turn.
 """
 

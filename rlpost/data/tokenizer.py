@@ -1,6 +1,6 @@
 """From the content of a prompt to its text and token ids; the only place that loads a tokenizer.
 
-Comes in: a Hugging Face folder; a string or a list of chat messages. Goes out: text and ids. transformers is imported
+Input: a Hugging Face folder; a string or a list of chat messages. Output: text and ids. transformers is imported
 when the first tokenizer is loaded; the checks need no import and run on the login node.
 """
 

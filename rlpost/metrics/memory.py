@@ -1,7 +1,8 @@
-"""What a process, its machine and its GPUs hold in memory now.
+"""Current memory use of a process, its host and its GPUs.
 
-In: nothing, or a process id. Out: numbers by name, in GB (10^9 bytes) and shares, to be compared over processes by
-their maximum. Psutil only, and NVIDIA's management library where there is one.
+Input: nothing, or a process id.
+Output: numbers by name, in GB (10^9 bytes) and shares, to be compared over processes by their
+maximum. Psutil only, and NVIDIA's management library where there is one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Where the lines of ``metrics.jsonl`` go besides: Weights & Biases, TensorBoard, Prometheus; whichever are on.
 
-In: settings and places of an attempt. Out: one function that takes each line to all of them, while the block lasts.
+Input: settings and places of an attempt.
+Output: one function that takes each line to all of them, while the block lasts.
 """
 
 from __future__ import annotations

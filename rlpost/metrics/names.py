@@ -1,7 +1,8 @@
-"""The names of ``metrics.jsonl``: each declared once, with its unit and what it means. Pure.
+"""The metrics of ``metrics.jsonl``: names, units and meanings. Pure.
 
-Comes in: a name as it stands in a line. Goes out: its declaration, or None; Markdown for ``docs/metrics.md``. A name is
-``area/name`` with the unit at its end where it has one; SET stands for the name of an evaluation set, K for a number.
+Input: a metric name. Output: its declaration, or None; Markdown for ``docs/metrics.md``.
+A name is ``area/name``, with the unit as a suffix where it has one. SET stands for the name of an
+evaluation set, K for a number.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name: ``unit`` is empty for a plain number."""
+    """A metric; ``unit`` is empty for a plain number."""
 
     name: str
     unit: str
@@ -20,108 +21,108 @@ class Metric:
 
     @property
     def area(self) -> str:
-        """What stands before the first slash; ``eval`` for every set."""
+        """The part before the first slash; ``eval`` for every set."""
         return self.name.split("/")[0]
 
 
 _AREAS = {
-    "reward": "What the reward function said of the rollout, before any penalty.",
-    "rollout": "The answers of the rollout, and how prompts went on their way to training.",
-    "train": "The last optimizer step of the rollout: means over the tokens that are trained, over all ranks.",
-    "eval": "Held-out prompts, each set by its name.",
-    "time": "Seconds of the driver's clock, and what follows from them.",
-    "perf": "How well the trainer uses its GPUs.",
-    "sync": "The newest update of the engines' weights.",
-    "checkpoint": "What was saved since the line before.",
-    "memory": "At the end of the step; of the actors and engines that of the fullest. GB are 10^9 bytes.",
+    "reward": "Rewards of the rollout, before any penalty.",
+    "rollout": "Responses of the rollout, and the prompts and groups dropped or held on the way to training.",
+    "train": "The last optimizer step of the rollout: means over all trained tokens of all ranks.",
+    "eval": "Evaluation on held-out prompts, by set.",
+    "time": "Wall-clock times measured by the driver, and rates derived from them.",
+    "perf": "Compute efficiency of the trainer.",
+    "sync": "The latest weight update of the engines.",
+    "checkpoint": "Checkpoints saved since the previous line.",
+    "memory": "Memory at the end of the step; maximum over actors or engines. 1 GB is 10^9 bytes.",
     "run": "The run as a whole.",
 }
 METRICS = tuple(
     Metric(*row)
     for row in (
-        ("reward/mean", "", "mean over all answers"),
-        ("reward/std", "", "standard deviation over all answers"),
-        ("rollout/zero_std_groups", "groups", "groups whose answers all have the same reward: they teach GRPO nothing"),
-        ("rollout/response_length_mean", "tokens", "mean length of an answer"),
-        ("rollout/response_length_max", "tokens", "longest answer"),
-        ("rollout/truncated_frac", "share", "answers that the length limit cut off"),
-        ("rollout/repetitive_frac", "share", "answers that end in the same words over and over"),
-        ("rollout/num_tokens", "tokens", "of all answers"),
-        ("rollout/staleness_mean", "versions", "how far behind the trained policy the first token was written; mean"),
-        ("rollout/staleness_max", "versions", "the same, of the oldest group"),
-        ("rollout/num_filtered", "groups", "complete, but not wanted by the filter"),
-        ("rollout/num_aborted", "groups", "cut off while they were generated, because the batch was full"),
-        ("rollout/num_continued", "groups", "begun before and gone on with"),
-        ("rollout/wasted_tokens", "tokens", "generated and thrown away; not what a preemption cuts off"),
-        ("rollout/num_held", "groups", "complete, waiting for their training"),
-        ("rollout/num_unfinished", "groups", "fetched and not complete"),
-        ("rollout/reward_timeouts", "answers", "that the reward function did not score in time"),
-        ("rollout/reward_errors", "answers", "on which the reward function failed"),
-        ("rollout/reward_lost", "answers", "left out, because what grades them was away or killed"),
-        ("rollout/answers_lost", "answers", "left out, because the answer function raised GradingLost"),
-        ("rollout/num_regenerated", "groups", "generated again, because too few of their answers had a reward"),
-        ("rollout/bad_prompts", "prompts", "skipped, because their line cannot be used"),
-        ("rollout/long_prompts", "prompts", "skipped, because they are longer than the settings allow (docs/data.md)"),
-        ("train/loss", "", "what is minimised, regularisers included"),
-        ("train/pg_loss", "", "the policy-gradient part"),
-        ("train/entropy", "nats", "of the policy"),
-        ("train/ppo_kl", "nats", "old policy against the one that is trained, first-order estimate"),
-        ("train/ratio", "", "probability under the trained policy over that under the old"),
-        ("train/ratio_max", "", "its maximum"),
-        ("train/clip_frac", "share", "tokens whose ratio was clipped"),
-        ("train/clip_frac_low", "share", "clipped from below"),
-        ("train/clip_frac_high", "share", "clipped from above"),
-        ("train/dual_clip_frac", "share", "tokens at the bound of dual clipping"),
-        ("train/ref_kl", "nats", "policy against the reference, in the loss"),
-        ("train/reward_kl", "nats", "policy against the reference, in the reward"),
-        ("train/rollout_logprob_abs_diff", "nats", "trainer against engine: mean absolute difference of log-probs"),
-        ("train/rollout_ratio", "", "trainer's probability over the engine's"),
-        ("train/rollout_ratio_max", "", "its maximum"),
-        ("train/rollout_kl", "nats", "engine against trainer, first-order estimate"),
+        ("reward/mean", "", "mean reward of all responses"),
+        ("reward/std", "", "standard deviation of the rewards of all responses"),
+        ("rollout/zero_std_groups", "groups", "groups whose rewards are all equal: no GRPO gradient"),
+        ("rollout/response_length_mean", "tokens", "mean response length"),
+        ("rollout/response_length_max", "tokens", "maximum response length"),
+        ("rollout/truncated_frac", "share", "responses truncated at the length limit"),
+        ("rollout/repetitive_frac", "share", "responses that end in a repetition loop"),
+        ("rollout/num_tokens", "tokens", "tokens of all responses"),
+        ("rollout/staleness_mean", "versions", "weight versions between a group's first token and its training, mean"),
+        ("rollout/staleness_max", "versions", "the same, maximum over groups"),
+        ("rollout/num_filtered", "groups", "complete groups that the filter rejected"),
+        ("rollout/num_aborted", "groups", "groups aborted during generation because the batch was full"),
+        ("rollout/num_continued", "groups", "groups started in an earlier step and resumed"),
+        ("rollout/wasted_tokens", "tokens", "tokens generated and discarded, except those lost to a preemption"),
+        ("rollout/num_held", "groups", "complete groups waiting to be trained"),
+        ("rollout/num_unfinished", "groups", "groups whose prompt was fetched and that are not complete"),
+        ("rollout/reward_timeouts", "responses", "responses whose grading timed out"),
+        ("rollout/reward_errors", "responses", "responses on which the reward function raised an exception"),
+        ("rollout/reward_lost", "responses", "dropped because the grader was unreachable or killed"),
+        ("rollout/answers_lost", "responses", "dropped because the generate function raised GradingLost"),
+        ("rollout/num_regenerated", "groups", "groups generated again because too few of their responses had a reward"),
+        ("rollout/bad_prompts", "prompts", "skipped because their line is invalid"),
+        ("rollout/long_prompts", "prompts", "skipped because they exceed the maximum length (docs/data.md)"),
+        ("train/loss", "", "total loss, including KL and entropy terms"),
+        ("train/pg_loss", "", "policy-gradient loss"),
+        ("train/entropy", "nats", "entropy of the policy"),
+        ("train/ppo_kl", "nats", "KL divergence of the trained policy from the old one, k1 estimate"),
+        ("train/ratio", "", "probability ratio of the trained policy to the old one"),
+        ("train/ratio_max", "", "maximum of that ratio"),
+        ("train/clip_frac", "share", "tokens with a clipped ratio"),
+        ("train/clip_frac_low", "share", "tokens clipped at the lower bound"),
+        ("train/clip_frac_high", "share", "tokens clipped at the upper bound"),
+        ("train/dual_clip_frac", "share", "tokens at the dual-clip bound"),
+        ("train/ref_kl", "nats", "KL divergence from the reference, in the loss"),
+        ("train/reward_kl", "nats", "KL divergence from the reference, in the reward"),
+        ("train/rollout_logprob_abs_diff", "nats", "mean absolute difference between trainer and engine log-probs"),
+        ("train/rollout_ratio", "", "probability ratio of trainer to engine"),
+        ("train/rollout_ratio_max", "", "maximum of that ratio"),
+        ("train/rollout_kl", "nats", "KL divergence between engine and trainer, k1 estimate"),
         ("train/rollout_k3", "nats", "the same, k3 estimate"),
-        ("train/tis_weight", "", "weight that corrects for engine against trainer"),
-        ("train/tis_clip_frac", "share", "tokens whose weight was cut"),
-        ("train/grad_norm", "", "norm of the gradient before clipping"),
+        ("train/tis_weight", "", "importance weight between engine and trainer"),
+        ("train/tis_clip_frac", "share", "tokens whose weight was truncated or masked"),
+        ("train/grad_norm", "", "gradient norm before clipping"),
         ("train/lr", "", "learning rate"),
-        ("eval/SET/reward_mean", "", "mean over all answers"),
-        ("eval/SET/response_length_mean", "tokens", "mean length of an answer"),
-        ("eval/SET/truncated_frac", "share", "answers that the length limit cut off"),
-        ("eval/SET/pass@K", "share", "chance that one of K answers is right (reward of at least 1)"),
-        ("time/step_s", "s", "the whole step without evaluation and checkpoint"),
-        ("time/generate_s", "s", "waiting for answers"),
-        ("time/train_s", "s", "optimizer steps, with the passes that compute log-probs"),
-        ("time/sync_s", "s", "weights to the engines"),
-        ("time/journal_s", "s", "writing the journal, within time/generate_s"),
+        ("eval/SET/reward_mean", "", "mean reward of all responses"),
+        ("eval/SET/response_length_mean", "tokens", "mean response length"),
+        ("eval/SET/truncated_frac", "share", "responses truncated at the length limit"),
+        ("eval/SET/pass@K", "share", "probability that at least one of K responses is correct (reward >= 1)"),
+        ("time/step_s", "s", "the whole step, without evaluation and checkpoint"),
+        ("time/generate_s", "s", "waiting for responses"),
+        ("time/train_s", "s", "optimizer steps, including the forward passes for log-probs"),
+        ("time/sync_s", "s", "weight update of the engines"),
+        ("time/journal_s", "s", "journal writes, part of time/generate_s"),
         ("time/eval_s", "s", "evaluation"),
-        ("time/tokens_per_s", "tokens/s", "tokens of all answers over time/step_s"),
-        ("time/tokens_per_s_per_gpu", "tokens/s", "the same for each GPU, of trainer and engines"),
-        ("time/trainer_waits_frac", "share", "of the step in which the trainer does not train"),
-        ("time/generation_waited_frac", "share", "of the step in which nothing is done but waiting for answers"),
+        ("time/tokens_per_s", "tokens/s", "tokens of all responses / time/step_s"),
+        ("time/tokens_per_s_per_gpu", "tokens/s", "the same per GPU of trainer and engines"),
+        ("time/trainer_waits_frac", "share", "fraction of the step in which the trainer is idle"),
+        ("time/generation_waited_frac", "share", "fraction of the step that only waits for responses"),
         (
             "perf/train_tflops_per_gpu",
             "TFLOP/s",
-            "operations of the model, over time/train_s; recomputation not counted",
+            "model FLOPs / time/train_s; recomputation not counted",
         ),
-        ("perf/mfu_frac", "share", "the same over what the GPU can do in bfloat16, where that is known"),
-        ("sync/weights_bytes", "bytes", "of all weights as they travel; with mode delta of the files written"),
-        ("sync/changed_frac", "share", "of the elements of all weights that were written, with mode delta"),
-        ("sync/update_s", "s", "from the pause of the engines until they go on"),
+        ("perf/mfu_frac", "share", "model FLOPs utilization: the same / the GPU's bfloat16 peak, where known"),
+        ("sync/weights_bytes", "bytes", "bytes of all weights sent; with mode delta, of the files written"),
+        ("sync/changed_frac", "share", "fraction of weight elements written, with mode delta"),
+        ("sync/update_s", "s", "from pausing the engines until they resume"),
         (
             "checkpoint/blocking_s",
             "s",
-            "that training waited when it was saved; a wait of the next optimizer step is a span of the trace",
+            "time that saving blocked training; a wait of the next optimizer step is a trace span",
         ),
-        ("checkpoint/total_s", "s", "until the checkpoint was committed"),
-        ("checkpoint/written_bytes", "bytes", "of all its files"),
-        ("memory/driver_gb", "GB", "resident, of the driver with its graders and the router"),
-        ("memory/actor_gb", "GB", "resident, of an actor"),
-        ("memory/actor_gpu_peak_gb", "GB", "most that an actor's tensors took since the line before"),
-        ("memory/actor_gpu_reserved_gb", "GB", "most that torch's allocator held of it"),
-        ("memory/engine_gb", "GB", "resident, of an engine with all its processes; shared pages count for each"),
-        ("memory/gpu_used_frac", "share", "of a GPU, by whomever"),
-        ("memory/host_used_frac", "share", "of a machine, by whomever"),
-        ("run/num_attempts", "attempts", "starts of the job so far"),
-        ("run/num_preemptions", "preemptions", "so far"),
+        ("checkpoint/total_s", "s", "from the start of saving until the commit"),
+        ("checkpoint/written_bytes", "bytes", "size of all its files"),
+        ("memory/driver_gb", "GB", "resident memory of the driver, with its graders and the router"),
+        ("memory/actor_gb", "GB", "resident memory of an actor"),
+        ("memory/actor_gpu_peak_gb", "GB", "peak GPU memory allocated by an actor since the previous line"),
+        ("memory/actor_gpu_reserved_gb", "GB", "peak GPU memory reserved by torch's allocator"),
+        ("memory/engine_gb", "GB", "resident memory of all processes of an engine; shared pages count in each"),
+        ("memory/gpu_used_frac", "share", "used memory of a GPU, all processes"),
+        ("memory/host_used_frac", "share", "used memory of a host, all processes"),
+        ("run/num_attempts", "attempts", "job starts so far"),
+        ("run/num_preemptions", "preemptions", "preemptions so far"),
     )
 )
 
@@ -134,7 +135,7 @@ _PATTERNS = [(_pattern(metric.name), metric) for metric in METRICS]
 
 
 def declared(name: str) -> Metric | None:
-    """The declaration of a name; None for one that is not ours, such as a plugin's.
+    """The declaration of a name; None for an undeclared one, such as a plugin's.
 
     >>> declared("eval/aime/pass@8").unit
     'share'
@@ -143,7 +144,7 @@ def declared(name: str) -> Metric | None:
 
 
 def undeclared(names: set[str]) -> list[str]:
-    """Those of ``names`` that nobody declared; ``step`` is no metric."""
+    """The names without a declaration; ``step`` is not a metric."""
     return sorted(name for name in names if name != "step" and declared(name) is None)
 
 
@@ -154,10 +155,10 @@ def reference() -> str:
         "",
         "<!-- Written by tools/make_docs.py from rlpost/metrics/names.py; change it there. -->",
         "",
-        "`RUN/metrics.jsonl` holds one line a step: the step and the numbers below, as far as the run has them. Step 0",
-        "is the evaluation before training. Every step stands there once and in order, whatever happens to the run: a",
-        "resume first cuts off the lines beyond the step that it begins from. W&B gets the same lines under the same",
-        "names. `rlpost report` and `rlpost compare RUN RUN` draw them; see [seeing.md](seeing.md).",
+        "`RUN/metrics.jsonl` has one line per step: the step and those of the metrics below that apply to the run.",
+        "Step 0 is the evaluation before training. Each step appears once and in order, also after restarts: a resume",
+        "first truncates the lines after the step that it resumes from. W&B receives the same metrics under the same",
+        "names. `rlpost report` and `rlpost compare RUN RUN` plot them; see [seeing.md](seeing.md).",
     ]
     for area, text in _AREAS.items():
         lines += ["", f"## {area}", "", text, "", "| name | unit | |", "|---|---|---|"]

@@ -1,7 +1,8 @@
 """Prometheus: the newest line of ``metrics.jsonl``, for whoever asks over HTTP and shows the attempt's token.
 
-In: an address, the token, then one dict a step. Out: ``GET /metrics`` in Prometheus's text format, written by its own
-client library: a gauge ``rlpost_AREA_NAME`` for each metric, with the run's name, and that of an evaluation set, as
+Input: an address, the token, then one dict a step.
+Output: ``GET /metrics`` in Prometheus's text format, written by its own client library: a gauge
+``rlpost_AREA_NAME`` for each metric, with the run's name, and that of an evaluation set, as
 labels. Nothing but these numbers is served.
 """
 

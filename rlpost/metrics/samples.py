@@ -1,8 +1,9 @@
 """A few answers of each step, for people: ``RUN/report/samples.jsonl``.
 
-In: the scored groups of a rollout and what turns token ids into text. Out: for the first group that holds different
-rewards (or the first of all) its best and its worst answer, cut to a readable length. The file is a metrics file, so
-that a resume cuts it like one; it holds about MAX_LINES steps however long the run is.
+Input: the scored groups of a rollout and what turns token ids into text.
+Output: for the first group that holds different rewards (or the first of all) its best and its
+worst answer, cut to a readable length. The file is a metrics file, so that a resume cuts it like
+one; it holds about MAX_LINES steps however long the run is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Spans: what this process did and when, for the trace of a run. Standard library only.
 
-In: ``with span("train"):`` anywhere in driver, actors and engine servers. Out: the last MAX_SPANS of them, on request.
-Every process always keeps them: that costs two looks at the clock and a tuple each, and nothing has to be switched on
-before a step that somebody wants to see. Times are wall-clock seconds, read once when the process starts and counted on
-by the monotonic clock, so that a correction of the machine's clock moves no span against another of its process.
+Input: ``with span("train"):`` anywhere in driver, actors and engine servers.
+Output: the last MAX_SPANS of them, on request. Every process always keeps them: that costs two
+looks at the clock and a tuple each, and nothing has to be switched on before a step that somebody
+wants to see. Times are wall-clock seconds, read once when the process starts and counted on by the
+monotonic clock, so that a correction of the machine's clock moves no span against another of its
+process.
 """
 
 from __future__ import annotations

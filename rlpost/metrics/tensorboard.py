@@ -1,8 +1,10 @@
 """TensorBoard: the lines of ``metrics.jsonl`` once more, under the same names.
 
-In: a folder, then one dict a step. Out: one file of events an attempt there. The first event of a file tells the reader
-that whatever older files hold from its step on is void (TensorBoard's ``SessionLog.START``, what torch's SummaryWriter
-calls ``purge_step``), so that a step stands there once, whatever happens to the run.
+Input: a folder, then one dict a step.
+Output: one file of events an attempt there. The first event of a file tells the reader that
+whatever older files hold from its step on is void (TensorBoard's ``SessionLog.START``, what
+torch's SummaryWriter calls ``purge_step``), so that a step stands there once, whatever happens to
+the run.
 """
 
 from __future__ import annotations

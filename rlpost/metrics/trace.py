@@ -1,9 +1,10 @@
 """A trace: the spans of many processes as JSON for Perfetto (ui.perfetto.dev) and chrome://tracing. Pure.
 
-In: for each process its name, its spans and how far its clock is from the driver's. Out: the document of the Trace
-Event Format (Google, "Trace Event Format", complete events "X"; microseconds). Invariant: within one thread of the
-document spans are nested or apart, never crossing: what overlaps otherwise, such as requests to a server or tasks of an
-event loop, goes to further rows under the same process.
+Input: for each process its name, its spans and how far its clock is from the driver's.
+Output: the document of the Trace Event Format (Google, "Trace Event Format", complete events "X";
+microseconds). Invariant: within one thread of the document spans are nested or apart, never
+crossing: what overlaps otherwise, such as requests to a server or tasks of an event loop, goes to
+further rows under the same process.
 """
 
 from __future__ import annotations

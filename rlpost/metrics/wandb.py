@@ -1,8 +1,9 @@
 """Weights & Biases: the lines of ``metrics.jsonl`` once more, under the same names.
 
-In: the table [wandb], the run's folder, its settings, then one dict a step. Out: one run there, the same after every
-requeue, since its id is kept in RUN/wandb/run_id. The key is the variable WANDB_API_KEY of this process. Where W&B
-cannot be reached training goes on: ``metrics.jsonl`` has everything, and ``wandb sync`` sends what stayed here.
+Input: the table [wandb], the run's folder, its settings, then one dict a step.
+Output: one run there, the same after every requeue, since its id is kept in RUN/wandb/run_id. The
+key is the variable WANDB_API_KEY of this process. If W&B is unreachable training continues:
+``metrics.jsonl`` has everything, and ``wandb sync`` sends what stayed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one line a step, always.
 
-In: numbers under stable names ``area/name[_unit]``. Out: a file in which every step stands exactly once and in order,
-also after a crash or a resume: lines beyond the step that a run resumes from are cut off before it writes.
+Input: numbers under stable names ``area/name[_unit]``.
+Output: a file in which every step stands exactly once and in order, also after a crash or a
+resume: lines beyond the step that a run resumes from are cut off before it writes.
 
 Invariants: an attempt appends only to the file that it made itself when it began, by a descriptor, and each
 attempt makes a new one; so what an older attempt appends goes to a file that has no name any more. Its own new

@@ -1,6 +1,6 @@
 """Pieces of a page: text, tables, cards, filters, and the document around them. Pure.
 
-In: words of the run, never HTML. Out: HTML; what comes in is escaped here.
+Input: words of the run, never HTML. Output: HTML; what comes in is escaped here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which plots a report has and what is in each. Pure.
 
-In: the lines of ``metrics.jsonl``, of one run or of several. Out: panels, only those that there are numbers for.
+Input: the lines of ``metrics.jsonl``, of one run or of several. Output: panels, only those that there are numbers for.
 """
 
 from __future__ import annotations

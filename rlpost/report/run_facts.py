@@ -1,7 +1,8 @@
 """What a report tells of a run, read from its folder.
 
-In: a run folder, whole or half. Out: ``RunFacts``, plain values. Whatever is missing or broken is empty: a report never
-fails on half a run. Nothing is read that could hold a key.
+Input: a run folder, whole or half.
+Output: ``RunFacts``, plain values. Whatever is missing or broken is empty: a report never fails on
+half a run. Nothing is read that could hold a key.
 """
 
 from __future__ import annotations

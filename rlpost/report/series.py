@@ -1,6 +1,6 @@
 """Curves: from the lines of ``metrics.jsonl`` to few points, axes and numbers that a person reads. Pure.
 
-In: lines and names. Out: points (x, y), finite, in order of x.
+Input: lines and names. Output: points (x, y), finite, in order of x.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Pictures as SVG text: curves, stacked areas. Pure; colours are the page's, by class.
 
-In: points. Out: one ``<svg>``, as wide as its place. Numbers for the page's tooltips stand in ``data-plot``, escaped.
+Input: points.
+Output: one ``<svg>``, as wide as its place. Numbers for the page's tooltips stand in
+``data-plot``, escaped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a run did with its time, from its ledger. Pure.
 
-In: the ledger's entries and the moment until which one is still under way. Out: spans, each with what the run did in
-it, without a gap from the first entry to the last; marks; one row an attempt.
+Input: the ledger's entries and the moment until which one is still under way.
+Output: spans, each with what the run did in it, without a gap from the first entry to the last;
+marks; one row an attempt.
 """
 
 from __future__ import annotations

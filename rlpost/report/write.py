@@ -1,6 +1,6 @@
 """Put the report of a run where people look for it: ``RUN/report/report.html``, and its recipe beside it.
 
-In: a run folder. Out: two files, each whole at any moment.
+Input: a run folder. Output: two files, each whole at any moment.
 """
 
 from __future__ import annotations

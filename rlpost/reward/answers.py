@@ -1,6 +1,6 @@
 """Where the final answer stands in a response. Pure text work.
 
-Comes in: a response. Goes out: the part of it that is graded, or None when it has none.
+Input: a response. Output: the part of it that is graded, or None when it has none.
 """
 
 from __future__ import annotations

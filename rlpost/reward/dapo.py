@@ -1,7 +1,7 @@
 r"""The reward ``dapo``: 1 when the last ``Answer:`` line says the label, else -1.
 
-Comes in: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k ask for, and a label which
-is a whole number there. Goes out: 1 or -1. Spelling is evened out as in Minerva (arXiv 2206.14858, appendix D.1) and
+Input: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k ask for, and a label which
+is a whole number there. Output: 1 or -1. Spelling is evened out as in Minerva (arXiv 2206.14858, appendix D.1) and
 only the end of a response is looked at: the verdicts of DAPO's own grader (arXiv 2503.14476; verl and slime have it
 as ``math_dapo``). Its grader crashes on a label that is no whole number; here a fraction is compared by its value.
 """

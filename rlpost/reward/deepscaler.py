@@ -1,6 +1,6 @@
 r"""The reward ``deepscaler``: the box after the model's thoughts equals the label, as text or as mathematics.
 
-Comes in: a response with ``</think>`` or ``###Response`` before its answer, and the label. Goes out: 1 or 0. The same
+Input: a response with ``</think>`` or ``###Response`` before its answer, and the label. Output: 1 or 0. The same
 verdicts as the grader of the DeepScaleR release (github.com/agentica-project/deepscaler, rewards/math_utils), which
 slime's ``rm_hub/deepscaler.py`` carries too: first the two texts in the plain form of the MATH data set, then
 sympy, which must not be asked to simplify a fraction or to turn anything into a whole number.

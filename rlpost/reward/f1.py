@@ -1,6 +1,6 @@
 """The reward ``f1``: how many words response and label share, as SQuAD measures short answers.
 
-Comes in: a response and a label. Goes out: the harmonic mean of precision and recall over words, 0 to 1, case,
+Input: a response and a label. Output: the harmonic mean of precision and recall over words, 0 to 1, case,
 punctuation and articles aside (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` are right or wrong as a whole, as in
 HotpotQA (arXiv 1809.09600).
 """

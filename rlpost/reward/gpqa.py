@@ -1,7 +1,7 @@
 r"""The reward ``gpqa``: the letter that a response chooses, or the text of the choice.
 
-Comes in: a response; a label that is a letter, a position (0 is A) or the text of a choice; what the metadata tells of
-the choices. Goes out: 1 or 0. The letter is the last one that is named as the answer (``The answer is C``,
+Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; what the metadata tells of
+the choices. Output: 1 or 0. The letter is the last one that is named as the answer (``The answer is C``,
 ``Answer: (C)``, ``\boxed{C}``), else the last that is called correct, else the last option or choice that is named,
 else the last capital that stands alone and is not the word I.
 Metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``.

@@ -1,6 +1,6 @@
-"""From the answers to a prompt to their rewards: the one door between generation and every kind of reward.
+"""Grade the responses to a prompt: the single interface between generation and all rewards.
 
-Comes in: a prompt and its samples. Goes out: one number for each sample, in order, or None; and counts of what went
+Input: a prompt and its samples. Output: one number for each sample, in order, or None; and counts of what went
 wrong on the way. An answer that makes its grading fail is a wrong answer. One whose grading was lost (its process was
 killed, the server of the reward is down) has no reward at all: 0 would be a lie that the baseline believes. Neither
 stalls or ends the rollout. Only a reward that fails on every answer does, for then it is the reward that is wrong.

@@ -1,7 +1,7 @@
 r"""The reward ``gsm8k``: the number that a response ends in is the label's.
 
-Comes in: a response, and a label that is a number or a worked solution with ``#### 42`` at its end, as in the data set
-(arXiv 2110.14168). Goes out: 1 or 0. The number of a response stands after its last ``####``, else in its last
+Input: a response, and a label that is a number or a worked solution with ``#### 42`` at its end, as in the data set
+(arXiv 2110.14168). Output: 1 or 0. The number of a response stands after its last ``####``, else in its last
 ``\boxed{}``, else it is the last number there is; numbers are compared by value, without units and thousands marks.
 A quotient is one number (``41/42`` is not 42), and digits whose commas mark no thousands (``2,1259``) are none.
 """

@@ -1,7 +1,7 @@
 """The reward ``ifeval``: every instruction that a prompt gives about the form of its answer is followed.
 
-Comes in: a response and, in the metadata, ``instruction_id_list`` and ``kwargs`` as in IFEval's data set
-(arXiv 2311.07911): names such as ``punctuation:no_comma`` and, for each, its arguments. Goes out: 1 when all are
+Input: a response and, in the metadata, ``instruction_id_list`` and ``kwargs`` as in IFEval's data set
+(arXiv 2311.07911): names such as ``punctuation:no_comma`` and, for each, its arguments. Output: 1 when all are
 followed, else 0. The conditions are IFEval's strict ones; sentences are counted by their end marks (IFEval asks nltk).
 
 Patterns of the data meet text of a model: only in a process with a time limit (``rlpost.reward.pool``).

@@ -1,6 +1,6 @@
 r"""The reward ``math``: what the library math-verify finds in a response equals the label.
 
-Comes in: a response and a label in LaTeX or plain notation. Goes out: 1 or 0. A ``\boxed{}`` is preferred, then LaTeX,
+Input: a response and a label in LaTeX or plain notation. Output: 1 or 0. A ``\boxed{}`` is preferred, then LaTeX,
 then a plain number (github.com/huggingface/Math-Verify); sets, intervals, matrices, relations and percentages are
 compared as such.
 

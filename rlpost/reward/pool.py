@@ -1,6 +1,7 @@
-"""Processes that grade, each for one grading at a time, ended and replaced when they exceed their time or crash.
+"""A pool of grading processes, one grading each at a time; one that times out or crashes is
+replaced.
 
-Comes in: which function, a prompt, its samples. Goes out: rewards, or ``GradingTimeout`` or ``GradingFailed``, of which
+Input: which function, a prompt, its samples. Output: rewards, or ``GradingTimeout`` or ``GradingFailed``, of which
 an answer may be the cause, or ``GradingLost``, of which it is not; a function that cannot even be loaded is a
 ``ConfigError``. The event loop never runs a grading itself, so nothing that
 an answer does can stall it: a thread waits for each process. Processes start when they are first needed, one for each

@@ -1,6 +1,6 @@
 """Reward functions by name: each pure, from an answer and what is known of its prompt to a number.
 
-Comes in: the text of an answer, the prompt's label and metadata. Goes out: the reward. A name with ``boxed_`` before
+Input: the text of an answer, the prompt's label and metadata. Output: the reward. A name with ``boxed_`` before
 it scores the content of the last ``\\boxed{}`` in place of the whole answer. Some may run for ever on hostile text:
 they are *isolated*, which is to say called in a process with a time limit only (``rlpost.reward.pool``).
 """

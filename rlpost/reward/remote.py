@@ -1,6 +1,6 @@
 """The reward ``remote_rm``: a reward model that answers over HTTP.
 
-Comes in: an address, a prompt and a sample. Goes out: the number in its answer. It is sent
+Input: an address, a prompt and a sample. Output: the number in its answer. It is sent
 ``{"prompt", "response", "label", "metadata"}`` as JSON and answers a number, or an object with one under ``reward`` or
 ``score``. It is asked again when it does not answer, is busy (429) or fails (5xx), until the deadline.
 """

@@ -1,6 +1,6 @@
 """A process that grades: what may hang or crash does so here.
 
-Comes in, on standard input: pickled requests, each after its length. Goes out, on what was standard output: one line
+Input, on standard input: pickled requests, each after its length. Output, on what was standard output: one line
 of JSON for each. First a request names the function and the worker answers when it is loaded; then each grading has a
 time limit, kept by the kernel: SIGALRM ends the process, whatever it is doing and whether or not anybody waits for it.
 The end of the input ends the worker.

@@ -1,6 +1,6 @@
 """docs/api.md: what code outside this project may build on, with its signatures and docstrings. Pure, but for reading.
 
-In: the sources of ``MODULES``, which are parsed and not imported, so the page is the same on every machine. Out:
+Input: the sources of ``MODULES``, which are parsed and not imported, so the page is the same on every machine. Output:
 Markdown. What is not on the page may change from one day to the next.
 """
 

@@ -1,6 +1,6 @@
 """docs/recipes.md: the recipes of jobs/recipes and what ``rlpost plan`` says of each.
 
-In: the recipes, their models by the table [model]. Out: the text of the page, the same on every machine.
+Input: the recipes, their models by the table [model]. Output: the text of the page, the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plug-ins written for slime run here unchanged: filters, rewards, generate functions.
+"""Run slime plug-ins unchanged: filters, rewards, generate functions.
 
     signatures    which interface a function has, read from its signature (login node and nodes)
     names         which modules and names of slime exist here; pure data

@@ -1,6 +1,6 @@
-"""Settings of the algorithm that contradict or need each other. Pure.
+"""Check the table [grpo] for conflicting or missing settings. Pure.
 
-In: a ``Config``. Out: one line for each problem.
+Input: a ``Config``. Output: one line for each problem.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OFF = {
     "use_tis": "--use-tis false",
     "custom_advantage_function_path": "--custom-advantage-function-path none",
 }
-"""What only a policy loss has a use for, and how it is switched off."""
+"""Settings that only a policy loss uses, and the flags that turn them off."""
 
 
 def algorithm_problems(config: Config) -> list[str]:
@@ -28,12 +28,12 @@ def algorithm_problems(config: Config) -> list[str]:
     rules = [
         (
             bool(grpo.kl_coef and grpo.kl_loss_coef),
-            f"{spelled(config, 'kl_coef')} and {spelled(config, 'kl_loss_coef')} count the divergence twice; use "
+            f"{spelled(config, 'kl_coef')} and {spelled(config, 'kl_loss_coef')} count the KL divergence twice; use "
             "--kl-coef 0 or --kl-loss-coef 0",
         ),
         (
             is_custom and grpo.custom_loss_function_path is None,
-            "--loss-type custom_loss needs the function; add --custom-loss-function-path FILE.py:FUNCTION, or use "
+            "--loss-type custom_loss needs a loss function; add --custom-loss-function-path FILE.py:FUNCTION, or use "
             "--loss-type policy_loss",
         ),
         (
@@ -47,7 +47,7 @@ def algorithm_problems(config: Config) -> list[str]:
         ),
         (
             bool(without_meaning),
-            f"--loss-type sft_loss has no use for {unused}; use {' '.join(_OFF[name] for name in without_meaning)}",
+            f"--loss-type sft_loss ignores {unused}; use {' '.join(_OFF[name] for name in without_meaning)}",
         ),
         (
             is_sft and rollout.n_samples_per_prompt != 1,
@@ -56,8 +56,8 @@ def algorithm_problems(config: Config) -> list[str]:
         ),
         (
             needs_messages,
-            "--loss-type sft_loss needs a response in each line; add --label-key KEY, where a line has it, or "
-            "--apply-chat-template true for lines of messages that end with one of an assistant",
+            "--loss-type sft_loss needs a response in each line; add --label-key KEY for its key, or "
+            "--apply-chat-template true for lists of messages that end with an assistant message",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

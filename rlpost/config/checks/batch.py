@@ -1,6 +1,6 @@
-"""Sizes of a batch that do not fit together or do not spread evenly over the ranks, with values that do. Pure.
+"""Check batch sizes against each other and the data-parallel ranks. Pure.
 
-Input: a ``Config``. Output: one line for each problem with the arithmetic.
+Input: a ``Config``. Output: one line for each problem, with the arithmetic and valid values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GLOBAL, STEPS = "global_batch_size", "num_steps_per_rollout"
 
 
 def batch_problems(config: Config) -> list[str]:
-    """Batch sizes that do not fit together or do not spread evenly over the data-parallel ranks."""
+    """Inconsistent batch sizes, or sizes that do not divide evenly over the data-parallel ranks."""
     rollout = config.rollout
     samples, steps = config.samples_per_rollout, config.num_steps_per_rollout
     problems = []
@@ -31,21 +31,21 @@ def batch_problems(config: Config) -> list[str]:
         )
     if config.grpo.kl_loss_coef and not config.grpo.use_kl_loss:
         problems.append(
-            f"{spelled(config, 'kl_loss_coef')} weighs a divergence that is not measured without --use-kl-loss; add "
+            f"{spelled(config, 'kl_loss_coef')} has no effect without --use-kl-loss; add "
             "--use-kl-loss true, or use --kl-loss-coef 0"
         )
     compares = config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
     if compares and rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
         problems.append(
-            f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the answers to one prompt "
-            "with each other and learns nothing from a single one; use --n-samples-per-prompt 2 or more, or "
+            f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the responses to a "
+            "prompt, so a single response gives no advantage; use --n-samples-per-prompt 2 or more, or "
             "--advantage-estimator reinforce_plus_plus"
         )
     return problems
 
 
 def _unit(config: Config) -> int:
-    """What the samples of an optimizer step must be a multiple of."""
+    """Divisor required of the samples per optimizer step."""
     return max(1, config.data_parallel_size * config.micro_batch_multiple)
 
 
@@ -54,13 +54,13 @@ def _samples(config: Config) -> str:
 
 
 def _whole_steps(config: Config) -> list[int]:
-    """Samples of an optimizer step with which a rollout has whole steps, each even over the ranks."""
+    """Samples per optimizer step that divide the rollout and spread evenly over the ranks."""
     unit = 1 if layout_problems(config) else _unit(config)
     return [size for size in divisors(config.samples_per_rollout) if size % unit == 0]
 
 
 def _not_the_samples(config: Config) -> str:
-    """The samples of a rollout are no whole number of optimizer steps of the given size."""
+    """The samples of a rollout do not divide into optimizer steps of the given size."""
     rollout = config.rollout
     samples, given, steps = config.samples_per_rollout, rollout.global_batch_size, rollout.num_steps_per_rollout
     sizes = _whole_steps(config)
@@ -77,7 +77,9 @@ def _not_the_samples(config: Config) -> str:
             return f"{why}; {_other_prompts(config)}"
         counts = [samples // size for size in near]
         plural = "step" if counts == [1] else "steps"
-        return f"{why}; use --global-batch-size {listed(near)}, which is {listed(counts)} optimizer {plural} a rollout"
+        return (
+            f"{why}; use --global-batch-size {listed(near)}, which is {listed(counts)} optimizer {plural} per rollout"
+        )
     remedies = []
     if samples % steps == 0 and samples // steps in sizes:
         remedies.append(f"--global-batch-size {samples // steps}")
@@ -98,11 +100,11 @@ def _uneven(config: Config) -> str:
     a_step = config.samples_per_rollout // steps
     rounds = ""
     if config.micro_batch_multiple > 1:
-        rounds = f" x {config.micro_batch_multiple} micro-batches of a round of the pipeline"
+        rounds = f" x {config.micro_batch_multiple} micro-batches per pipeline round"
     divided = f" / {spelled(config, STEPS)}" if rollout.num_steps_per_rollout is not None else ""
     line = (
-        f"{spelled(config, PROMPTS)} x {spelled(config, ANSWERS)}{divided} = {a_step} samples an "
-        f"optimizer step, no multiple of {config.data_parallel_size} data-parallel ranks{rounds}"
+        f"{spelled(config, PROMPTS)} x {spelled(config, ANSWERS)}{divided} = {a_step} samples per "
+        f"optimizer step, not a multiple of {config.data_parallel_size} data-parallel ranks{rounds}"
     )
     if rollout.global_batch_size is None:
         return f"{line}; {_other_prompts(config)}"
@@ -110,12 +112,12 @@ def _uneven(config: Config) -> str:
     remedy = f"use --global-batch-size {listed(nearest(sizes, rollout.global_batch_size))}"
     if rollout.num_steps_per_rollout is not None:
         remedy += " --num-steps-per-rollout none"
-    of_ranks = f"no multiple of the {config.data_parallel_size} data-parallel ranks{rounds}"
+    of_ranks = f"not a multiple of the {config.data_parallel_size} data-parallel ranks{rounds}"
     return f"{spelled(config, GLOBAL)} is {of_ranks}; {remedy if sizes else _other_prompts(config)}"
 
 
 def _other_prompts(config: Config) -> str:
-    """The nearest numbers of prompts, or of answers, that make whole optimizer steps on every rank."""
+    """The nearest numbers of prompts or responses that give whole optimizer steps on every rank."""
     rollout, needed = config.rollout, config.num_steps_per_rollout
     unit = 1 if layout_problems(config) else _unit(config)
     if rollout.global_batch_size is not None:

@@ -1,6 +1,7 @@
-"""Paths that a run needs inside its container and that are not there. Pure.
+"""Check that the paths of a run are visible in its container. Pure.
 
-In: a ``Config``, the folders that are always mounted. Out: one line for each path that lies below no mount.
+Input: a ``Config`` and the folders that are always mounted.
+Output: one line for each path outside all mounts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     """Paths of the settings that are not visible in the container.
 
     Args:
-        always: folders that are mounted at their own path: the run's, and the code where it is known.
+        always: folders mounted at their own path: the run folder, and the code if known.
 
     Returns:
-        One line for all that no mount holds, and one for each that is moved; none without a container, or while it is
-        not chosen.
+        One line for all paths outside the mounts, and one for each path mounted elsewhere. Empty
+        without a container, or while it is undecided.
     """
     if config.cluster.container in ("none", "auto"):
         return []
@@ -38,45 +39,45 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
         if inside is None:
             lost.append((name, path))
         else:
-            moved.append(f"{name} {path}: with {shown} that folder is {inside} in the container; use its path there")
+            moved.append(f"{name} {path}: with {shown} the folder is {inside} in the container; use that path")
     if not lost:
         return moved
     names = listed([f"{name} {path}" for name, path in lost], "and")
     folders = dict.fromkeys(_mounted(path) for _, path in lost)
     return [
         *moved,
-        f"{names}: not seen in the container ({shown}); use --container-mounts {' '.join([*given, *folders])}",
+        f"{names}: not visible in the container ({shown}); use --container-mounts {' '.join([*given, *folders])}",
     ]
 
 
 def _mounted(path: str) -> str:
-    """The folder to mount for a path: the one that holds it."""
+    """The folder to mount for a path: its parent."""
     return str(PurePosixPath(path).parent)
 
 
 def interpreter_note(config: Config) -> str | None:
-    """On an interpreter by name: enroot and pyxis run a login shell, and Debian's /etc/profile gives it a PATH of its
-    own (ENROOT_LOGIN_SHELL, enroot, doc/cmd/start.md)."""
+    """A note if --python is a bare name: enroot and pyxis run a login shell, whose PATH Debian's
+    /etc/profile resets (ENROOT_LOGIN_SHELL, enroot, doc/cmd/start.md)."""
     cluster = config.cluster
     if cluster.container == "none" or not cluster.python or cluster.python.startswith("/"):
         return None
     if "PATH" in cluster.environment:
         return None
     return (
-        f"cluster.python (--python) = {cluster.python} is found on the PATH of a login shell in the container, which "
-        "Debian's /etc/profile resets whatever the image's own PATH is; give an absolute path (/opt/venv/bin/python)"
+        f"--python {cluster.python} is looked up on the PATH of a login shell in the container, which Debian's "
+        "/etc/profile resets; give an absolute path (/opt/venv/bin/python)"
     )
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, path) of all that is read or written inside; after loading, paths are absolute."""
+    """(flag, path) of every path read or written inside; loaded paths are absolute."""
     for group in type(config).model_fields:
         node = getattr(config, group)
         for key, value in {**dict(node), **(node.model_extra or {})}.items():
             for path in value if key == "prompt_data" and isinstance(value, tuple) else (value,):
                 if group != "cluster" and isinstance(path, str) and path.startswith("/"):
                     yield flag(key), path
-    with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
+    with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
         named = "--eval-config" if config.eval.eval_config else "--eval-prompt-data"
         yield from ((f"{named} {name}", path) for name, path in config.eval_sets)
 

@@ -1,8 +1,8 @@
-"""Values of ``cluster.environment`` that NCCL or Gloo would ignore or take for something harmful. Pure.
+"""Check ``cluster.environment`` for values that NCCL or Gloo ignores or misinterprets. Pure.
 
 Input: a ``Config``. Output: one line for each problem. The ranges are those of the NCCL user guide (Environment
-Variables, June 2026). NCCL treats a number that it cannot parse as unset, and logs that at level INFO only, so a typing
-error goes unnoticed.
+Variables, June 2026). NCCL treats a number that it cannot parse as unset and logs this at level
+INFO only, so a typo would go unnoticed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ FABRIC = re.compile(
     r"NCCL_(IB|NET|SOCKET|OOB|CROSS_NIC|PXN|P2P_PXN|GDR|TOPO|COLLNET|FASTRAK|GPUDIRECTTCPX).*|NCCL_P2P_LEVEL"
     r"|(NVSHMEM|UCX|GLOO|FI|OFI|RDMAV|TP|OMPI|MLX|IBV)_.*"
 )
-"""Variables whose right value belongs to a site's network or to its nodes: for cluster profiles, never for recipes."""
+"""Variables that depend on a site's network or nodes: for cluster profiles, never for recipes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Whole numbers that a variable takes; ``remedy`` says what to give instead."""
+    """Valid whole numbers of a variable; ``remedy`` explains the choice."""
 
     low: int
     high: int
@@ -31,7 +31,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words that a variable takes, beside legacy numbers up to ``highest_number``."""
+    """Valid words of a variable, besides legacy numbers up to ``highest_number``."""
 
     words: tuple[str, ...]
     highest_number: int = -1
@@ -44,11 +44,11 @@ RULES: Mapping[str, Range | Words] = {
     "NCCL_IB_TIMEOUT": Range(
         1,
         31,
-        "0 and 32 or more mean that a dead link is never noticed; 14 to 22 wait 0.5 s to 2 minutes for it (4.096 us x "
-        "2^timeout x NCCL_IB_RETRY_CNT), NCCL's own 20 half a minute",
+        "0 and 32 or more disable the timeout; 14 to 22 detect a dead link after 0.5 s to 2 minutes (4.096 us x "
+        "2^timeout x NCCL_IB_RETRY_CNT), NCCL's default 20 after half a minute",
     ),
     "NCCL_IB_RETRY_CNT": Range(0, 7),
-    "NCCL_IB_GID_INDEX": Range(-1, 255, "show_gids lists the indices of a host; -1 leaves the choice to NCCL"),
+    "NCCL_IB_GID_INDEX": Range(-1, 255, "show_gids lists the indices of a host; with -1 NCCL chooses"),
     "NCCL_IB_TC": Range(0, 255),
     "NCCL_IB_FIFO_TC": Range(0, 255),
     "NCCL_IB_SL": Range(0, 15),
@@ -75,7 +75,7 @@ _PATTERN_SIGNS = re.compile(r"[=^*\s]")
 
 
 def environment_problems(config: Config) -> list[str]:
-    """Values outside of what the library takes."""
+    """Values outside the library's documented range."""
     environment = config.cluster.environment
     return [
         f"--environment {name}={environment[name]}: {problem}"
@@ -91,14 +91,14 @@ def _problems(name: str, value: str) -> Iterator[str]:
     elif isinstance(rule, Words):
         is_legacy = value.isdigit() and int(value) <= rule.highest_number
         if value not in rule.words and not is_legacy:
-            yield f"NCCL takes {', '.join(rule.words)}; use one of them, or leave it out and NCCL decides"
+            yield f"NCCL takes {', '.join(rule.words)}; use one of them, or unset it for NCCL's default"
     elif name in _BARE_NAMES and _PATTERN_SIGNS.search(value):
         bare = _PATTERN_SIGNS.sub("", value)
-        yield f"takes names of interfaces, and no patterns as NCCL does; use {bare}"
+        yield f"takes interface names, not patterns as in NCCL; use {bare}"
 
 
 def _outside(rule: Range, value: str) -> Iterator[str]:
     if re.fullmatch(r"-?\d+", value) is None:
-        yield f"must be a whole number, which NCCL would otherwise ignore; use {rule.low} to {rule.high}"
+        yield f"must be a whole number, else NCCL ignores it; use {rule.low} to {rule.high}"
     elif not rule.low <= int(value) <= rule.high:
         yield f"must be {rule.low} to {rule.high}" + (f": {rule.remedy}" if rule.remedy else "")

@@ -1,8 +1,10 @@
-"""Functions of the user's own that settings name: those of a file are there and can be called as they will be.
+"""Check that the user functions that settings name exist and have the right signature.
 
-In: settings. Out: one line for each setting whose file is missing or broken, does not have the function, or has one
-with another signature than is needed. Files are read and never run. A name in place of a file (``module.function``) is
-looked for where Python would; what is not found there is left to the nodes, where more may be installed.
+Input: settings.
+Output: one line for each setting whose file is missing or invalid, lacks the function, or has one
+with the wrong signature.
+Files are parsed and never executed. ``module.function`` is searched on sys.path; a module that is
+not found is left to the nodes, where more may be installed.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ SETTINGS: tuple[tuple[str, str, Kind], ...] = (
     ("rollout", "dynamic_sampling_filter_path", "filter"),
     ("rollout", "buffer_filter_path", "buffer filter"),
 )
-"""Table, key, and what the function is for."""
+"""Table, key, and kind of the function."""
 OF_A_SET: tuple[tuple[str, Kind], ...] = (("custom_rm_path", "reward"), ("custom_generate_function_path", "generate"))
-"""Those that an evaluation set may have of its own."""
+"""Functions that an evaluation set may override."""
 SLIME = "slime"
 _SYNCHRONOUS = "slime.rollout.sglang_rollout.generate_rollout"
 _FULLY_ASYNC = ("--rollout-mode", "fully_async")
@@ -42,7 +44,7 @@ WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async": _FULLY_ASYNC,
     "fully_async_rollout.generate_rollout_fully_async": _FULLY_ASYNC,
 }
-"""slime's own rollout functions, and the setting that is the same here."""
+"""slime's rollout functions, and the equivalent setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ class _Named:
 
 
 def function_problems(config: Config) -> list[str]:
-    """One line for each function that is not there or cannot be called."""
+    """One line for each function that is missing or has the wrong signature."""
     given = [(flag(key), getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS]
-    with suppress(ConfigError):  # a file of sets that cannot be used is told with the settings of the evaluation
+    with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
         given += [
             (f"--eval-config {config.eval.eval_config}: {one.name}.{key}", getattr(one, key), kind)
             for one in eval_sets(config.eval)
@@ -78,14 +80,14 @@ def function_problems(config: Config) -> list[str]:
 
 def _unreadable(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
-        return "no such file; give FILE.py:FUNCTION, as seen from here, or module.function"
+        return "no such file; give FILE.py:FUNCTION, relative to the working directory, or module.function"
     return f"{error.strerror or error}; give a file that can be read"
 
 
 def whole_rollout_problems(config: Config) -> list[str]:
     """One line for each function that would replace the whole rollout or evaluation.
 
-    Only the rollout of this project accounts for every prompt, and keeps what a preemption cuts off.
+    Only this project's rollout accounts for every prompt and journals groups across a preemption.
     """
     given = {"--loss-type": config.grpo.loss_type, "--rollout-mode": config.rollout.rollout_mode}
     found = []
@@ -95,14 +97,15 @@ def whole_rollout_problems(config: Config) -> list[str]:
     ):
         if path is not None and path not in WHOLE_ROLLOUTS:
             found.append(
-                f"{name} {path}: a whole rollout is not replaced here{suggestion(path, WHOLE_ROLLOUTS)}; use "
-                "--custom-generate-function-path for how an answer is written, --custom-rm-path for its reward, "
-                "--dynamic-sampling-filter-path for which groups are trained; an --eval-config has them for each set"
+                f"{name} {path}: replacing the whole rollout is not supported{suggestion(path, WHOLE_ROLLOUTS)}; use "
+                "--custom-generate-function-path for a response, --custom-rm-path for its reward, "
+                "--dynamic-sampling-filter-path for the selection of groups; --eval-config sets them per evaluation set"
             )
         needed = WHOLE_ROLLOUTS.get(path or "")
         if needed is not None and name == "--rollout-function-path" and given[needed[0]] != needed[1]:
             found.append(
-                f"{name} {path} is {' '.join(needed)} here, but {needed[0]} {given[needed[0]]}; use {' '.join(needed)}"
+                f"{name} {path} corresponds to {' '.join(needed)}, but {needed[0]} {given[needed[0]]}; use "
+                f"{' '.join(needed)}"
             )
     return found
 
@@ -115,7 +118,7 @@ def _problems(named: _Named, config: Config) -> list[str]:
     file, colon, name = named.path.rpartition(":")
     if not colon and Path(named.path).is_file():  # FILE.py reads as a module FILE with a function py
         there = listed(sorted(set(_names(ast.parse(Path(named.path).read_bytes()))))) or "FUNCTION"
-        return [f"is a file and names no function in it; write {named.path}:{there}"]
+        return [f"names a file without a function; write {named.path}:{there}"]
     if colon:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
@@ -132,7 +135,7 @@ def _problems(named: _Named, config: Config) -> list[str]:
 
 
 def _problems_of(tree: ast.Module, name: str, kind: Kind, config: Config) -> list[str]:
-    """What is wrong with a function of a file, and what the file imports of slime that is not here."""
+    """Problems of a function in a file, and the file's imports of missing slime names."""
     missing = _missing_imports(tree) if _may_lack_slime(config) else []
     function = _function(tree, name)
     why = None if function is None else problem(kind, name, signature_of(function))
@@ -140,7 +143,7 @@ def _problems_of(tree: ast.Module, name: str, kind: Kind, config: Config) -> lis
 
 
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The function when its signature can be read: made once, in the file's own code, without decorators."""
+    """The function, if its signature is known: defined once in this file, without decorators."""
     bound = [node for node in tree.body if name in set(_names(ast.Module([node], [])))]
     if len(bound) != 1 or not isinstance(bound[0], ast.FunctionDef | ast.AsyncFunctionDef):
         return None
@@ -148,7 +151,7 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctio
 
 
 def _missing_imports(tree: ast.Module) -> list[str]:
-    """Names of slime that a file imports and rlpost does not have; not those that it may do without."""
+    """slime names that a file imports unconditionally and that rlpost does not provide."""
     found: dict[str, str] = {}
     for node in _always(tree):
         if isinstance(node, ast.Import):
@@ -165,7 +168,8 @@ def _missing_imports(tree: ast.Module) -> list[str]:
 
 
 def _always(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a file is imported: outside of functions, and of ``try``, where an import may fail."""
+    """Imports that run when the file is imported: outside functions, and outside ``try``, where
+    they may fail."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
@@ -174,12 +178,12 @@ def _always(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_lack_slime(config: Config) -> bool:
-    """Whether slime is not installed where the run will be: here, unless there is an image, which may have it."""
+    """Whether slime is missing on the nodes: not installed here, and no image that may contain it."""
     return config.cluster.container == "none" and _source(f"{SLIME}.utils.types") is None
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, without importing what stands before its last dot."""
+    """The file of a module, found without importing its parent packages."""
     parts = Path(*module.split("."))
     for folder in [Path.cwd(), *map(Path, filter(None, sys.path))]:
         for file in (folder / parts.with_suffix(".py"), folder / parts / "__init__.py"):
@@ -189,7 +193,7 @@ def _source(module: str) -> Path | None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """What a file gives a name to, within its ``if`` and ``try`` too; with ``*`` it may be anything."""
+    """Names that a file binds, also inside ``if`` and ``try``; ``*`` stands for any name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

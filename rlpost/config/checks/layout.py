@@ -1,7 +1,7 @@
-"""The layout of trainer and engines: sizes that do not divide GPUs, layers or heads, and settings that need others.
+"""Check the layout of trainer and engines: parallel sizes against GPUs, layers and heads.
 
-Input: a ``Config`` and, where there is one, the model's own ``config.json``. Output: one line for each problem, with
-the arithmetic and values that work. Pure.
+Input: a ``Config`` and, if available, the model's ``config.json``.
+Output: one line for each problem, with the arithmetic and valid values. Pure.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Where families write the number of experts."""
+"""Keys of the number of experts in config.json, by model family."""
 TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _SHORT = {TENSOR: "TP", PIPELINE: "PP", CONTEXT: "CP"}
-_IN_SMALL = "--scale-down without a number of nodes for a trial on one machine"
+_IN_SMALL = "--scale-down without a value for a scaled-down run on one machine"
 _MORE_NODES = 64
-"""How far a number of nodes is looked for."""
+"""Additional nodes to try in the search for a remedy."""
 
 
 def layout_problems(config: Config) -> list[str]:
-    """Nodes, GPUs and parallel sizes that do not fit together."""
+    """Inconsistent nodes, GPUs and parallel sizes."""
     cluster = config.cluster
     problems = []
     if config.actor_num_nodes > config.num_nodes:
@@ -41,8 +41,8 @@ def layout_problems(config: Config) -> list[str]:
         problems += parallel_problems(config)
     if cluster.colocate and config.sglang.rollout_external_engine_addrs:
         problems.append(
-            f"--colocate true with {spelled(config, 'rollout_external_engine_addrs')}: those engines are not on the "
-            "GPUs of the trainer; use --colocate false, or leave the addresses out"
+            f"--colocate true with {spelled(config, 'rollout_external_engine_addrs')}: external engines "
+            "do not run on the trainer's GPUs; use --colocate false, or leave the addresses out"
         )
     size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
     if config.rollout_num_gpus % size or (size > a_node and size % a_node):
@@ -53,7 +53,7 @@ def layout_problems(config: Config) -> list[str]:
 
 
 def _too_many_nodes(config: Config) -> str:
-    """More nodes train than there are: the number that is wrong is either."""
+    """More trainer nodes than nodes; either number may be the wrong one."""
     nodes, trains = config.num_nodes, config.actor_num_nodes
     line = f"{spelled(config, 'actor_num_nodes')} is more than {spelled(config, 'nodes')}"
     fewer = with_values(config, actor_num_nodes=nodes)
@@ -66,32 +66,33 @@ def _too_many_nodes(config: Config) -> str:
 
 
 def _engine_size(config: Config) -> str:
-    """The GPUs that generate are no whole number of engines, or an engine no whole number of nodes."""
+    """Generation GPUs not a multiple of the engine size, or a multi-node engine not a multiple of
+    a node."""
     cluster = config.cluster
     size, a_node, generate = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node, config.rollout_num_gpus
     sizes = [one for one in divisors(generate) if one <= a_node or one % a_node == 0]
     engine = spelled(config, "rollout_num_gpus_per_engine")
     if size > a_node and size % a_node:
         return (
-            f"{engine} is more than a node and no multiple of {spelled(config, 'num_gpus_per_node')}, and such an "
-            f"engine takes whole nodes; use {listed(sizes)}"
+            f"{engine} is more than a node and not a multiple of {spelled(config, 'num_gpus_per_node')}; an engine "
+            f"of several nodes takes whole nodes; use {listed(sizes)}"
         )
     if cluster.colocate:
         return (
-            f"{engine} does not divide the {generate} GPUs of the trainer, on which the engines run with --colocate; "
+            f"{engine} does not divide the {generate} GPUs of the trainer, which the engines share with --colocate; "
             f"use {listed(sizes)}"
         )
     lower = generate // size * size
     totals = [total for total in (lower, lower + size) if total]
     also = f", or --rollout-num-gpus-per-engine {listed(sizes)}" if generate > 1 else ""
     return (
-        f"{spelled(config, 'rollout_num_gpus')} is no multiple of {engine}; use --rollout-num-gpus {listed(totals)}"
+        f"{spelled(config, 'rollout_num_gpus')} is not a multiple of {engine}; use --rollout-num-gpus {listed(totals)}"
         f"{also}"
     )
 
 
 def _fits(config: Config) -> bool:
-    """Whether the parallel sizes divide the GPUs that train."""
+    """Whether the parallel sizes divide the trainer GPUs."""
     perf, world = config.perf, config.actor_world_size
     expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
     stage = world // perf.pipeline_model_parallel_size
@@ -99,7 +100,7 @@ def _fits(config: Config) -> bool:
 
 
 def parallel_problems(config: Config) -> list[str]:
-    """Sizes of the trainer's layout that do not divide its GPUs, and settings that need each other."""
+    """Parallel sizes that do not divide the trainer's GPUs, and missing companion settings."""
     perf, world = config.perf, config.actor_world_size
     if world % config.model_parallel_size:
         return [_world_problem(config)]
@@ -119,7 +120,7 @@ def parallel_problems(config: Config) -> list[str]:
 
 
 def _that_fit(config: Config, key: str) -> list[int]:
-    """The values of a size with which the layout divides the GPUs and goes with --sequence-parallel."""
+    """Values of a size that divide the GPUs and are compatible with --sequence-parallel."""
     least = 2 if key == TENSOR and config.perf.sequence_parallel else 1
     sizes = (size for size in divisors(config.actor_world_size) if size >= least)
     return [size for size in sizes if _fits(with_values(config, **{key: size}))]
@@ -132,28 +133,32 @@ def _product(config: Config) -> str:
 
 
 def _world_problem(config: Config) -> str:
-    """A size alone, or the product of all, does not divide the GPUs that train."""
+    """A single size, or the product of all, does not divide the trainer's GPUs."""
     world = config.actor_world_size
     plural = "node" if config.actor_num_nodes == 1 else "nodes"
     trains = f"{config.actor_num_nodes} {plural} x {config.cluster.actor_num_gpus_per_node}"
     alone = [key for key in _SHORT if value_of(config, key) > 1]
     wrong = next((key for key in alone if world % value_of(config, key)), None)
     if wrong is not None and (choices := _that_fit(config, wrong)):
-        line = f"{spelled(config, wrong)} does not divide the {world} GPUs that train ({trains}); use {listed(choices)}"
+        line = (
+            f"{spelled(config, wrong)} does not divide the {world} GPUs of the trainer ({trains}); "
+            f"use {listed(choices)}"
+        )
         gpus = _gpus_for(config, value_of(config, wrong))
         return f"{line}, or --actor-num-gpus-per-node {listed(gpus)}" if gpus else line
     remedies = [*_nodes_for(config), *_smaller(config)]
     if world < config.model_parallel_size:
         remedies.append(_IN_SMALL)
     if len(alone) > 1:
-        line = f"{_product(config)} GPUs, but {world} train ({trains})"
+        line = f"{_product(config)} GPUs, but the trainer has {world} ({trains})"
     else:
-        line = f"{spelled(config, alone[0])} does not divide the {world} GPUs that train ({trains})"
+        line = f"{spelled(config, alone[0])} does not divide the {world} GPUs of the trainer ({trains})"
     return f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
 
 
 def _gpus_for(config: Config, size: int) -> list[int]:
-    """The nearest numbers of GPUs on a node that the layout divides, where rather they are odd than the size."""
+    """The nearest GPUs per node that the layout divides, if that number is odd rather than the
+    size."""
     cluster = config.cluster
     if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
         return []
@@ -167,7 +172,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _smaller(config: Config) -> list[str]:
-    """The flags that mend the layout by making one size smaller, as little as possible."""
+    """Flags that fix the layout by reducing one size as little as possible."""
     found = []
     for key in _SHORT:
         sizes = [size for size in _that_fit(config, key) if size < value_of(config, key)]
@@ -176,7 +181,7 @@ def _smaller(config: Config) -> list[str]:
 
 
 def _nodes_for(config: Config) -> list[str]:
-    """The flags for the least number of nodes, of those that are more, whose GPUs the layout divides; or nothing."""
+    """Flags for the smallest larger number of nodes that the layout divides, if any."""
     cluster = config.cluster
     for nodes in range(config.actor_num_nodes + 1, config.actor_num_nodes + _MORE_NODES + 1):
         values = {"actor_num_nodes": nodes} if cluster.actor_num_nodes else {"nodes": nodes}
@@ -188,7 +193,7 @@ def _nodes_for(config: Config) -> list[str]:
 
 
 def _needs(config: Config) -> list[str]:
-    """Settings that only work with others: each rule with the constraint and its remedy."""
+    """Settings that require others: (broken, message) for each rule."""
     perf = config.perf
     tensor, pipeline = perf.tensor_model_parallel_size, perf.pipeline_model_parallel_size
     uneven = [spelled(config, key) for key in (FIRST, LAST) if value_of(config, key) is not None]
@@ -202,12 +207,12 @@ def _needs(config: Config) -> list[str]:
     rules = [
         (
             perf.sequence_parallel and tensor == 1,
-            f"--sequence-parallel true shards along tensor parallelism, of which {spelled(config, TENSOR)} has none; "
+            f"--sequence-parallel true needs tensor parallelism, but {spelled(config, TENSOR)}; "
             "use --sequence-parallel false, or --tensor-model-parallel-size 2 or more",
         ),
         (
             perf.expert_model_parallel_size > 1 and tensor > 1 and not perf.sequence_parallel,
-            f"{spelled(config, EXPERT)} with {spelled(config, TENSOR)} needs the sequence split too; use "
+            f"{spelled(config, EXPERT)} with {spelled(config, TENSOR)} needs sequence parallelism; use "
             "--sequence-parallel true",
         ),
         (
@@ -217,13 +222,13 @@ def _needs(config: Config) -> list[str]:
         ),
         (
             bool(uneven) and pipeline == 1,
-            f"{listed(uneven, 'and')} needs --pipeline-model-parallel-size 2 or more: there is one stage, with all "
+            f"{listed(uneven, 'and')} needs --pipeline-model-parallel-size 2 or more: the only stage has all "
             f"layers; {_without(uneven)}",
         ),
         (
             bool(uneven) and interleaved,
-            f"{listed(uneven, 'and')} does not go with {chunk}: interleaved stages are equal; {_without(uneven)}, or "
-            "--num-layers-per-virtual-pipeline-stage none",
+            f"{listed(uneven, 'and')} is incompatible with {chunk}: interleaved stages have equal sizes; "
+            f"{_without(uneven)}, or --num-layers-per-virtual-pipeline-stage none",
         ),
         (
             full and len(given) < len(recompute),
@@ -233,7 +238,7 @@ def _needs(config: Config) -> list[str]:
         (
             not full and bool(given),
             f"{listed([spelled(config, key) for key in given], 'and')} needs --recompute-granularity full; add it, or "
-            "leave the others out",
+            "leave the other flags out",
         ),
         (
             perf.overlap_param_gather and bool(gather),
@@ -254,14 +259,14 @@ def _without(uneven: Sequence[str]) -> str:
 
 
 def _room_problems(config: Config) -> list[str]:
-    """Engines that have no GPUs beside the trainer."""
+    """Engines without free GPUs next to the trainer."""
     fits = _room(config)
     if fits >= config.num_engines:
         return []
     cluster = config.cluster
     size = cluster.rollout_num_gpus_per_engine
     remedies = [f"--rollout-num-gpus {fits * size}"] if fits else []
-    trains = config.actor_num_nodes  # those of --nodes unless given: then more of them must not train too
+    trains = config.actor_num_nodes  # defaults to --nodes: keep it fixed while --nodes grows
     numbers = range(config.num_nodes + 1, config.num_nodes + _MORE_NODES + 1)
     tried = ((nodes, with_values(config, nodes=nodes, actor_num_nodes=trains)) for nodes in numbers)
     enough = next((nodes for nodes, other in tried if _room(other) >= other.num_engines), None)
@@ -272,14 +277,14 @@ def _room_problems(config: Config) -> list[str]:
         remedies = [f"fewer --actor-num-gpus-per-node, such as {fewer}"]
     free = ", ".join(map(str, _free(config)))
     return [
-        f"{spelled(config, 'rollout_num_gpus')} is {_engines(config.num_engines)} of {_gpus(size)}, but beside the "
-        f"trainer the {_nodes(config.num_nodes)} {'has' if config.num_nodes == 1 else 'have'} room for {fits} (free "
-        f"GPUs on each: {free}); use {listed(remedies)}"
+        f"{spelled(config, 'rollout_num_gpus')} is {_engines(config.num_engines)} of {_gpus(size)}, but next to "
+        f"the trainer the {_nodes(config.num_nodes)} {'has' if config.num_nodes == 1 else 'have'} capacity for {fits} "
+        f"(free GPUs per node: {free}); use {listed(remedies)}"
     ]
 
 
 def _free(config: Config) -> list[int]:
-    """GPUs of each node beside the trainer's."""
+    """Free GPUs of each node, those of the trainer subtracted."""
     cluster = config.cluster
     return [
         cluster.num_gpus_per_node - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
@@ -288,7 +293,7 @@ def _free(config: Config) -> list[int]:
 
 
 def _room(config: Config) -> int:
-    """Engines that fit on those."""
+    """Engines that fit on the free GPUs."""
     size, a_node, free = config.cluster.rollout_num_gpus_per_engine, config.cluster.num_gpus_per_node, _free(config)
     if size <= a_node:
         return sum(gpus // size for gpus in free)
@@ -308,7 +313,8 @@ def _nodes(count: int) -> str:
 
 
 def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Sizes of the model, as in its ``config.json``, that its layout does not divide; once the layout fits the GPUs."""
+    """Model sizes in ``config.json`` that the layout does not divide; empty if the layout is wrong
+    already."""
     if layout_problems(config):
         return []
     perf = config.perf
@@ -354,8 +360,8 @@ def _layer_problems(config: Config, num_layers: int | None) -> list[str]:
         if works:
             remedies.append(f"{flag(key)} {listed(nearest(works, value_of(config, key), 6))}")
     return [
-        f"{spelled(config, PIPELINE)} cannot share the model's num_hidden_layers = {num_layers}{taken} "
-        f"evenly{chunks}; use {listed(remedies) if remedies else '--pipeline-model-parallel-size 1'}"
+        f"{spelled(config, PIPELINE)} does not divide the model's num_hidden_layers = {num_layers}{taken} "
+        f"into equal stages{chunks}; use {listed(remedies) if remedies else '--pipeline-model-parallel-size 1'}"
     ]
 
 
@@ -364,7 +370,8 @@ def _works(config: Config, num_layers: int) -> bool:
 
 
 def _shares_layers(config: Config, num_layers: int) -> bool:
-    """Whether the stages that are not given get the same number of layers, in whole chunks."""
+    """Whether the remaining layers divide evenly over the stages without a given size, in whole
+    chunks."""
     perf = config.perf
     uneven = [layers for key in (FIRST, LAST) if (layers := value_of(config, key)) is not None]
     stages = perf.pipeline_model_parallel_size - len(uneven)

@@ -1,7 +1,8 @@
-"""What a run cannot begin without and has not got yet: its image, the folder of its model, the files of its prompts.
+"""Check that the image, the model folder and the prompt files of a run exist.
 
-Input: a ``Config``; the file system is asked whether paths are there. Output: one line for all that is missing of the
-folder of models and data, with the command that brings it, and one for each other path.
+Input: a ``Config``; only the existence of paths is checked.
+Output: one line for all missing assets that `rlpost fetch` downloads, with the command, and one
+line for each other path.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def is_there(sources: Iterable[str]) -> bool:
 
 
 def missing_problems(config: Config, recipe: str | None) -> list[str]:
-    """Paths that are not there. Those that `rlpost fetch` brings are told together."""
+    """Missing paths; those that `rlpost fetch` downloads share one line."""
     fetched: list[str] = []
     others: list[str] = []
     folders = _of_the_hub(config)
     for name, path, kind in _needed(config):
         if os.path.isdir(path) if kind == "folder" else os.path.exists(_file(path)):
-            continue  # neither says yes where one may not look
+            continue  # both are False without permission
         if folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")
         else:
@@ -49,40 +50,40 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
     command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
     if config.cluster.assets_dir is not None:
         command += f" --assets-dir {config.cluster.assets_dir}"
-    return [f"{listed(fetched, 'and')}: not there yet; fetch from the hub with: {command}", *others]
+    return [f"{listed(fetched, 'and')}: not downloaded yet; run: {command}", *others]
 
 
 def _needed(config: Config) -> list[tuple[str, str, str]]:
-    """(flag, path, what it is) of what is read."""
+    """(flag, path, "file" or "folder") of every path that is read."""
     found = [("--hf-checkpoint", config.checkpoint.hf_checkpoint, "folder")] if config.checkpoint.hf_checkpoint else []
     found += [("--prompt-data", path, "file") for path in config.rollout.prompt_data]
     try:
         sets = eval_sets(config.eval)
-    except ConfigError:  # told with the settings of the evaluation
+    except ConfigError:  # ``eval_problems`` reports it
         return found
     return [*found, *((f"--eval-prompt-data {one.name}", one.path, "file") for one in sets)]
 
 
 def _of_the_hub(config: Config) -> set[str]:
-    """Names of the folders that `rlpost fetch` makes: the last part of each repository."""
+    """Names of the folders that `rlpost fetch` creates: the last part of each repository name."""
     repositories = (*config.assets.hub_models, *config.assets.hub_datasets)
     return {repository.partition("@")[0].rpartition("/")[2] for repository in repositories}
 
 
 def _why(path: str, kind: str) -> str:
-    """What there is of a path, and what to do."""
+    """Why a path is unusable, and the remedy."""
     parents = [str(parent) for parent in reversed(Path(path).parents)]
     first = next((parent for parent in parents if not os.path.exists(parent)), None)
     if first is not None:
-        return f"no such {kind}: {first} does not exist, or you may not look into what holds it; give another"
+        return f"no such {kind}: {first} does not exist, or its parent is not readable; give another path"
     if os.path.exists(path):
-        return f"is not a {kind}; give one"
+        return f"is not a {kind}; give a {kind}"
     near = suggestion(Path(path).name, os.listdir(Path(path).parent))
-    return f"no such {kind}{near or '; give one that exists'}"
+    return f"no such {kind}{near or '; give an existing one'}"
 
 
 def _of_a_hub(name: str, path: str) -> str:
-    """What to do about ORGANISATION/NAME, a repository on the hub, where a folder is meant."""
+    """Remedy for ORGANISATION/NAME, a hub repository given instead of a folder."""
     here = os.path.relpath(path)
     if name != "--hf-checkpoint" or here.count("/") != 1 or here.startswith("."):
         return ""

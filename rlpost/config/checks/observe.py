@@ -1,6 +1,6 @@
-"""Steps that are to be observed and do not exist. Pure.
+"""Check that profiled and traced steps and ranks exist. Pure.
 
-In: a ``Config``. Out: one line a problem.
+Input: a ``Config``. Output: one line for each problem.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from rlpost.config.wording import listed, spelled
 
 
 def observe_problems(config: Config) -> list[str]:
-    """What of [observe] would leave nothing behind."""
+    """Settings of [observe] that would produce no output."""
     observe, last = config.observe, config.rollout.num_rollout
-    behind_last = f"comes after the last step, {spelled(config, 'num_rollout')}"
+    behind_last = f"is after the last step, {spelled(config, 'num_rollout')}"
     problems = []
     if observe.profile or observe.record_memory_history:
         start, end = observe.profile_step_start, observe.profile_step_end
         first, behind = spelled(config, "profile_step_start"), spelled(config, "profile_step_end")
         if end <= start:
             problems.append(
-                f"{behind} is the step before which the profile ends, and must be above {first}; use "
+                f"{behind} must be above {first}, because the profile ends before it; use "
                 f"--profile-step-end {start + 1} or more"
             )
         elif start > last:
@@ -30,7 +30,7 @@ def observe_problems(config: Config) -> list[str]:
         ranks = [rank for rank in observe.profile_ranks if rank >= config.actor_world_size]
         if ranks:
             problems.append(
-                f"{spelled(config, 'profile_ranks')}: there is no rank {listed(ranks)}; use ranks from 0 to "
+                f"{spelled(config, 'profile_ranks')}: rank {listed(ranks)} does not exist; use ranks from 0 to "
                 f"{config.actor_world_size - 1}, for instance --profile-ranks 0"
             )
     if observe.traced and observe.traced[0] > last:

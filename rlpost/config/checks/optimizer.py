@@ -1,6 +1,6 @@
-"""Arithmetic checks of the table [optimizer], pure: schedules that cannot be, and settings that need others.
+"""Check the table [optimizer]: impossible schedules and missing companion settings. Pure.
 
-In: a ``Config``. Out: one line for each problem with the numbers.
+Input: a ``Config``. Output: one line for each problem, with the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rlpost.config.wording import listed, spelled
 
 
 def optimizer_problems(config: Config) -> list[str]:
-    """What Megatron's scheduler and optimizers would refuse, or quietly do otherwise."""
+    """Settings that Megatron's scheduler and optimizers reject or silently interpret differently."""
     rules = [*_rate_rules(config), *_decay_rules(config), *_memory_rules(config), *_dtype_rules(config)]
     return [problem for is_broken, problem in rules if is_broken]
 
@@ -37,8 +37,8 @@ def _rate_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             given.lr_decay_style != "constant" and warmup >= end,
-            f"{_warmup(config)}: a warm-up of {warmup:g} steps leaves nothing of {_end(config)}; use a shorter one, "
-            f"such as {_shorter(config)}",
+            f"{_warmup(config)}: a warm-up of {warmup:g} steps leaves no step of {_end(config)}; use a shorter "
+            f"warm-up, such as {_shorter(config)}",
         ),
         (
             given.lr_decay_style == "WSD" and given.lr_wsd_decay_iters is None,
@@ -66,8 +66,8 @@ def _decay_rules(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             changes and low > high,
-            f"{spelled(config, 'weight_decay_incr_style')} goes from --start-weight-decay {low:g} down to "
-            f"--end-weight-decay {high:g}; use --end-weight-decay {low:g} or more (--weight-decay where not given)",
+            f"{spelled(config, 'weight_decay_incr_style')} decreases from --start-weight-decay {low:g} to "
+            f"--end-weight-decay {high:g}; use --end-weight-decay {low:g} or more (default: --weight-decay)",
         ),
         (
             not changes and (start_decay is not None or end_decay is not None),
@@ -79,7 +79,7 @@ def _decay_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def _memory_rules(config: Config) -> list[tuple[bool, str]]:
-    """Where the state lies, and in which types."""
+    """Placement of the optimizer state."""
     given = config.optimizer
     return [
         (
@@ -112,7 +112,7 @@ def _shorter(config: Config) -> str:
 
 
 def _end(config: Config) -> str:
-    """The steps over which the learning rate changes, and which setting they are from."""
+    """The length of the learning-rate schedule, and the setting it comes from."""
     if config.optimizer.lr_decay_iters is not None:
         return spelled(config, "lr_decay_iters")
     return f"the {config.lr_decay_iters} optimizer steps of {spelled(config, 'num_rollout')}"
@@ -132,7 +132,7 @@ def _dtype_rules(config: Config) -> list[tuple[bool, str]]:
     ] + [
         (
             given.optimizer_cpu_offload,
-            f"{spelled(config, name)} with --optimizer-cpu-offload true, which keeps float32 in host memory; use "
+            f"{spelled(config, name)} with --optimizer-cpu-offload true, which keeps float32 state in host memory; use "
             f"{flag(name)} fp32 or --optimizer-cpu-offload false",
         )
         for name in narrow

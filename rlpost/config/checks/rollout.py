@@ -1,6 +1,7 @@
-"""Settings of rollout, evaluation and debugging that contradict or need each other.
+"""Check [rollout], [eval] and [debug] for conflicting or missing settings.
 
-Input: a ``Config``. Output: one line for each problem. Pure but for the file of --eval-config, which holds settings.
+Input: a ``Config``. Output: one line for each problem. Pure, except that it reads the file of
+--eval-config.
 """
 
 from __future__ import annotations
@@ -11,47 +12,47 @@ from rlpost.errors import ConfigError
 
 
 def rollout_problems(config: Config) -> list[str]:
-    """Settings of the rollout that contradict each other."""
+    """Conflicting rollout settings."""
     rollout = config.rollout
     over, mode, staleness = rollout.over_sampling_batch_size, rollout.rollout_mode, rollout.max_staleness
     rules = [
         (
             over is not None and over < rollout.rollout_batch_size and mode != "fully_async",
             f"{spelled(config, 'over_sampling_batch_size')} is less than {spelled(config, 'rollout_batch_size')}: "
-            f"it is the prompts started at once to get that many groups; use --over-sampling-batch-size "
+            f"that many prompts must be in flight to complete the batch; use --over-sampling-batch-size "
             f"{rollout.rollout_batch_size} or more, or none",
         ),
         (
             mode != "sync" and config.cluster.colocate,
-            f"{spelled(config, 'rollout_mode')} generates while the trainer trains, and with --colocate true both "
+            f"{spelled(config, 'rollout_mode')} generates during training, and with --colocate true both "
             "share the same GPUs; use --rollout-mode sync, or --colocate false with --rollout-num-gpus",
         ),
         (
             over is not None and mode == "fully_async",
-            f"{spelled(config, 'over_sampling_batch_size')} has no meaning with --rollout-mode fully_async, where "
-            "--max-staleness bounds how much is generated ahead; use --over-sampling-batch-size none",
+            f"{spelled(config, 'over_sampling_batch_size')} has no effect with --rollout-mode fully_async, where "
+            "--max-staleness bounds the groups generated ahead; use --over-sampling-batch-size none",
         ),
         (
             staleness is not None and mode != "fully_async",
-            f"{spelled(config, 'max_staleness')} has no meaning with {spelled(config, 'rollout_mode')}; use "
+            f"{spelled(config, 'max_staleness')} has no effect with {spelled(config, 'rollout_mode')}; use "
             "--rollout-mode fully_async or --max-staleness none",
         ),
         (
             rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout and mode == "sync",
-            "--mask-offpolicy-in-partial-rollout true needs --partial-rollout, else no answer has older tokens; add "
-            "--partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
+            "--mask-offpolicy-in-partial-rollout true needs --partial-rollout, else no response has off-policy tokens; "
+            "add --partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
 
 
 def eval_problems(config: Config) -> list[str]:
-    """Evaluation settings that contradict each other, or a file of sets that cannot be used."""
+    """Conflicting evaluation settings, or an invalid --eval-config file."""
     pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
     if len(pairs) % 2 and len(pairs) > 1:
         return [
-            f"{spelled(config, 'eval_prompt_data')}: {len(pairs)} words are no pairs; write one PATH, or NAME PATH for "
-            "each set"
+            f"{spelled(config, 'eval_prompt_data')}: {len(pairs)} words are not pairs; write one PATH, or NAME PATH "
+            "for each set"
         ]
     if pairs and file is not None:
         return [
@@ -71,16 +72,16 @@ def eval_problems(config: Config) -> list[str]:
     if twice is None:
         return []
     return [
-        f"{spelled(config, 'eval_prompt_data')}: two sets are called {twice}, and metrics are named by set; give each "
-        f"a NAME, such as {twice} and {twice}-2"
+        f"{spelled(config, 'eval_prompt_data')}: two sets are named {twice}, and metrics are named by set; "
+        f"give each its own NAME, such as {twice} and {twice}-2"
     ]
 
 
 def debug_problems(config: Config) -> list[str]:
-    """Recorded rollouts without a place for the step; debugging one half with what the other half makes."""
+    """Recording paths without {rollout_id}; conflicting debug modes."""
     debug = config.debug
     problems = [
-        f"{spelled(config, key)} has no {{rollout_id}} in it, and there is one file a step; write for instance "
+        f"{spelled(config, key)} lacks {{rollout_id}}, and each step writes one file; write for instance "
         f"{path}.{{rollout_id}}"
         for key in ("save_debug_rollout_data", "load_debug_rollout_data")
         if (path := getattr(debug, key)) is not None and "{rollout_id}" not in path
@@ -94,7 +95,7 @@ def debug_problems(config: Config) -> list[str]:
     without = "--debug-train-only false" if debug.debug_train_only else "--load-debug-rollout-data none"
     if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
         problems.append(
-            f"--debug-rollout-only true generates, and {spelled(config, other)} trains on what was recorded; use "
+            f"--debug-rollout-only true generates, but {spelled(config, other)} trains on recorded groups; use "
             f"--debug-rollout-only false, or {without}"
         )
     return problems

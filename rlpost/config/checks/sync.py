@@ -1,6 +1,6 @@
-"""Settings of the weights' way to the engines that contradict or need each other. Pure.
+"""Check the table [sync] for conflicting or missing settings. Pure.
 
-In: a ``Config``. Out: one line for each problem.
+Input: a ``Config``. Output: one line for each problem.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def sync_problems(config: Config) -> list[str]:
     rules = [
         (
             is_delta and config.cluster.colocate,
-            f"{mode} with --colocate true: engines read the trainer's memory and nothing is sent; use "
+            f"{mode} with --colocate true: engines read the trainer's GPU memory, so nothing is sent; use "
             "--update-weight-mode full",
         ),
         (
             is_delta and sync.update_weight_transport != "disk",
-            f"{mode} with {spelled(config, 'update_weight_transport')}: SGLang takes a change through files alone; use "
-            "--update-weight-transport disk, or --update-weight-mode full",
+            f"{mode} with {spelled(config, 'update_weight_transport')}: SGLang accepts delta updates only from "
+            "files; use --update-weight-transport disk, or --update-weight-mode full",
         ),
         (
             is_local and not is_delta,
@@ -32,9 +32,9 @@ def sync_problems(config: Config) -> list[str]:
         ),
         (
             is_local and bool(config.sglang.rollout_external_engine_addrs),
-            f"{local} with {spelled(config, 'rollout_external_engine_addrs')}: on the hosts of those engines this run "
-            "has no process that could write it; use --update-weight-local-checkpoint-dir none, and a "
-            "--update-weight-disk-dir that they see",
+            f"{local} with {spelled(config, 'rollout_external_engine_addrs')}: this run has no process on the "
+            "hosts of those engines to write it; use --update-weight-local-checkpoint-dir none, and a "
+            "--update-weight-disk-dir that the engines can read",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

@@ -1,1 +1,1 @@
-"""The groups of settings, one file a table of the recipe. ``rlpost.config.tree`` joins them."""
+"""The groups of settings, one module per recipe table. ``rlpost.config.tree`` joins them."""

@@ -1,4 +1,4 @@
-"""The table [assets] of a recipe: where on the Hugging Face hub its model and its data come from."""
+"""The table [assets] of a recipe: the Hugging Face repositories of its models and data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Repositories = Annotated[tuple[Annotated[str, AfterValidator(_repository)], ...]
 
 
 class AssetsConfig(Group):
-    """What `rlpost fetch` brings from the Hugging Face hub, each to the folder of its last name in $RLPOST_ASSETS."""
+    """Hugging Face repositories that `rlpost fetch` downloads; each goes to the folder in
+    $RLPOST_ASSETS named after the last part of its name."""
 
     hub_models: Repositories = ()
-    """Repositories of models, ORGANISATION/NAME or ORGANISATION/NAME@REVISION."""
+    """Model repositories, ORGANISATION/NAME or ORGANISATION/NAME@REVISION."""
     hub_datasets: Repositories = ()
-    """Repositories of data sets, in the same words."""
+    """Data set repositories, in the same format."""

@@ -1,4 +1,4 @@
-"""What every group of settings is made of."""
+"""Base class and field types of the groups of settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TopK = Annotated[int, AfterValidator(_top_k)]
 
 
 def variables(given: Any) -> Any:
-    """A flag gives words NAME=VALUE, a file a table."""
+    """A table of variables, from a TOML table or from a flag's NAME=VALUE words."""
     if not isinstance(given, (list, tuple)):
         return given
     if wrong := [word for word in given if "=" not in str(word)]:
@@ -61,7 +61,7 @@ def _function_path(given: str) -> str:
 
 
 def several(given: Any) -> Any:
-    """One word is a list of one."""
+    """Wrap a single word in a list."""
     return ([given] if given else []) if isinstance(given, str) else given
 
 
@@ -69,7 +69,7 @@ FilePaths = Annotated[tuple[FilePath, ...], BeforeValidator(several)]
 
 
 def _json_table(given: Any) -> Any:
-    """A flag gives the words of a JSON object, a file a table."""
+    """A table, from a TOML table or from the JSON object of a flag."""
     if isinstance(given, (list, tuple)):
         given = " ".join(map(str, given))
     if isinstance(given, str):

@@ -6,38 +6,42 @@ from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber
 
 
 class CheckpointConfig(Group):
-    """Which weights to start from and where to keep the run's own."""
+    """Initial weights, and where the run saves its checkpoints."""
 
     hf_checkpoint: FilePath = ""
-    """Hugging Face folder: weights to start from, tokenizer, architecture for SGLang."""
+    """Hugging Face folder with the initial weights, the tokenizer and the architecture that SGLang
+    loads."""
     ref_load: FilePath | None = None
-    """Weights of the reference model, and of the first step of a run that has no checkpoint to resume from:
-    a torch_dist folder of tools/convert_hf_to_torch_dist.py, or another Hugging Face folder; --hf-checkpoint unless
-    given."""
+    """Weights of the reference model, and initial weights of a run that has no checkpoint to resume
+    from: a torch_dist folder written by tools/convert_hf_to_torch_dist.py, or a Hugging Face
+    folder. Default: --hf-checkpoint."""
     load: FilePath | None = None
-    """Folder of checkpoints to resume from where --save has none yet; where this has none either the run begins from
-    --ref-load."""
+    """Folder of checkpoints to resume from while --save has none. If this folder has none either,
+    the run starts from --ref-load."""
     save: FilePath | None = None
-    """Folder of checkpoints; RUN/checkpoints unless given."""
+    """Folder of checkpoints. Default: RUN/checkpoints."""
     save_interval: Positive | None = None
-    """Steps between checkpoints; without it only at the end and at a preemption."""
+    """Steps between checkpoints. If unset, a checkpoint is saved only at the end and at a
+    preemption."""
     async_save: bool = False
-    """Write a checkpoint while training goes on; it is committed as soon as it is written. The last one of a run, or
-    before it stops, is waited for."""
+    """Write checkpoints in the background while training continues; each is committed as soon as it
+    is complete. The run waits for the last one before it exits."""
     save_buffer_gb: PositiveNumber = 4.0
-    """Host memory of a rank that a checkpoint passes through on its way to the files. With --async-save an optimizer
-    step waits until the state before it has been copied: a buffer as large as the rank's part of a checkpoint avoids
-    the wait, a smaller one saves memory."""
+    """Host memory per rank, in GB, that stages a checkpoint on its way to the files. With
+    --async-save an optimizer step waits until the state before it has been copied: a buffer as
+    large as the rank's shard of the checkpoint avoids the wait, a smaller one saves memory."""
     no_save_optim: bool = False
-    """Leave the state of the optimizer out of checkpoints: smaller, but Adam starts anew after a resume."""
+    """Leave the optimizer state out of checkpoints. They are smaller, but Adam restarts from zero
+    moments after a resume."""
     keep_last: Positive = 2
-    """Committed checkpoints to keep."""
+    """Number of most recent committed checkpoints to keep."""
     keep_every: Positive | None = None
-    """Keep those of every so many steps for good, besides the last ones."""
+    """Also keep every checkpoint whose step is a multiple of this, permanently."""
     save_hf: FilePath | None = None
-    """Hugging Face folder to export the weights to whenever a checkpoint is saved, with {step} (or {rollout_id}) where
-    the number of the step goes; it appears when it is whole. Not at a preemption, when time is short."""
+    """Hugging Face folder to export the weights to at each checkpoint; {step} (or {rollout_id})
+    becomes the step number. The folder appears only when it is complete. Skipped at a preemption,
+    when time is short."""
     save_deadline_s: PositiveNumber = 1800.0
-    """Seconds after which a checkpoint that is waited for counts as failed, and after which an optimizer step no longer
-    waits for one in the background, which fails then. Otherwise one in the background has no deadline: a later one is
-    put off until it is written."""
+    """Timeout in seconds for a checkpoint that training waits for, and for an optimizer step that
+    waits for a background checkpoint; either wait fails when it expires. Otherwise a background
+    checkpoint has no deadline: later ones are postponed until it is written."""

@@ -10,37 +10,42 @@ from rlpost.config.groups.base import FilePath, Group, Positive, Variables
 
 
 class ClusterConfig(Group):
-    """Where the run lives: Slurm, nodes, GPUs and who gets them."""
+    """Slurm resources, nodes, and the placement of trainer and engines on GPUs."""
 
     job_name: str = "rlpost"
-    """Name of the job and, unless --run-folder says otherwise, of its run folder."""
+    """Name of the Slurm job, and of its run folder unless --run-folder is given."""
     nodes: Positive | None = None
-    """Nodes that the run uses; as many as trainer and engines need unless given."""
+    """Nodes of the run. Default: as many as trainer and engines need."""
     spare_nodes: Annotated[int, Field(ge=0)] = 0
-    """Nodes allocated beyond those, to take the place of broken ones."""
+    """Extra nodes in the allocation that replace failed ones."""
     num_gpus_per_node: Positive = 8
-    """GPUs of each node (without CUDA: logical slots, one process each)."""
+    """GPUs per node (without CUDA: logical slots, one process each)."""
     actor_num_nodes: Positive | None = None
-    """Nodes that train; all of --nodes unless given."""
+    """Nodes of the trainer. Default: all of --nodes."""
     actor_num_gpus_per_node: Positive = 8
-    """GPUs on each of those nodes that train."""
+    """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: Positive = 1
-    """GPUs that generate, in all; with --colocate those that train."""
+    """Total GPUs for generation; with --colocate, the GPUs of the trainer."""
     rollout_num_gpus_per_engine: Positive = 1
-    """GPUs of one SGLang engine (its tensor-parallel size); an engine larger than a node takes whole nodes."""
+    """GPUs of one SGLang engine (its tensor-parallel size). An engine larger than a node takes
+    whole nodes."""
     bind_cpus: bool = True
-    """Run each rank of the trainer and each engine on the CPUs next to its GPUs, as far as the job has them."""
+    """Bind each trainer rank and each engine to the CPUs next to its GPUs, within the CPUs of the
+    job."""
     colocate: bool = False
-    """Engines on the GPUs of the trainer: they take turns, and whoever waits gives up its memory."""
+    """Run engines on the GPUs of the trainer. Training and generation alternate; the idle side
+    offloads its GPU memory."""
     offload_train: bool | None = None
-    """Keep weights, gradients and optimizer in host memory while engines generate; with --colocate unless given."""
+    """Offload weights, gradients and optimizer state to host memory while engines generate.
+    Default: on with --colocate."""
     offload_rollout: bool | None = None
-    """Let engines give up weights and cache while the trainer works; with --colocate unless given."""
+    """Release the engines' weights and KV cache while the trainer works. Default: on with
+    --colocate."""
     runs_dir: FilePath = "runs"
-    """Folder on the shared file system that holds the run folders."""
+    """Folder for the run folders, on the shared file system."""
     assets_dir: FilePath | None = None
-    """Folder on the shared file system with models and data: what $RLPOST_ASSETS means at the beginning of a path;
-    the variable of that name unless given."""
+    """Folder with models and data, on the shared file system; replaces $RLPOST_ASSETS at the start
+    of a path. Default: the environment variable of that name."""
     partition: str | None = None
     """Slurm partition."""
     account: str | None = None
@@ -50,51 +55,62 @@ class ClusterConfig(Group):
     reservation: str | None = None
     """Slurm reservation."""
     constraint: str | None = None
-    """Features that the nodes must have, as Slurm writes them."""
+    """Node features to require, in Slurm's --constraint syntax."""
     exclusive: bool = True
-    """Ask for whole nodes with all their memory."""
+    """Request whole nodes with all their memory."""
     exclude: tuple[str, ...] = ()
-    """Host lists to do without, for instance n[01-03]; those that broke during the run are added."""
+    """Host lists to exclude, for instance n[01-03]; nodes that fail during the run are added."""
     requeue: Literal["requeue", "chain", "never"] = "requeue"
-    """How the run comes back: Slurm's requeue, a new job (where requeueing is forbidden), or not."""
+    """How the run restarts after an attempt ends: Slurm's requeue, a new job (where requeueing is
+    forbidden), or never."""
     max_preemptions: Annotated[int, Field(ge=0)] = 100
-    """How often it comes back after a preemption or its time limit."""
+    """Maximum restarts after a preemption or the time limit."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """How often it comes back after a failure."""
+    """Maximum restarts after a failure."""
     max_stalled_attempts: Positive = 3
-    """Attempts in a row without a new checkpoint after which it does not come back."""
+    """Consecutive attempts without a new checkpoint after which the run does not restart."""
     python: str | None = None
-    """Interpreter of the nodes; this one unless given, in a container its python3."""
+    """Python interpreter on the nodes. Default: the one that submits; in a container, its
+    python3."""
     container: Literal["none", "auto", "pyxis", "enroot"] = "none"
-    """What the agents run in; auto: RLPOST_CONTAINER, or detected by the job: pyxis, enroot or none."""
+    """Container runtime of the agents. auto: RLPOST_CONTAINER, or what the job detects: pyxis,
+    enroot or none."""
     container_image: str | None = None
-    """Absolute path of a .sqsh file, or a name in a registry, imported once with enroot; may be $RLPOST_IMAGE."""
+    """Absolute path of a .sqsh file, or an image in a registry that enroot imports once; may be
+    $RLPOST_IMAGE."""
     container_mounts: tuple[str, ...] = ()
-    """SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; run folder and code are mounted anyway."""
+    """Extra mounts, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; the run folder and the code are
+    always mounted."""
     image_cache: FilePath | None = None
-    """Folder for imported images; $RLPOST_IMAGE_CACHE or RUNS_DIR/images unless given."""
+    """Folder for imported images. Default: $RLPOST_IMAGE_CACHE or RUNS_DIR/images."""
     environment: Variables = Field(default={})
-    """Variables NAME=VALUE of agents, driver and workers, also in a container. No secrets: they stand in the script."""
+    """Environment variables NAME=VALUE for agents, driver and workers, also inside a container. Not
+    for secrets: the values appear in the batch script."""
     setup_commands: tuple[str, ...] = ()
-    """Lines of shell that each node runs before its agent, in the container."""
+    """Shell lines that each node runs before its agent, inside the container."""
     time: str = "04:00:00"
-    """Time limit of one attempt, as Slurm writes it."""
+    """Time limit of one attempt, in Slurm's --time syntax."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How this site asks Slurm for GPUs."""
+    """How to request GPUs at this site: --gres, --gpus-per-node, or not at all."""
     signal_lead_s: Positive = 120
-    """Seconds before the time limit at which Slurm warns the job, and at which it warns itself where Slurm does not;
-    also the grace period that a preempted job counts on where it cannot ask Slurm."""
+    """Seconds before the time limit at which Slurm signals the job; the job signals itself where
+    Slurm does not. Also the assumed grace period of a preemption where the job cannot query
+    Slurm."""
     socket_ifname: str | None = None
-    """Network interface for Ray, GLOO and NCCL; found by itself unless given."""
+    """Network interface for Ray, Gloo and NCCL. Default: detected."""
     bringup_deadline_s: Positive = 600
-    """Seconds until every node has joined and every engine answers, or the attempt fails and names who is missing."""
+    """Startup timeout in seconds: every node must join and every engine answer by then, else the
+    attempt fails and names the missing ones."""
     distributed_timeout_minutes: Positive = 10
-    """Minutes after which a collective of the trainer counts as hung."""
+    """Timeout of the trainer's collectives, in minutes."""
     preflight_bandwidth_gbps: Annotated[float, Field(gt=0)] | None = None
-    """GB/s of all-reduce that every node needs with a neighbour, measured before the run; not measured unless given."""
+    """Minimum all-reduce bandwidth in GB/s between each node and a neighbour, measured before the
+    run. Not measured unless given."""
     ray_object_store_memory: Positive | None = None
-    """Bytes of shared memory for Ray's object store on each node; Ray's own choice unless given."""
+    """Bytes of shared memory for Ray's object store on each node. Default: Ray's."""
     ray_dashboard: bool = False
-    """Run Ray's dashboard on the head's loopback; ``rlpost tunnel`` prints the way to it."""
+    """Run Ray's dashboard on the head node's loopback address; `rlpost tunnel` prints the SSH
+    command to reach it."""
     ray_dashboard_host: str = "127.0.0.1"
-    """Address of the head at which it listens instead, for sites where others may reach it; it asks for the token."""
+    """Address on the head node that the dashboard binds instead, for sites where other machines may
+    reach it; requests need the token."""

@@ -6,14 +6,14 @@ from rlpost.config.groups.base import FilePath, Group
 
 
 class DebugConfig(Group):
-    """Recording and replaying generations."""
+    """Record and replay rollouts; rollout-only and train-only debug modes."""
 
     save_debug_rollout_data: FilePath | None = None
-    """Path with {rollout_id}: write the scored groups of each step there."""
+    """Path with {rollout_id} to which the scored groups of each step are written."""
     load_debug_rollout_data: FilePath | None = None
-    """Path with {rollout_id}: take the groups of each step from there instead of generating."""
+    """Path with {rollout_id} from which the groups of each step are read instead of generated."""
     debug_rollout_only: bool = False
-    """Generate and grade only: no trainer is started, nothing is trained or saved."""
+    """Generate and grade only: no trainer starts, nothing is trained or saved."""
     debug_train_only: bool = False
-    """Train on recorded groups only: no engine is started, nothing is generated or evaluated; needs
+    """Train on recorded groups only: no engine starts, nothing is generated or evaluated. Needs
     --load-debug-rollout-data."""

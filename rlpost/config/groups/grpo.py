@@ -10,66 +10,73 @@ from rlpost.config.groups.base import FunctionPath, Group, Positive
 
 
 class GrpoConfig(Group):
-    """The algorithm."""
+    """Advantage estimator, loss, KL penalties and importance sampling."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
-    """What is minimised: a policy loss; the negative log-likelihood of the responses in --prompt-data (then nothing is
-    generated); or that of --custom-loss-function-path."""
+    """Objective: the policy loss; the negative log-likelihood of the responses in --prompt-data
+    (SFT, nothing is generated); or the loss of --custom-loss-function-path."""
     custom_loss_function_path: FunctionPath | None = None
-    """module.function or FILE.py:function: the loss of --loss-type custom_loss (docs/actor.md has its signature)."""
+    """module.function or FILE.py:function: the loss of --loss-type custom_loss (signature in
+    docs/actor.md)."""
     custom_advantage_function_path: FunctionPath | None = None
     """module.function or FILE.py:function: advantages in place of --advantage-estimator (docs/actor.md)."""
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
-    """Advantages: rewards less their group's mean, over its standard deviation (grpo), less the mean of the others
-    (rloo), whitened over the batch (reinforce_plus_plus, with the group's mean off: _baseline). gspo and cispo, as
-    published recipes have it, mean grpo with the --policy-loss of that name."""
+    """grpo subtracts the group's mean reward and divides by the group's standard deviation; rloo
+    subtracts the mean of the other responses; reinforce_plus_plus whitens over the batch, and
+    _baseline subtracts the group's mean first. gspo and cispo, as in published recipes, are grpo
+    with the --policy-loss of that name."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | None = None
-    """Which ratio --loss-type policy_loss clips, and how: that of each token (ppo), that of the whole sequence (gspo),
-    or a weight without gradient (cispo). Unless given: the one that --advantage-estimator names, else ppo."""
+    """Ratio that --loss-type policy_loss clips: per token (ppo), per sequence (gspo), or a detached
+    per-token weight (cispo). Default: the one that --advantage-estimator names, else ppo."""
     disable_grpo_std_normalization: bool = False
-    """Do not divide by the standard deviation (Dr. GRPO)."""
+    """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
     eps_clip: Annotated[float, Field(ge=0.0)] = 0.2
-    """How far the ratio may fall below 1."""
+    """Lower clip range: the ratio is clipped at 1 - eps_clip."""
     eps_clip_high: Annotated[float, Field(ge=0.0)] | None = None
-    """How far the ratio may rise above 1; --eps-clip unless given."""
+    """Upper clip range: the ratio is clipped at 1 + eps_clip_high. Default: --eps-clip."""
     eps_clip_c: Annotated[float, Field(gt=1.0)] | None = None
-    """Largest ratio that counts against a bad answer (dual clip); off unless given."""
+    """Dual-clip bound of the ratio for negative advantages. Off by default."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL divergence from the reference in the reward, token by token; not with --kl-loss-coef."""
+    """Coefficient of the per-token KL penalty against the reference in the reward; not with
+    --kl-loss-coef."""
     use_kl_loss: bool = False
-    """Keep the weights of --ref-load, or else of --hf-checkpoint, as a reference and measure the KL divergence from
-    it."""
+    """Load the weights of --ref-load, or else --hf-checkpoint, as the reference model and compute
+    the KL divergence from it."""
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of that divergence in the loss."""
+    """Coefficient of that KL divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Its estimator, in the loss and in the reward."""
+    """KL estimator, in the loss and in the reward."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the entropy of the policy, which is taken off the loss."""
+    """Coefficient of the entropy bonus, which is subtracted from the loss."""
     use_tis: bool = False
-    """Weigh the loss by the ratio of trainer's to engines' probabilities (truncated importance sampling)."""
+    """Weight the loss by the ratio of trainer to engine probabilities (truncated importance
+    sampling)."""
     tis_level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of each token, of the whole answer, or its geometric mean over the answer."""
+    """Ratio per token, per response, or its geometric mean over the response."""
     tis_mode: Literal["truncate", "mask", "reject"] = "truncate"
-    """Outside the bounds: the bound (truncate) or nothing (mask, IcePop); reject is mask with weight 1 inside."""
+    """Weight outside the bounds: clamp to the bound (truncate) or zero (mask, IcePop). reject is
+    mask with weight 1 inside the bounds."""
     tis_clip: Annotated[float, Field(gt=0.0)] = 2.0
     """Upper bound of the ratio."""
     tis_clip_low: Annotated[float, Field(ge=0.0)] = 0.0
     """Lower bound of the ratio."""
     calculate_per_token_loss: bool = False
-    """Average over all tokens of the batch instead of first over each sample."""
+    """Average the loss over all tokens of the batch instead of first over each sample."""
     loss_unit: Literal["sample", "answer"] = "sample"
-    """Where --custom-generate-function-path returns k samples for one answer: each counts as one in the baseline and in
-    the loss, so the answer weighs k (sample); or all together weigh 1, with the mean of their rewards (answer, as
-    slime)."""
+    """For a --custom-generate-function-path that returns k samples for one response. sample: each
+    counts once in baseline and loss, so the response has weight k. answer: together they have
+    weight 1 and the mean of their rewards, as in slime."""
     log_probs_chunk_size: Positive = 1024
-    """Tokens whose log-probs are computed at once: bounds the memory of a pass over the vocabulary in float32."""
+    """Tokens per chunk when log-probs are computed; bounds the float32 memory of a pass over the
+    vocabulary."""
     guard_initial_kl: Annotated[float, Field(ge=0.0)] = 1e-3
-    """Largest KL divergence from the old and, in a run's first step, from the reference policy before any update;
-    more is an error. 0 is off."""
+    """Maximum KL divergence before any update: from the old policy, and in the first step of a run
+    from the reference. A larger value is an error; 0 disables the check."""
     guard_rollout_logprob_diff: Annotated[float, Field(ge=0.0)] = 0.1
-    """Mean absolute difference between the engines' and the trainer's log-probs above which there is a warning. 0 is
-    off."""
+    """Warn when the mean absolute difference between engine and trainer log-probs exceeds this. 0
+    disables the check."""
     guard_grad_norm_factor: Annotated[float, Field(ge=0.0)] = 10.0
-    """Warn of a gradient norm so many times the median of the steps before. 0 is off."""
+    """Warn when the gradient norm exceeds this many times the median of the preceding steps. 0
+    disables the check."""

@@ -1,4 +1,4 @@
-"""The table [megatron] of a recipe: what is Megatron-core's own."""
+"""The table [megatron] of a recipe: pass-through options of Megatron-core."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rlpost.config.groups.base import Group
 
 
 class MegatronConfig(Group):
-    """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig that is no
-    setting of another table; as a flag or a key by the field's name."""
+    """Pass-through to Megatron-core: any field of TransformerConfig, OptimizerConfig or
+    DistributedDataParallelConfig that is not a setting of another table, under the field's name."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was given, by the names of Megatron's fields."""
+        """The given options by Megatron's field names."""
         return dict(self.model_extra or {})

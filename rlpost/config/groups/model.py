@@ -1,7 +1,8 @@
-"""The table [model] of a recipe: the model's architecture in Megatron's words, to be checked against its config.json.
+"""The table [model] of a recipe: the model's architecture under Megatron's option names.
 
-Nothing here needs to be given: what is not comes from the checkpoint. What is given must agree with it, so that a
-recipe made for another model is found out before a job starts (``rlpost.actor.architecture`` compares).
+All settings are optional; the checkpoint's config.json supplies missing values. A given value must
+agree with config.json, so that a recipe for another model fails before the job starts
+(``rlpost.actor.architecture`` compares).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PATTERN = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
 def _layer_pattern(given: Any) -> Any:
-    """``[0]*3+[1]*89``, as Megatron takes it, is three zeros and 89 ones; a list of numbers is left as it is."""
+    """Expand ``[0]*3+[1]*89`` (Megatron's syntax) to 3 zeros and 89 ones; keep a list as it is."""
     if isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], str):
         given = given[0]
     if not isinstance(given, str):
@@ -29,7 +30,7 @@ def _layer_pattern(given: Any) -> Any:
     terms = given.replace(" ", "").removeprefix("(").removesuffix(")").split("+")
     found = [_PATTERN.fullmatch(term) for term in terms]
     if not all(found):
-        raise ValueError("write a sum of lists of 0 (dense) and 1 (experts) such as [0]*3+[1]*89")
+        raise ValueError("write a sum of lists of 0 (dense) and 1 (MoE) such as [0]*3+[1]*89")
     return tuple(int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1))
 
 
@@ -37,96 +38,98 @@ LayerPattern = Annotated[tuple[int, ...], BeforeValidator(_layer_pattern)]
 
 
 class ModelConfig(Group):
-    """Architecture as MODEL_ARGS of Megatron recipes give it; each value must agree with config.json."""
+    """Architecture, named as in the MODEL_ARGS of Megatron recipes. Each value must agree with
+    config.json."""
 
     num_layers: Positive | None = None
-    """Layers."""
+    """Number of layers."""
     hidden_size: Positive | None = None
-    """Width of the model."""
+    """Hidden size."""
     ffn_hidden_size: Positive | None = None
-    """Width inside a dense MLP."""
+    """Intermediate size of a dense MLP."""
     num_attention_heads: Positive | None = None
-    """Heads of queries."""
+    """Query heads."""
     group_query_attention: bool | None = None
-    """Whether several heads of queries share keys and values."""
+    """Whether query heads share key and value heads (GQA)."""
     num_query_groups: Positive | None = None
-    """Heads of keys and values."""
+    """Key and value heads."""
     kv_channels: Positive | None = None
-    """Width of a head."""
+    """Head dimension."""
     normalization: Literal["RMSNorm"] | None = None
-    """Kind of the norms."""
+    """Normalization layer."""
     norm_epsilon: PositiveFloat | None = None
-    """Added to the mean square in a norm."""
+    """Epsilon of the normalization layers."""
     position_embedding_type: Literal["rope"] | None = None
-    """Kind of the position embedding."""
+    """Position embedding."""
     use_rotary_position_embeddings: bool | None = None
-    """The same, in Megatron's older words."""
+    """Older Megatron name for --position-embedding-type rope."""
     rotary_base: PositiveFloat | None = None
-    """Base of the rotary embedding's wave lengths."""
+    """Base of the rotary embedding (RoPE theta)."""
     rotary_percent: Share | None = None
-    """Part of each head that is rotated."""
+    """Fraction of each head that is rotated."""
     rotary_interleaved: bool | None = None
-    """Whether neighbours are rotated with each other, instead of the two halves of a head."""
+    """Rotate adjacent pairs instead of the two halves of a head."""
     no_rope_fusion: bool = False
-    """Do not rotate with TransformerEngine's fused kernel where there is one."""
+    """Do not use TransformerEngine's fused RoPE kernel."""
     vocab_size: Positive | None = None
-    """Rows of the embedding."""
+    """Vocabulary size: rows of the embedding."""
     untie_embeddings_and_output_weights: bool | None = None
-    """Whether the output layer has weights of its own."""
+    """Whether the output layer has separate weights."""
     disable_bias_linear: bool | None = None
-    """Whether linear layers are without bias (those of query, key and value apart)."""
+    """Whether linear layers have no bias (except query, key and value projections)."""
     add_qkv_bias: bool | None = None
-    """Whether query, key and value have a bias."""
+    """Whether query, key and value projections have a bias."""
     qk_layernorm: bool | None = None
-    """Whether queries and keys are normed."""
+    """Whether queries and keys are normalized."""
     post_self_attn_layernorm: bool | None = None
-    """Whether attention ends with a norm of its own."""
+    """Whether attention has an additional norm at its output."""
     post_mlp_layernorm: bool | None = None
-    """Whether the MLP ends with a norm of its own."""
+    """Whether the MLP has an additional norm at its output."""
     swiglu: bool | None = None
-    """Whether the MLP is gated, with SiLU."""
+    """Whether the MLP is gated with SiLU."""
     attention_dropout: Zero | None = None
-    """Dropout in attention; there is none."""
+    """Attention dropout; only 0 is supported."""
     hidden_dropout: Zero | None = None
-    """Dropout of hidden states; there is none."""
+    """Hidden-state dropout; only 0 is supported."""
     num_experts: Positive | None = None
-    """Experts of a layer."""
+    """Experts per MoE layer."""
     moe_layer_freq: LayerPattern | None = None
-    """For each layer 1 where it has experts and 0 where it is dense, such as [0]*3+[1]*89."""
+    """For each layer 1 if it is an MoE layer and 0 if it is dense, such as [0]*3+[1]*89."""
     moe_ffn_hidden_size: Positive | None = None
-    """Width inside an expert."""
+    """Intermediate size of an expert."""
     moe_shared_expert_intermediate_size: Positive | None = None
-    """Width inside the shared expert."""
+    """Intermediate size of the shared expert."""
     moe_router_topk: Positive | None = None
-    """Experts that a token goes to."""
+    """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """How the router scores experts."""
+    """Score function of the router."""
     moe_router_pre_softmax: bool | None = None
-    """Whether scores are normalised before the best are chosen."""
+    """Whether the scores are normalized before top-k selection."""
     moe_router_enable_expert_bias: bool | None = None
-    """Whether a bias takes part in choosing experts."""
+    """Whether a per-expert bias is added for expert selection."""
     moe_router_bias_update_rate: Zero | None = None
-    """How fast that bias is adapted; it stays as it came."""
+    """Update rate of that bias; only 0 is supported, the bias stays as loaded."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
-    """Factor of the experts' weights."""
+    """Scaling factor of the routing weights."""
     moe_router_num_groups: Positive | None = None
-    """Groups of experts of which the router first chooses some."""
+    """Expert groups for group-limited routing."""
     moe_router_group_topk: Positive | None = None
-    """How many of these groups."""
+    """Groups selected per token."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] | None = None
-    """Auxiliary loss of the router; its weight must be 0, so that it makes no difference."""
+    """Auxiliary loss of the router; its coefficient must be 0, so it has no effect."""
     moe_aux_loss_coeff: Zero | None = None
-    """Weight of that loss; there is none."""
+    """Coefficient of that loss; only 0 is supported."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """Precision in which the router computes."""
+    """Precision of the router."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
-    """How tokens travel to their experts; flex needs --moe-enable-deepep."""
+    """Token dispatcher of the experts; flex needs --moe-enable-deepep."""
     moe_enable_deepep: bool = False
-    """Send tokens with DeepEP, which must be installed on the nodes."""
+    """Dispatch tokens with DeepEP, which must be installed on the nodes."""
     moe_grouped_gemm: bool | None = None
-    """Compute the experts of a rank together, for which true needs TransformerEngine on GPUs; where it is installed
-    unless given. Otherwise they run one after the other."""
+    """Compute the experts of a rank with one grouped GEMM instead of one after the other; on GPUs
+    this needs TransformerEngine. Default: on where it is installed."""
     moe_permute_fusion: bool = False
-    """Sort tokens by expert with a fused kernel of TransformerEngine, which it needs on GPUs."""
+    """Permute tokens with TransformerEngine's fused kernel, which must be installed on GPU
+    nodes."""
     override_hf_config: tuple[str, ...] = ()
-    """Names of this table whose values win over config.json instead of having to agree with it."""
+    """Keys of this table whose values override config.json instead of having to agree with it."""

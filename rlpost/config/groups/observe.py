@@ -13,7 +13,7 @@ from rlpost.config.groups.base import FilePath, Group, Positive
 def _steps(given: str) -> str:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", given)
     if found is None or int(found[1]) < 1 or int(found[2] or found[1]) < int(found[1]):
-        raise ValueError("write FIRST:LAST, two steps from 1 on, or one step")
+        raise ValueError("write FIRST:LAST, two steps of at least 1, or one step")
     return given
 
 
@@ -21,32 +21,34 @@ Steps = Annotated[str, AfterValidator(_steps)]
 
 
 class ObserveConfig(Group):
-    """Ways to look at a run beside metrics.jsonl (docs/seeing.md)."""
+    """Monitoring and profiling beyond metrics.jsonl (docs/seeing.md)."""
 
     use_tensorboard: bool = False
-    """Write the metrics of each step for TensorBoard, too; the driver's node needs the package tensorboard."""
+    """Also write the metrics of each step for TensorBoard; the driver's node needs the package
+    tensorboard."""
     tensorboard_dir: FilePath | None = None
-    """Folder for that; RUN/tensorboard unless given."""
+    """Folder of the TensorBoard events. Default: RUN/tensorboard."""
     use_prometheus: bool = False
-    """Serve the newest metrics to Prometheus from the driver's node; whoever asks shows the attempt's token."""
+    """Serve the latest metrics to Prometheus from the driver's node; requests need the attempt's
+    token."""
     prometheus_host: str = "127.0.0.1"
-    """Address to serve them at, for sites whose Prometheus is on another machine."""
+    """Address to bind, for sites whose Prometheus runs on another machine."""
     prometheus_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
-    """Port for that; the last of the job's own block unless given. The driver's log says which."""
+    """Port to bind. Default: the last port of the job's block; the driver logs it."""
     trace_steps: Steps | None = None
-    """FIRST:LAST, both included: write what driver, actors and engines did in these steps to RUN/traces, to be opened
-    with Perfetto."""
+    """FIRST:LAST, inclusive: trace driver, actors and engines in these steps and write RUN/traces,
+    for Perfetto."""
     profile: bool = False
-    """Record the operators of the trainer with torch's profiler, to RUN/traces."""
+    """Profile the trainer's operators with torch.profiler and write RUN/traces."""
     profile_step_start: Positive = 10
-    """The first step that is profiled."""
+    """First step to profile."""
     profile_step_end: Positive = 12
-    """The step before which it ends."""
+    """Step before which profiling stops."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks of the trainer that are profiled."""
+    """Trainer ranks to profile."""
     record_memory_history: bool = False
-    """Record every allocation of GPU memory in those steps on those ranks, to RUN/traces, for pytorch.org/memory_viz;
-    CUDA only."""
+    """Record every GPU memory allocation in those steps on those ranks and write RUN/traces, for
+    pytorch.org/memory_viz. CUDA only."""
 
     @property
     def traced(self) -> range:

@@ -11,7 +11,7 @@ from rlpost.config.groups.base import Group, Positive
 
 def _always(given: bool) -> bool:
     if not given:
-        raise ValueError("must be true, there is nothing else")
+        raise ValueError("only true is supported")
     return given
 
 
@@ -19,59 +19,62 @@ Always = Annotated[bool, AfterValidator(_always)]
 
 
 class PerfConfig(Group):
-    """Parallel layout of the trainer and the size of its micro-batches."""
+    """Parallelism, recomputation, precision and micro-batches of the trainer."""
 
     tensor_model_parallel_size: Positive = 1
     """Tensor-parallel size."""
     sequence_parallel: bool = False
-    """Split activations along the sequence between tensor-parallel ranks."""
+    """Shard activations along the sequence over the tensor-parallel ranks."""
     pipeline_model_parallel_size: Positive = 1
-    """Stages into which the layers are cut."""
+    """Pipeline-parallel size."""
     num_layers_per_virtual_pipeline_stage: Positive | None = None
-    """Layers of a chunk: each stage then has several and works on them in turn (interleaved pipeline)."""
+    """Layers per virtual stage, for the interleaved pipeline schedule."""
     decoder_first_pipeline_num_layers: Positive | None = None
-    """Layers of the first stage, where the stages are not equal."""
+    """Layers of the first stage, for uneven stages."""
     decoder_last_pipeline_num_layers: Positive | None = None
-    """Layers of the last stage, where the stages are not equal."""
+    """Layers of the last stage, for uneven stages."""
     context_parallel_size: Positive = 1
-    """Ranks among which every sequence is cut."""
+    """Context-parallel size: ranks that shard each sequence."""
     expert_model_parallel_size: Positive = 1
-    """Ranks among which the experts of a layer are spread."""
+    """Expert-parallel size: ranks that share the experts of a layer."""
     expert_tensor_parallel_size: Positive | None = None
-    """Ranks among which a single expert is cut; --tensor-model-parallel-size unless given."""
+    """Tensor-parallel size of a single expert. Default: --tensor-model-parallel-size."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute whole layers, or only attention, in the backward pass instead of keeping their activations."""
+    """Recompute activations in the backward pass: of whole layers (full) or of attention only
+    (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers, with full: all in chunks of --recompute-num-layers, or that many of each stage."""
+    """With full: recompute all layers in chunks of --recompute-num-layers (uniform), or that many
+    layers of each stage (block)."""
     recompute_num_layers: Positive | None = None
-    """Layers of a chunk, or of a stage, that are recomputed."""
+    """Layers per chunk (uniform) or per stage (block)."""
     bf16: bool | None = None
-    """Compute in bfloat16, with main weights in float32; on GPUs unless given."""
+    """Compute in bfloat16 with float32 main weights. Default: on with GPUs."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """Add up and reduce gradients in float32."""
+    """Accumulate and reduce gradients in float32."""
     attention_softmax_in_fp32: Always = True
-    """Softmax of attention in float32; its kernels know nothing else."""
+    """Attention softmax in float32; only true is supported."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
-    """Whose modules the layers are made of; TransformerEngine's where it is installed unless given."""
+    """Implementation of the layers. Default: TransformerEngine where it is installed."""
     use_distributed_optimizer: bool = True
-    """Shard the state of the optimizer over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass goes on."""
+    """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass goes on; needs the two above."""
+    """Overlap the all-gather of updated weights with the next forward pass; needs the two settings
+    above."""
     use_dynamic_batch_size: bool = False
-    """Pack samples of different lengths up to --max-tokens-per-gpu instead of --micro-batch-size samples."""
+    """Pack samples up to --max-tokens-per-gpu tokens instead of --micro-batch-size samples."""
     max_tokens_per_gpu: Positive | None = None
-    """Tokens of a micro-batch on one GPU (times the context-parallel size in all); a longer sample is alone in its own
-    and never cut."""
+    """Tokens of a micro-batch on one GPU (in all, this times the context-parallel size). A longer
+    sample gets its own micro-batch and is never truncated."""
     log_probs_max_tokens_per_gpu: Positive | None = None
-    """The same limit for passes that only compute log-probs and keep no activations; --max-tokens-per-gpu unless
-    given."""
+    """The same limit for forward-only passes that compute log-probs. Default:
+    --max-tokens-per-gpu."""
     balance_data: bool = False
-    """Deal the samples of a step so that all data-parallel ranks have even work, attention included; otherwise they go
-    to the ranks in turn, in their order."""
+    """Balance the compute of the samples, attention included, over the data-parallel ranks;
+    otherwise samples are assigned round-robin."""
     micro_batch_size: Positive = 1
-    """Samples of a micro-batch without --use-dynamic-batch-size."""
+    """Samples per micro-batch without --use-dynamic-batch-size."""
     actor_num_threads: Positive | None = None
-    """Threads of an operator that a rank of the trainer runs on the CPU. Unless given, 1; with --optimizer-cpu-offload
-    on GPUs an even share of the cores that the job has on the node."""
+    """CPU threads per operator of a trainer rank. Default: 1; with --optimizer-cpu-offload on GPUs,
+    an even share of the job's cores on the node."""

@@ -19,98 +19,104 @@ from rlpost.config.groups.base import (
 
 
 class RolloutConfig(Group):
-    """Prompts, sampling and the size of a step."""
+    """Prompts, rewards, sampling and batch sizes."""
 
     prompt_data: FilePaths = ()
-    """Files of prompts, JSON Lines (one prompt a line) or Parquet (one a row); PATH@[A:B] is a slice of one
-    (docs/data.md)."""
+    """Prompt files, JSON Lines (one prompt a line) or Parquet (one a row); PATH@[A:B] selects a
+    slice (docs/data.md)."""
     prompt_data_weights: tuple[PositiveNumber, ...] = ()
-    """Share of each file in what is asked, in the order of --prompt-data; without it every prompt comes once an
-    epoch."""
+    """Sampling weight of each file, in the order of --prompt-data. If unset, every prompt is used
+    once an epoch."""
     input_key: str = "input"
     """Key of the prompt in a line."""
     label_key: str | None = None
     """Key of the expected answer in a line."""
     metadata_key: str | None = None
-    """Key of an object that goes with the prompt to its reward; all other keys of a line unless given."""
+    """Key of an object that is passed to the reward with the prompt. Default: all other keys of the
+    line."""
     tool_key: str | None = None
-    """Key of the tools of a prompt, a list of OpenAI function schemas, for the chat template."""
+    """Key of the prompt's tools for the chat template, a list of OpenAI function schemas."""
     apply_chat_template: bool = False
-    """Pass the prompt (a string or a list of messages) through the tokenizer's chat template."""
+    """Apply the tokenizer's chat template to the prompt (a string or a list of messages)."""
     apply_chat_template_kwargs: JsonTable = Field(default={})
-    """More arguments of the chat template, as a JSON object, such as {"enable_thinking": false}."""
+    """Additional chat template arguments as a JSON object, such as {"enable_thinking": false}."""
     rollout_shuffle: bool = False
-    """Shuffle the prompts anew each epoch."""
+    """Reshuffle the prompts each epoch."""
     rollout_seed: int = 42
     """Seed of the shuffle."""
     rollout_max_prompt_len: Positive | None = None
-    """Longest prompt, in tokens; longer ones are skipped and counted."""
+    """Maximum prompt length in tokens; longer prompts are skipped and counted."""
     bad_prompts: Literal["stop", "skip"] = "stop"
-    """What to do about a line that is no prompt: end the run before it starts, or skip and count it."""
+    """Action on an invalid line: fail before the run starts (stop), or skip and count it."""
     rm_type: str = "exact_match"
-    """Which reward scores an answer (docs/rewards.md); with boxed_ before it, the content of its last box.
-    'rm_type' in the metadata of a prompt goes before it."""
+    """Reward function (docs/rewards.md); the prefix boxed_ grades the content of the last
+    \\boxed{}. 'rm_type' in a prompt's metadata takes precedence."""
     rm_url: str | None = None
-    """Address of the reward model of --rm-type remote_rm."""
+    """URL of the reward model of --rm-type remote_rm."""
     rm_url_timeout_s: PositiveNumber = 300.0
-    """Longest wait for one reward of --rm-url, all tries together, in seconds."""
+    """Timeout in seconds of one reward of --rm-url, retries included."""
     custom_rm_path: FunctionPath | None = None
-    """module.function or FILE.py:function: a reward of your own, in place of --rm-type (docs/rewards.md)."""
+    """module.function or FILE.py:function: a custom reward, instead of --rm-type
+    (docs/rewards.md)."""
     group_rm: bool = False
-    """Call the function of --custom-rm-path once for all answers to a prompt instead of once for each."""
+    """Call the function of --custom-rm-path once per group instead of once per response."""
     reward_key: str | None = None
-    """Which value of a reward that is an object counts, such as score."""
+    """Key of the value to use where a reward is an object, such as score."""
     reward_timeout_s: PositiveNumber = 10.0
-    """Longest grading of an answer, or of a group with --group-rm, in seconds; what takes longer scores 0."""
+    """Timeout in seconds for grading a response, or a group with --group-rm; on expiry the reward
+    is 0."""
     reward_workers: Positive = 8
-    """Processes that grade; they start when they are needed."""
+    """Maximum grading processes; they start on demand."""
     num_rollout: Positive = 1
-    """Steps to train: each generates, trains and synchronises once."""
+    """Training steps; each generates, trains and updates the engines' weights once."""
     rollout_batch_size: Positive = 1
-    """Prompts a step."""
+    """Prompts per step."""
     n_samples_per_prompt: Positive = 1
-    """Answers to each prompt: the size of a group."""
+    """Responses per prompt: the group size."""
     rollout_mode: Literal["sync", "one_step_off", "fully_async"] = "sync"
-    """When a batch is generated: between trainings; the next one during each training; or all the time, engines going
-    on with what they write when new weights arrive."""
+    """When batches are generated: between training steps (sync), the next one during training
+    (one_step_off), or continuously, where engines resume their requests after a weight update
+    (fully_async)."""
     max_staleness: Positive | None = None
-    """Versions of the weights that may lie between a group's first token and its training, with --rollout-mode
-    fully_async; 1 unless given."""
+    """Maximum weight versions between a group's first token and its training, with --rollout-mode
+    fully_async. Default: 1."""
     over_sampling_batch_size: Positive | None = None
-    """Prompts to generate at once for a step, of which the first --rollout-batch-size groups are trained and other
-    finished ones kept for the next; as many as that unless given."""
+    """Prompts in flight for a step. The first --rollout-batch-size complete groups are trained;
+    further complete groups are kept for the next step. Default: --rollout-batch-size."""
     dynamic_sampling_filter_path: FunctionPath | None = None
-    """module.function or FILE.py:function: which groups to train; others are dropped and more generated
-    (docs/rollout.md). rlpost.rollout.filters.check_reward_nonzero_std drops those whose rewards are all equal."""
+    """module.function or FILE.py:function: selects the groups to train; rejected groups are dropped
+    and replaced (docs/rollout.md). rlpost.rollout.filters.check_reward_nonzero_std drops groups
+    whose rewards are all equal."""
     partial_rollout: bool = False
-    """Keep the tokens of answers that were cut off, and go on with them in the next rollout."""
+    """Keep the tokens of aborted responses and resume them in the next rollout."""
     mask_offpolicy_in_partial_rollout: bool = False
-    """Leave those tokens of an answer out of the loss that older weights wrote than its last ones."""
+    """Mask the tokens of a resumed response in the loss that earlier weights generated."""
     buffer_filter_path: FunctionPath | None = None
-    """module.function or FILE.py:function: which of the groups that were cut off to go on with first; those that wait
-    longest unless given (docs/rollout.md)."""
+    """module.function or FILE.py:function: chooses which aborted groups to resume first. Default:
+    the oldest (docs/rollout.md)."""
     custom_generate_function_path: FunctionPath | None = None
-    """module.function or FILE.py:function: writes an answer in place of one turn of the model, with tools or in several
-    turns (docs/rollout.md)."""
+    """module.function or FILE.py:function: generates a response, for instance with tools or over
+    several turns (docs/rollout.md)."""
     rollout_function_path: str | None = None
-    """For command lines of slime, whose own rollout functions are settings here: that of SFT is --loss-type sft_loss,
-    the fully asynchronous one --rollout-mode fully_async. Another one is refused (docs/extending.md)."""
+    """Accepted for slime command lines, whose own rollout functions are settings here: SFT is
+    --loss-type sft_loss, fully asynchronous rollout is --rollout-mode fully_async. Any other
+    function is rejected (docs/extending.md)."""
     rollout_max_response_len: Positive = 1024
-    """Longest answer, in tokens."""
+    """Maximum response length, in tokens."""
     rollout_max_context_len: Positive | None = None
-    """Longest prompt and answer together, in tokens; prompts that leave no room for an answer are skipped and
-    counted."""
+    """Maximum length of prompt and response together, in tokens; prompts that leave no token for a
+    response are skipped and counted."""
     rollout_temperature: Annotated[float, Field(gt=0.0)] = 1.0
-    """Sampling temperature; the trainer's log-probs are divided by the same."""
+    """Sampling temperature; the trainer divides its logits by the same value."""
     rollout_top_p: Fraction = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling probability."""
     rollout_top_k: TopK = -1
-    """Top-k sampling; -1 is off."""
+    """Top-k sampling; -1 disables it."""
     rollout_stop: tuple[str, ...] = ()
-    """Strings that end an answer."""
+    """Stop strings."""
     rollout_stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end an answer."""
+    """Stop token ids."""
     global_batch_size: Positive | None = None
-    """Samples an optimizer step; follows from the number of steps unless given."""
+    """Samples per optimizer step. Default: derived from --num-steps-per-rollout."""
     num_steps_per_rollout: Positive | None = None
-    """Optimizer steps a rollout; 1 unless given or implied by --global-batch-size."""
+    """Optimizer steps per rollout. Default: 1, or derived from --global-batch-size."""

@@ -11,31 +11,32 @@ from rlpost.config.server_arg_values import typed_args
 
 
 class SglangConfig(Group):
-    """Engines and router. Any other --sglang-X goes to SGLang's own ServerArgs under the name X."""
+    """SGLang engines and router. Any other --sglang-X is passed to SGLang's ServerArgs as X."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     sglang_server_concurrency: Positive = 512
-    """Requests under way at one engine."""
+    """Maximum concurrent requests per engine."""
     router_policy: Literal["cache_aware", "round_robin", "random"] = "cache_aware"
-    """How the router chooses an engine."""
+    """Load-balancing policy of the router."""
     rollout_external_engine_addrs: tuple[str, ...] = ()
-    """HOST:PORT of engines that somebody else runs, in place of our own; their key is in SGLANG_API_KEY."""
+    """HOST:PORT of externally managed engines to use instead of starting any; their API key is read
+    from SGLANG_API_KEY."""
     rollout_health_check_interval: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds between two looks at the engines; one that is dead or hangs is restarted."""
+    """Seconds between health checks of the engines; a dead or hung engine is restarted."""
     rollout_health_check_timeout: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds after which an engine that does not answer counts as hung."""
+    """Seconds without an answer after which an engine counts as hung."""
 
     @property
     def given_server_args(self) -> dict[str, Any]:
-        """The pass-through settings as they were given, without the prefix."""
+        """The pass-through settings as given, without the prefix."""
         return {key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()}
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """The pass-through settings by the names of SGLang's ServerArgs, typed as it types them.
+        """The pass-through settings by ServerArgs field name, converted to its types.
 
-        One that is unset is left out. A value that SGLang does not take stays as it was given; ``check`` refuses it.
+        Unset ones are left out. A value that SGLang rejects stays as given; ``check`` reports it.
         """
         return typed_args(self.given_server_args)
 
@@ -48,5 +49,5 @@ class SglangConfig(Group):
     def _only_sglang_names(self) -> SglangConfig:
         for key in self.model_extra or {}:
             if not key.startswith("sglang_"):
-                raise ValueError(f"unknown key '{key}'; options for SGLang itself begin with 'sglang_'")
+                raise ValueError(f"unknown key '{key}'; pass-through options of SGLang begin with 'sglang_'")
         return self

@@ -8,19 +8,22 @@ from rlpost.config.groups.base import FilePath, Group, Positive
 
 
 class SyncConfig(Group):
-    """How new weights come from the trainer to the engines."""
+    """Weight updates from the trainer to the engines."""
 
     update_weight_buffer_size: Positive = 4 * 1024**3
-    """Most bytes of one bucket of weights to the engines. How large it is within that bound follows from the model: at
-    least 512 MiB, and more where an update would make over 256 requests of the engines; three take at most a sixth of
-    a GPU."""
+    """Maximum bytes of a bucket of weights. Within that bound the size follows from the model: at
+    least 512 MiB, more where an update would exceed 256 requests; three buckets take at most a
+    sixth of a GPU."""
     update_weight_transport: Literal["memory", "disk"] = "memory"
-    """Over a process group (with --colocate: through memory of the same GPU), or through files that all nodes see."""
+    """memory: over a process group, or with --colocate through shared GPU memory. disk: through
+    files on a file system that all nodes share."""
     update_weight_mode: Literal["full", "delta"] = "full"
-    """Through files: all weights every time, or, after the first time, only the elements that changed. With ``delta``
-    the trainer keeps the weights it sent last in host memory, and a copy of the model's folder takes the changes."""
+    """With transport disk: write all weights every time (full), or after the first time only the
+    changed elements (delta). With delta the trainer keeps the last sent weights in host memory, and
+    the changes are applied to a copy of the model folder."""
     update_weight_local_checkpoint_dir: FilePath | None = None
-    """With ``delta``: folder on a disk of each engine's host for that copy (``/dev/shm`` is one in memory). Unless
-    given there is one copy for all engines, beside the files of the updates."""
+    """With delta: folder for that copy on a local disk of each engine's host (/dev/shm keeps it in
+    memory). Default: one copy for all engines, next to the update files."""
     update_weight_disk_dir: FilePath | None = None
-    """Folder for those files, in which the run makes one with its name; RUN/attempts/K/weights unless given."""
+    """Folder of the update files; the run creates a subfolder with its name. Default:
+    RUN/attempts/K/weights."""

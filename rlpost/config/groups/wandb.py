@@ -8,19 +8,20 @@ from rlpost.config.groups.base import Group
 
 
 class WandbConfig(Group):
-    """Weights & Biases: the numbers of metrics.jsonl once more, on its site. The key is no setting: --wandb-key or
-    WANDB_API_KEY."""
+    """Weights & Biases logging of the metrics in metrics.jsonl. The API key is not a setting: use
+    --wandb-key or WANDB_API_KEY."""
 
     use_wandb: bool = False
-    """Send the metrics of each step to Weights & Biases; the nodes need the package wandb."""
+    """Log the metrics of each step to Weights & Biases; the nodes need the package wandb."""
     wandb_project: str = "rlpost"
-    """Project there."""
+    """Weights & Biases project."""
     wandb_group: str | None = None
-    """Group of runs there."""
+    """Weights & Biases group of runs."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """offline: into RUN/wandb only, for `wandb sync` later, where nodes have no way out; disabled: not at all."""
+    """offline writes to RUN/wandb for a later `wandb sync`, for nodes without internet access;
+    disabled turns logging off."""
 
     @property
     def is_on(self) -> bool:
-        """Whether a writer is wanted."""
+        """Whether metrics are logged to Weights & Biases."""
         return self.use_wandb and self.wandb_mode != "disabled"

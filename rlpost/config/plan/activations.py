@@ -1,10 +1,11 @@
 """Bytes that a forward pass keeps for the backward pass. Pure.
 
-In: shape, layout and how many tokens a rank computes at once. Out: bytes of a layer, of a stage with the micro-batches
-that are under way in its pipeline, and of the logits. The sums are those of Korthikanti et al. (arXiv 2205.05198,
-section 4) for layers without dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs
-and grouped-query attention; what runs between the matrices is cut by sequence parallelism. Micro-batches under way:
-Narayanan et al. (arXiv 2104.04473, section 2.2).
+Input: shape, layout and how many tokens a rank computes at once.
+Output: bytes of a layer, of a stage with the micro-batches that are under way in its pipeline, and
+of the logits. The sums are those of Korthikanti et al. (arXiv 2205.05198, section 4) for layers
+without dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs
+and grouped-query attention; what runs between the matrices is cut by sequence parallelism.
+Micro-batches under way: Narayanan et al. (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations

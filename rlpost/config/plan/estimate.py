@@ -1,6 +1,6 @@
 """What a run needs on each GPU and each node in each of its phases. Pure.
 
-In: settings, the shape of the model and what a GPU has. Out: an ``Estimate``. Precisions: ZeRO (arXiv 1910.02054,
+Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. Precisions: ZeRO (arXiv 1910.02054,
 section 3) for weights, gradients and Adam's state, with the state over all ranks that hold the same weights when the
 optimizer is distributed; in host memory it takes 16 bytes a parameter (float32 weight, gradient and two moments:
 megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static`` of a GPU with

@@ -1,10 +1,12 @@
 """Other layouts of the same model on as many GPUs: which fit, and which of them come first. Pure.
 
-In: settings and shape. Out: settings that differ in the trainer's parallel sizes, in where the optimizer lies and, when
-an engine has no room, in the size of engines. Which fits is the estimate's word. The order is a rule of thumb, after
-Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a node, then pipelines, the rest data
-parallelism): each kind of communication and an optimizer on the host cost a share of a step, an idle pipeline its
-bubble (p - 1) / (m + p - 1). No number of it is a promise about speed.
+Input: settings and shape.
+Output: settings that differ in the trainer's parallel sizes, in where the optimizer lies and, when
+an engine has no room, in the size of engines. Which fits is the estimate's word. The order is a
+rule of thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a
+node, then pipelines, the rest data parallelism): each kind of communication and an optimizer on
+the host cost a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). No number of it
+is a promise about speed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them. Pure.
 
-In: the architecture in the words of the table [model], and the sizes of a layout. Out: counts for a pipeline stage,
-routed experts apart from the rest because they are cut by sizes of their own. A rank's share of a matrix is that of
-tensor parallelism (Shoeybi et al., arXiv 1909.08053): columns of QKV and of the first MLP matrix, rows of the others;
-norms, the router and, with sandwich norms, the norms at the end are on every rank.
+Input: the architecture in the words of the table [model], and the sizes of a layout.
+Output: counts for a pipeline stage, routed experts apart from the rest because they are cut by
+sizes of their own. A rank's share of a matrix is that of tensor parallelism (Shoeybi et al., arXiv
+1909.08053): columns of QKV and of the first MLP matrix, rows of the others; norms, the router and,
+with sandwich norms, the norms at the end are on every rank.
 """
 
 from __future__ import annotations

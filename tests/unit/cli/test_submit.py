@@ -151,7 +151,7 @@ def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for
     """Nobody should fetch a model for a run that is refused anyway; and no run folder is left."""
     assert main(["recipe.toml", "--local", *given, "--hf-checkpoint", "nowhere"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {given[0]} {given[1]}: --local asks for no Slurm, so the run ")
+    assert line.startswith(f"error: {given[0]} {given[1]}: --local excludes Slurm, so the run ")
     assert not (project / "runs").exists()
 
 

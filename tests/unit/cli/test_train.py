@@ -45,7 +45,7 @@ def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, c
     words = ["recipe.toml", "--container", "auto", "--container-image", "/i.sqsh", "--cluster-from-stdin"]
     if chosen == "pyxis":
         assert train.main([*words, "--run-folder", "run"]) == EXIT_CONFIG
-        assert "not seen in the container" in capsys.readouterr().err
+        assert "not visible in the container" in capsys.readouterr().err
     monkeypatch.setenv("RLPOST_HOME", str(tmp_path))
     assert train.main([*words, "--run-folder", "run"]) == 0
     assert [config.cluster.container for config in driven] == [chosen]

@@ -134,7 +134,7 @@ def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
 
 def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path, capsys):
     make_run(tmp_path / "runs/here", job_id="local-1")
-    for verb, word in (("requeue", "on this machine"), ("cancel", "ended already"), ("tunnel", "has ended")):
+    for verb, word in (("requeue", "on this machine"), ("cancel", "already ended"), ("tunnel", "has ended")):
         assert main([verb, "here"]) == 2
         assert word in capsys.readouterr().err
     for words, message in ((["exec"], "which command"), (["logs", "here"], "has not started"), (["report"], "no step")):
@@ -153,7 +153,7 @@ def test_a_run_on_this_machine_is_cancelled_by_its_attempt_and_before_there_is_o
     assert main(["cancel", "here"]) == 2
     (run.new_attempt() / "verdict").write_text("requeue\n")
     assert main(["cancel", "here"]) == 2
-    assert capsys.readouterr().err.count("call this again in a moment") == 2
+    assert capsys.readouterr().err.count("try again in a moment") == 2
     assert not any(entry["event"] == "cancelled" for entry in run.ledger.read())
     attempt = run.new_attempt()
     assert main(["cancel", "here"]) == 0

@@ -160,13 +160,13 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
     assert whole_rollout_problems(config(rollout_function_path=whole("sglang_rollout.generate_rollout"))) == []
     sft = config(rollout_function_path=whole("sft_rollout.generate_rollout"))
     assert (
-        "is --loss-type sft_loss here, but --loss-type policy_loss; use --loss-type sft_loss"
+        "corresponds to --loss-type sft_loss, but --loss-type policy_loss; use --loss-type sft_loss"
         in whole_rollout_problems(sft)[0]
     )
     given = {"rollout_function_path": whole("fully_async_rollout.generate_rollout_fully_async")}
     assert whole_rollout_problems(config(**given, rollout_mode="fully_async")) == []
     (line,) = whole_rollout_problems(config(rollout_function_path="mine.generate_rollout"))
-    assert "--rollout-function-path mine.generate_rollout: a whole rollout is not replaced here" in line
+    assert "--rollout-function-path mine.generate_rollout: replacing the whole rollout is not supported" in line
     assert "use --custom-generate-function-path" in line
 
 

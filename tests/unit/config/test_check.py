@@ -34,16 +34,16 @@ def test_settings_that_fit_have_no_problems():
         ({"cluster": {"actor_num_gpus_per_node": 8}}, ["--actor-num-gpus-per-node 8", "--num-gpus-per-node 4"]),
         (
             {"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}},
-            ["--rollout-num-gpus 3 is no multiple of", "use --rollout-num-gpus 2 or 4"],
+            ["--rollout-num-gpus 3 is not a multiple of", "use --rollout-num-gpus 2 or 4"],
         ),
         (
             {"cluster": {"rollout_num_gpus": 3}},
-            ["3 engines of 1 GPU", "room for 2", "use --rollout-num-gpus 2 or --nodes 2"],
+            ["3 engines of 1 GPU", "capacity for 2", "use --rollout-num-gpus 2 or --nodes 2"],
         ),
         ({"perf": {"sequence_parallel": True}}, ["--sequence-parallel true", "2 or more"]),
         (
             {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
-            ["TP 2 x CP 2 = 4 GPUs, but 2 train", "use --nodes 2, ", "--context-parallel-size 1"],
+            ["TP 2 x CP 2 = 4 GPUs, but the trainer has 2", "use --nodes 2, ", "--context-parallel-size 1"],
         ),
         (
             {"perf": {"expert_model_parallel_size": 4}},
@@ -156,12 +156,12 @@ def test_samples_fill_an_interleaved_pipeline_in_whole_rounds():
     perf = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 3}
     (problem,) = batch_problems(config(perf=perf, rollout=rollout))
-    assert "9 samples" in problem and "2 micro-batches of a round" in problem
+    assert "9 samples" in problem and "2 micro-batches per pipeline round" in problem
 
 
 def test_evaluation_sets_come_in_pairs():
     (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "b", "c"]}))
-    assert "3 words are no pairs" in problem
+    assert "3 words are not pairs" in problem
     (problem,) = eval_problems(config(eval={"eval_interval": 5}))
     assert "--eval-prompt-data NAME PATH" in problem
 

@@ -20,8 +20,8 @@ def problems(**variables: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("NCCL_IB_TIMEOUT", "32", ["1 to 31", "never noticed", "14 to 22"]),
-        ("NCCL_IB_TIMEOUT", "0", ["1 to 31", "never noticed", "14 to 22"]),
+        ("NCCL_IB_TIMEOUT", "32", ["1 to 31", "disable the timeout", "14 to 22"]),
+        ("NCCL_IB_TIMEOUT", "0", ["1 to 31", "disable the timeout", "14 to 22"]),
         ("NCCL_IB_TIMEOUT", "22s", ["whole number"]),
         ("NCCL_IB_RETRY_CNT", "8", ["0 to 7"]),
         ("NCCL_IB_GID_INDEX", "auto", ["whole number"]),
@@ -34,8 +34,8 @@ def problems(**variables: str) -> list[str]:
         ("NCCL_P2P_LEVEL", "NVLINK", ["LOC, NVL, PIX"]),
         ("NCCL_P2P_LEVEL", "5", ["LOC, NVL, PIX"]),
         ("NCCL_NET_GDR_LEVEL", "NVL", ["LOC, PIX"]),
-        ("GLOO_SOCKET_IFNAME", "=eth0", ["no patterns", "use eth0"]),
-        ("TP_SOCKET_IFNAME", "^lo", ["no patterns"]),
+        ("GLOO_SOCKET_IFNAME", "=eth0", ["not patterns", "use eth0"]),
+        ("TP_SOCKET_IFNAME", "^lo", ["not patterns"]),
     ],
 )
 def test_a_value_that_does_harm_is_named_with_what_to_give_instead(name, value, words):

@@ -32,10 +32,10 @@ def test_a_profile_that_would_be_empty_is_named_and_one_that_is_not_wanted_is_no
     assert problems(profile_step_start=9, profile_step_end=3) == []
     assert problems(profile=True) == []
     (order,) = problems(profile=True, profile_step_start=9, profile_step_end=9)
-    assert "--profile-step-end 9 is" in order
+    assert "--profile-step-end 9 must be above --profile-step-start 9" in order
     (late,) = problems(record_memory_history=True, profile_step_start=21, profile_step_end=22)
-    assert "--profile-step-start 21 comes after the last step, --num-rollout 20" in late
+    assert "--profile-step-start 21 is after the last step, --num-rollout 20" in late
     (rank,) = problems(profile=True, profile_ranks=(0, 2))
-    assert "no rank 2" in rank
+    assert "rank 2 does not exist" in rank
     (trace,) = problems(trace_steps="21:22")
     assert "--trace-steps 21:22" in trace

@@ -40,7 +40,7 @@ def test_the_settings_of_published_recipes_have_no_problems():
         ({"end_weight_decay": 0.1}, ["--end-weight-decay 0.1 needs --weight-decay-incr-style linear or cosine"]),
         (
             {"weight_decay_incr_style": "linear", "end_weight_decay": 0.001},
-            ["--start-weight-decay 0.01 down to --end-weight-decay 0.001"],
+            ["--start-weight-decay 0.01 to --end-weight-decay 0.001"],
         ),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs --optimizer-cpu-offload"]),
         ({"exp_avg_dtype": "bf16"}, ["--exp-avg-dtype bf16", "--use-precision-aware-optimizer true"]),

@@ -28,7 +28,7 @@ def config(**groups: object):
             {"rollout": {"over_sampling_batch_size": 7, "rollout_mode": "fully_async"}},
             "--over-sampling-batch-size 7 has no",
         ),
-        ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no meaning"),
+        ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no effect"),
         ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "add --partial-rollout true"),
         ({"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}}, "with --colocate true"),
         ({"debug": {"debug_train_only": True}}, "add --load-debug-rollout-data"),
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, tex
 
 def test_two_sets_of_one_name_would_write_the_same_metrics() -> None:
     (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}))
-    assert ": two sets are called a, " in problem and problem.startswith("--eval-prompt-data ")
+    assert ": two sets are named a, " in problem and problem.startswith("--eval-prompt-data ")
 
 
 @pytest.mark.parametrize("table", [{"rollout": {"rollout_top_k": 0}}, {"eval": {"eval_top_k": -2}}])

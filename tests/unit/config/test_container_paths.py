@@ -31,7 +31,7 @@ def test_a_path_below_no_mount_is_named_with_the_mounts(mount):
 
 def test_a_folder_that_is_mounted_elsewhere_is_named_with_its_place_inside():
     (problem,) = problems("/shared:/data", **MODEL)
-    assert "that folder is /data in the container" in problem
+    assert "the folder is /data in the container" in problem
 
 
 def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
@@ -44,7 +44,7 @@ def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
     )
     (problem,) = found
     assert problem.startswith(
-        "--prompt-data /p/a.jsonl, --sglang-chat-template /t/chat.jinja and --eval-prompt-data x /e/x.jsonl: not seen"
+        "--prompt-data /p/a.jsonl, --sglang-chat-template /t/chat.jinja and --eval-prompt-data x /e/x.jsonl: not"
     )
     assert problem.endswith("; use --container-mounts /m /p /t /e")
 
@@ -82,4 +82,4 @@ def test_an_interpreter_by_name_is_noted_where_the_login_shell_of_a_container_ch
     note = interpreter_note(load([], {"cluster": values}).config)
     assert (note is not None) == is_noted
     if note is not None:
-        assert "cluster.python (--python) = python3.12" in note and "/opt/venv/bin/python" in note
+        assert "--python python3.12" in note and "/opt/venv/bin/python" in note

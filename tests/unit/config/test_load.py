@@ -111,7 +111,7 @@ def test_unknown_keys_and_tables_of_a_file_are_all_named_at_once(tmp_path):
     text = refusal(files=[recipe])
     assert "unknown table [clutser]; did you mean 'cluster'" in text
     assert "unknown key 'nods' in [cluster]; did you mean 'nodes'" in text
-    assert "unknown key 'lr' in [cluster]; it belongs into [optimizer]" in text
+    assert "unknown key 'lr' in [cluster]; it belongs in [optimizer]" in text
 
 
 @pytest.mark.parametrize("text", ["[cluster\n", "nodes = 1\n"])

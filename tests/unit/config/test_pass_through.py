@@ -63,7 +63,7 @@ def test_a_file_gives_the_same(tmp_path):
     (tmp_path / "a.toml").write_text("[megatron]\nmoe_z_loss_coef = 1e-3\ntensor_model_parallel_size = 2\n")
     text = refusal(load, [tmp_path / "a.toml"], {})
     assert "unknown key 'moe_z_loss_coef' in [megatron]; did you mean 'moe_z_loss_coeff'" in text
-    assert "it belongs into [perf]" in text
+    assert "it belongs in [perf]" in text
 
 
 def test_a_flag_that_is_nobody_s_is_refused_with_the_nearest_of_all():
