@@ -52,7 +52,7 @@ def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
     attempt.wait_until_it_works()
     assert attempt.wait()[0] == "requeue"
     stop = json.loads(attempt.log("STOP"))
-    assert "no signal came" in stop["reason"]
+    assert "no signal arrived" in stop["reason"]
     assert stop["deadline"] - stop["time"] == pytest.approx(45, abs=10)
     attempt.end()
 
