@@ -129,7 +129,7 @@ def _precision(settings: ActorSettings) -> dict[str, Any]:
     """
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: getattr(settings, name) for name in names}
-    other = [f"{name} = {value}" for name, value in given.items() if value != "fp32"]
+    other = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value != "fp32"]
     is_hybrid = settings.optimizer_cpu_offload and torch.cuda.is_available()
     if is_hybrid and not settings.use_distributed_optimizer:
         raise ConfigError(

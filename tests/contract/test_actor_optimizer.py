@@ -97,7 +97,7 @@ def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
         kernel_fields(
             sparse, ActorSettings("", model_args={"moe_token_dispatcher_type": "flex"}), implementation="local"
         )
-    with pytest.raises(ConfigError, match=r"exp_avg_dtype = bf16: needs CUDA .*choose fp32"):
+    with pytest.raises(ConfigError, match=r"--exp-avg-dtype bf16 needs CUDA .*use fp32"):
         _precision(narrow)
 
 
