@@ -64,7 +64,8 @@ def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_
     lab.run("n02", ["ip", "link", "set", "eth0", "down"])
     cut_at = time.monotonic()
     try:
-        until(lambda: attempt.excluded == ["n02"], lab, "a verdict of the head", deadline_s=30)
+        report = attempt.folder / "verdict.json"  # written after the list of hosts to exclude
+        until(lambda: report.exists() and attempt.excluded == ["n02"], lab, "a verdict of the head", deadline_s=30)
         print(f"network of n02 cut: {time.monotonic() - cut_at:.1f} s")
         until(lambda: str(attempt.verdict["cause"]).startswith("n02 is gone"), lab, "its cause")
         assert "does not answer" in str(attempt.verdict["cause"]) or "silent" in str(attempt.verdict["cause"])

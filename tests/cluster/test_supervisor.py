@@ -134,7 +134,7 @@ def test_attempts_that_commit_nothing_new_end_the_run(runs: dict[str, Run]) -> N
     run = runs["stalled"]
     info = run.over()
     assert (info.state, info.exit_code, info.num_restarts) == (JobState.FAILED, 75, 1), run.log
-    assert "2 attempts in a row" in run.events("verdict")[-1]["reason"]
+    assert "2 consecutive attempts" in run.events("verdict")[-1]["reason"]
     assert "nothing is saved yet: it starts from the beginning" in run.log
 
 
