@@ -85,7 +85,7 @@ REFUSED = {  # settings of ``observations``: what is said without TransformerEng
         "true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
     ),
     "adam on the host": (None, None),
-    "adam on the host, types of its own": ("no --optimizer-cpu-offload, whose state is float32",) * 2,
+    "adam on the host, types of its own": ("excludes --optimizer-cpu-offload, whose state is float32",) * 2,
     "the engine": ("--transformer-impl transformer_engine: it is not installed", None),
     "experts, no word of kernels": (None, None),
     "experts, every kernel": ("--moe-permute-fusion true needs TransformerEngine", None),
