@@ -38,7 +38,7 @@ def test_a_plan_holds_the_figures_of_the_table(capsys):
 
 
 def test_a_plan_that_does_not_fit_says_why_and_what_would(capsys):
-    words = ("plan", GLM, "--optimizer-cpu-offload", "false")
+    words = ("plan", RECIPE, "--gpu-memory", "24GB")  # a small model: few layouts to search
     code, plan = output(capsys, *words, "--json")
     assert code == 2 and not plan["fits"] and plan["problems"]
     [nearest] = plan["suggestions"]
