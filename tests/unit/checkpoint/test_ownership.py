@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, recoverable
 from rlpost.checkpoint.ownership import claim, read_owner
 from rlpost.errors import CheckpointError, Fenced
+from tests.unit.paused_thread import PausedThread
 
 ZOMBIE = """
 import sys
@@ -143,43 +143,10 @@ def test_leftovers_of_fenced_attempts_are_deleted_after_the_next_commit(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [ours.lane.name, "OWNER", "iter_0000001", "latest"]
 
 
-class Sleeper:
-    """An older attempt that commits ``step`` in a thread and stops there after its n-th call of the system, until it is
-    told to go on."""
-
-    CALLS = ("rename", "replace", "open", "fsync", "mkdir", "unlink", "listdir", "scandir", "rmdir")
-
-    def __init__(self, number, monkeypatch):
-        self.left, self.stopped, self.go_on = number, threading.Event(), threading.Event()
-        self.thread = None
-        for name in self.CALLS:
-            monkeypatch.setattr(os, name, self.watched(getattr(os, name)))
-
-    def watched(self, call):
-        def act(*given, **named):
-            try:
-                return call(*given, **named)
-            finally:
-                if threading.current_thread() is self.thread:
-                    self.left -= 1
-                    if self.left == 0:
-                        self.stopped.set()
-                        self.go_on.wait(20)
-
-        return act
-
-    def commits(self, folder, ours, step):
-        def act():
-            with contextlib.suppress(OSError, CheckpointError):
-                path = save(folder, ours, step, "old")
-                ours.check()
-                prune(folder, 1, lane=ours.lane, committed=path)
-            self.stopped.set()
-
-        self.thread = threading.Thread(target=act)
-        self.thread.start()
-        assert self.stopped.wait(20)
-        return self.left <= 0
+def commit_and_prune(folder, ours, step):
+    path = save(folder, ours, step, "old")
+    ours.check()
+    prune(folder, 1, lane=ours.lane, committed=path)
 
 
 def save(folder, ours, step, content):
@@ -211,8 +178,8 @@ def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_t
             save(folder, old, 2, "before")
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(os, "fsync", lambda descriptor: None)
-            sleeper = Sleeper(number, patched)
-            stopped = sleeper.commits(folder, old, 2)
+            paused = PausedThread(number, patched)
+            stopped = paused.run(partial(commit_and_prune, folder, old, 2), expected=(OSError, CheckpointError))
             try:
                 new = claim(folder, "new")
                 found = newest_committed(folder).path
@@ -221,8 +188,8 @@ def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_t
                 prune(folder, 1, lane=new.lane, committed=path)
                 before = visible(folder)
             finally:
-                sleeper.go_on.set()
-                sleeper.thread.join(20)
+                paused.resume.set()
+                paused.thread.join(20)
         assert visible(folder) == before, f"after call {number}"
         assert newest_committed(folder).path == path and (path / "shard").read_text() == "new"
         if not stopped:

@@ -1,7 +1,6 @@
 """Metrics on disk: every step once, also after a crash; progress lines; the summary."""
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -15,6 +14,7 @@ import pytest
 from rlpost.errors import Fenced
 from rlpost.metrics.progress import duration, progress_line
 from rlpost.metrics.writer import MetricsWriter, eval_rewards, read_metrics
+from tests.unit.paused_thread import PausedThread
 
 LINE = {
     "reward/mean": 0.5,
@@ -123,41 +123,6 @@ class Ownership:
         return check
 
 
-class StopsAt:
-    """The thread that ``begins`` stops after its n-th call of the system, until it is told to go on."""
-
-    CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "stat", "scandir")
-
-    def __init__(self, number, monkeypatch):
-        self.left, self.stopped, self.go_on, self.thread = number, threading.Event(), threading.Event(), None
-        for name in self.CALLS:
-            monkeypatch.setattr(os, name, self.watched(getattr(os, name)))
-
-    def watched(self, call):
-        def act(*given, **named):
-            try:
-                return call(*given, **named)
-            finally:
-                if threading.current_thread() is self.thread:
-                    self.left -= 1
-                    if self.left == 0:
-                        self.stopped.set()
-                        self.go_on.wait(20)
-
-        return act
-
-    def begins(self, act):
-        def whole():
-            with contextlib.suppress(OSError, Fenced):
-                act()
-            self.stopped.set()
-
-        self.thread = threading.Thread(target=whole)
-        self.thread.start()
-        assert self.stopped.wait(20)
-        return self.left <= 0
-
-
 @pytest.mark.parametrize("what", ["begins", "goes on"])
 def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_file(tmp_path, what):
     """Whether it hangs while it makes its file or while it appends; the newer one finishes the run meanwhile."""
@@ -170,9 +135,9 @@ def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_
         with pytest.MonkeyPatch.context() as patched:
             if what == "goes on":
                 old.rewind(3)
-            sleeper = StopsAt(number, patched)
+            paused = PausedThread(number, patched)
             act = partial(old.write, 4, {"by": "old"}) if what == "goes on" else partial(old.rewind, 1)
-            stopped = sleeper.begins(act)
+            stopped = paused.run(act, expected=(OSError, Fenced))
             try:
                 owner.newest = 1
                 new = MetricsWriter(path, check=owner.checks(1))
@@ -181,8 +146,8 @@ def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_
                     new.write(step, {"by": "new"})
                 there = path.read_bytes()
             finally:
-                sleeper.go_on.set()
-                sleeper.thread.join(20)
+                paused.resume.set()
+                paused.thread.join(20)
         with pytest.raises(Fenced):
             old.write(5, {"by": "old"})
         assert path.read_bytes() == there, f"after call {number}"
