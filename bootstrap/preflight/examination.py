@@ -154,7 +154,7 @@ def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Prefli
 
 
 def _own_report(facts: Facts, options: Options, reception: Reception) -> tuple[NodeReport, tuple[str, ...] | None]:
-    """The first node's and its network's contradictions, from where the others reached it; None when nobody did."""
+    """Contradictions of the first node, seen from where the others reached it; None if none did."""
     links: Sequence[Link] = tuple(reception.links.values())
     ip, ifname = (links[0].local_ip, ifname_of(links[0].local_ip, local_addresses())) if links else ("", "")
     network, found = network_here(ifname, ip) if links else (None, None)
