@@ -1,4 +1,4 @@
-"""The documentation site, built by the real Sphinx: no warning, every page in the contents, every link leads somewhere."""
+"""The documentation site, built by the real Sphinx: no warning, all pages in the contents, no broken link."""
 
 import re
 import subprocess
