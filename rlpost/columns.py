@@ -56,12 +56,11 @@ class _NumberColumn(Sequence[Any]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns; a single one is returned as it is."""
-        columns = list(columns)
-        if len(columns) == 1:
-            return columns[0]
-        arrays = [column.array for column in columns]
-        return cls.view(np.concatenate(arrays)) if arrays else cls()
+        """Concatenate columns; one that holds all the values is returned as it is."""
+        filled = [column for column in columns if len(column.array)]
+        if len(filled) == 1:
+            return filled[0]
+        return cls.view(np.concatenate([column.array for column in filled])) if filled else cls()
 
     @classmethod
     def zeros(cls, length: int) -> Self:
