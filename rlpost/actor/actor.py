@@ -32,6 +32,7 @@ from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
     as_trained,
+    joined_columns,
     log_prob_micro_batches,
     pack,
     unpack,
@@ -44,6 +45,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
+from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, StepResult, TrainBatch
@@ -56,7 +58,7 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
 
-Logprobs = list[list[tuple[float, ...]]]
+Logprobs = list[list[FloatColumn]]
 """Log-probs of the response tokens, per micro-batch and per sample."""
 
 
@@ -448,9 +450,5 @@ def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list
     """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
     if not logprobs:
         return [None] * len(packed)
-    return [_flat(samples)[part.held] for samples, part in zip(logprobs, packed, strict=True)]
-
-
-def _flat(samples: Sequence[Sequence[float]]) -> torch.Tensor:
-    values = [value for sample in samples for value in sample]
-    return torch.tensor(values, dtype=torch.float32, device=device.current())
+    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
+    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]
