@@ -189,13 +189,19 @@ class Actor:
             found = step.run(self.model, packed, loss_of=collect, forward_only=True, stop_points=self.stop_points)
         return as_trained(found, batch)
 
-    def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
+    def train_step(
+        self,
+        batch: TrainBatch,
+        old_logprobs: Logprobs | None = None,
+        advantages: Sequence[float | FloatColumn] | None = None,
+    ) -> StepResult:
         """Run one optimizer step on this rank's part of the batch.
 
         Args:
             batch: this rank's micro-batches.
             old_logprobs: as ``compute_logprobs`` returns them. Without them the ratio is 1 and only
                 its gradient counts (one step per rollout).
+            advantages: replace those of the batch, see ``TrainBatch.with_advantages``.
 
         Returns:
             The metrics of the objective, train/grad_norm (before clipping) and train/lr; equal on
@@ -206,6 +212,8 @@ class Actor:
             Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
                 unchanged.
         """
+        if advantages is not None:
+            batch = batch.with_advantages(advantages)
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
         ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
