@@ -30,7 +30,8 @@ FORBIDDEN = {
     "rlpost.metrics": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.report": HEAVY
     | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
-    "rlpost.algorithm": (HEAVY - {"torch"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    # numpy: the driver computes penalties of tokens from columns
+    "rlpost.algorithm": (HEAVY - {"torch", "numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     # numpy: bytes of engines and of the journal become columns
     "rlpost.rollout": (HEAVY - {"numpy"})
     | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
