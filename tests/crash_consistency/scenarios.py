@@ -302,8 +302,7 @@ def _two_attempts(stage: Stage) -> list[Problem]:
     stage.note = f"older {old.how}, newer {new.how}"
     problems = []
     if old.how == new.how == "refused":  # claims at one moment may fence each other (rlpost/checkpoint/ownership.py)
-        by_journal = ".log exists" in new.messages[-1]
-        stage.remark = f"both attempts ended, the newer one by {'the journal' if by_journal else 'its claim'}"
+        stage.remark = "both attempts ended, by their claims"
     elif new.how == "refused" and old.how != "done":
         problems.append(Problem(oracle.FENCED, f"the newer attempt: {' | '.join(new.messages[-1:])[:300]}"))
     world.endings.remove(new)
