@@ -198,11 +198,8 @@ class Journal:
         if not wanted:
             return []
         num_bytes = sum(record.size for record in wanted)
-        return await _within(
-            num_bytes,
-            lambda: [each.group() for each in wanted],
-            f"{len(wanted)} groups of {self._folder} were not read",
-        )
+        what = f"{len(wanted)} groups of the journal in {self._folder} were not read"
+        return await _within(num_bytes, lambda: [record.group() for record in wanted], what)
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
         """Return the metrics of the evaluation of ``step``; None if none is recorded since the checkpoint."""

@@ -64,8 +64,7 @@ class SegmentWriter:
         self.copies: Sequence[Record] | None = None
         """The waiting records as this segment has them; None until it is created."""
         self._folder, self._check, self._is_base, self._after = folder, check, is_base, after
-        shares = after is not None and after.is_written
-        self._queue = after._queue if after is not None and shares else _queue(folder)
+        self._queue: RunFile = after._queue if after is not None and after.is_written else _queue(folder)
         self._file: int | None = None
         self._framing = Framing()
         self._problem: str | None = None

@@ -261,8 +261,8 @@ def test_of_two_attempts_that_create_a_segment_at_once_the_owner_goes_on(base: P
     """The newer one stops before its segment has a name, the older one takes the number and writes to it."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older, newer = Paused(world), Paused(world)
-    older.run_until(0 if when == "resume" else 1, "before", of_journal("link"))
-    newer.run_until(0 if when == "resume" else 1, "before", of_journal("link"))
+    older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
+    newer.run_until(0, "before", of_journal("link"))
     older.run_until(None)
     newer.run_until(None)
     world.endings.sort(key=lambda ending: ending.attempt.name)

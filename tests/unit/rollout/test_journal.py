@@ -215,7 +215,7 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
     new = owning(tmp_path, 1)
     old.finished(group(1), wanted=True)
     new.finished(group(2), wanted=True)
-    with pytest.raises(Fenced, match="belongs to attempt 1 of run .* this is attempt 0 of run"):
+    with pytest.raises(Fenced, match=r"belongs to attempt 1 of run .* this is attempt 0 of run"):
         begin(old, 1)
     old.finished(group(3), wanted=True)
     with pytest.raises(Fenced):
