@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.crash_consistency import oracle
 from tests.crash_consistency.durability import VARIANTS
-from tests.crash_consistency.hooks import FaultAt, KillAt, Paused, StopAt
+from tests.crash_consistency.hooks import FaultAt, KillAt, Lagging, Paused, StopAt
 from tests.crash_consistency.interception import Op
 from tests.crash_consistency.oracle import Baseline, Problem, baseline, check
 from tests.crash_consistency.world import BAD_ROWS, NUM_ROWS, NUM_STEPS, SETUPS, Ending, World, rows
@@ -92,9 +92,10 @@ def run_trial(base: Path, trial: Trial) -> Result:
 
 
 def _kill(stage: Stage) -> list[Problem]:
-    """Killed at an operation; with a seed, killed again and again."""
+    """Killed at an operation; with a seed, killed again and again. lagging: while records wait to be written."""
     world, trial = stage.world, stage.trial
-    world.attempt(KillAt(trial.number, torn=trial.what == "torn"))
+    lagging = [Lagging(stage.rng.choice((2, 5, 20, 100)))] if trial.what == "lagging" else []
+    world.attempt(KillAt(trial.number, torn=trial.what == "torn"), *lagging)
     if trial.what == "repeated":
         for _ in range(stage.rng.randint(1, 4)):
             world.attempt(KillAt(stage.rng.randrange(stage.reference.num_changes)))
@@ -408,6 +409,8 @@ def _kills(base: Path, rng: random.Random) -> Iterator[Trial]:
                 yield Trial("kill", name, "torn", op.number)
     for _ in range(1200):
         yield Trial("kill", *_place(base, rng, "repeated"))
+    for _ in range(600):
+        yield Trial("kill", *_place(base, rng, "lagging"))
 
 
 def _powers(base: Path, rng: random.Random) -> Iterator[Trial]:
