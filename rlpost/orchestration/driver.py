@@ -124,7 +124,7 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
     checkpoints = Checkpoints(config.checkpoint, run.checkpoints, committed=committed, provenance=provenance)
     await _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
     checkpoint, state = await _off_loop(stop, checkpoints.newest)
-    journal = await _off_loop(stop, lambda: _journal(config, checkpoints.save_folder, checkpoint, state))
+    journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
     logger.info("starting from %s", checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint)
     ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
     await ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
@@ -204,14 +204,20 @@ def _provenance(config: Config, run: RunFolder) -> Provenance:
     return Provenance.of(config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None)
 
 
-def _journal(config: Config, save_folder: Path, checkpoint: Path | None, state: RunState) -> Journal:
+async def _journal(config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState) -> Journal:
     """Open the journal beside the checkpoints; --debug-rollout-only has none.
 
     For a checkpoint of --load the journal holds no records.
     """
     if config.debug.debug_rollout_only:
         return Journal.off()
-    is_own = checkpoint is None or checkpoint.parent == save_folder
-    base = state.journal if is_own else 0
-    settings, data = settings_hash(config), data_fingerprint(config.rollout.prompt_data)
-    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings, data=data)
+    folder = checkpoints.save_folder
+    is_own = checkpoint is None or checkpoint.parent == folder
+    return await Journal.open(
+        folder / "journal",
+        state.journal if is_own else 0,
+        step=state.step,
+        settings=settings_hash(config),
+        data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),
+        check=checkpoints.check_owner,
+    )
