@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.actor.settings import ActorSettings
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError, Fenced
-from rlpost.files import in_daemon
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,

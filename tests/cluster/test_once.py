@@ -77,7 +77,7 @@ def look(lab: Lab, profile: str) -> tuple[int, dict[str, dict[str, str]], str]:
     if (
         not code.exists()
     ):  # a container shows of the shared folder what is mounted, and the stand-ins mount nothing else
-        for name in ("bootstrap", "slurm", "rlpost", "tools"):
+        for name in ("bootstrap", "slurm", "common", "rlpost", "tools"):
             shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "setup.cfg", code)
     path = lab.shared / "profile.toml"

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bootstrap.handoff import STOP_FILE, Cluster, Node
+from common.attempt import STOP_FILE
+from common.cluster import Cluster, Node
+from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.metrics import memory
 from rlpost.orchestration import driver, generation, stages
-from slurm.run_folder import RunFolder
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import ROOM, Attempt, Disk, Hook, Hung, Killed, intercepted
 from tests.crash_consistency.virtual_time import end_threads, virtual_time

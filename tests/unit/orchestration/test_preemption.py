@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import threading
 import time
@@ -15,11 +14,9 @@ from rlpost.orchestration.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
     FIXED_S,
-    Request,
     SaveTimes,
     StopRequest,
     leave_with,
-    parse_request,
 )
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
@@ -41,12 +38,6 @@ def test_a_request_is_raised_with_its_reason_in_words(tmp_path, text, reason):
     (tmp_path / "STOP").write_text(text)
     with pytest.raises(Preempted, match=f"^stop requested: {reason}$"):
         stop.check()
-
-
-@pytest.mark.parametrize("nothing", ["N/A", "", "Unknown", None, "nan", -5, [1]])
-def test_a_deadline_that_slurm_does_not_know_is_none(nothing):
-    text = json.dumps({"reason": "x", "time": 7, "deadline": nothing})
-    assert parse_request(text) == Request("x", 7.0, None)
 
 
 def stop_at(tmp_path, now, text):
