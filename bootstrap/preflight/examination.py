@@ -33,9 +33,10 @@ from bootstrap.agent.rendezvous import (
     join,
     odd_versions,
 )
+from bootstrap.check import Check
 from bootstrap.network.here import NetworkError, ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
-from bootstrap.preflight.table import Check, HostFacts, Preflight
+from bootstrap.preflight.table import HostFacts, Preflight
 from common.attempt import SECRET_FILE
 from common.files import write_atomic, write_first
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.preflight.table import Check, Level
+from bootstrap.check import Check, Level
 from common.files import is_there
 
 ORDER, ANSWER = "try folder", "folder tried"
