@@ -52,7 +52,7 @@ def leave_with(time_left_s: float | None, save_s: float) -> Saved:
     return "checkpoint" if fits else "journal"
 
 
-class SaveTimes:
+class SaveEstimate:
     """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +116,7 @@ class StopRequest:
         self._present_at: float | None = None  # end of the first poll that did
         self._message: StopMessage | None = None
         self._poll_task: asyncio.Task[None] | None = None
-        self.saves = SaveTimes()
+        self.saves = SaveEstimate()
         self.left_with: Saved | None = None
         """The decision on what to save, once the loop has to stop."""
         self.at_step: int | None = None

@@ -14,7 +14,7 @@ from rlpost.orchestration.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
     FIXED_S,
-    SaveTimes,
+    SaveEstimate,
     StopRequest,
     leave_with,
 )
@@ -85,14 +85,14 @@ def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(tmp
 
 
 def test_before_anything_is_measured_a_save_takes_what_its_size_takes_on_slow_storage():
-    saves = SaveTimes()
+    saves = SaveEstimate()
     saves.expect(2e9, num_nodes=4)
     assert saves.estimate_s == pytest.approx(FIXED_S + 8 * 2e9 / (4 * 200e6))
 
 
 def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
     now = [0.0]
-    saves = SaveTimes(clock=lambda: now[0])
+    saves = SaveEstimate(clock=lambda: now[0])
     saves.expect(1e15, num_nodes=1)
     saves.recall([{"step": 1}, {"bytes": 1000, "seconds": 10}, {"bytes": 1000, "seconds": None}])
     assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 10)

@@ -2,14 +2,14 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from common.cluster import Cluster
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, Preempted, SyncError
-from rlpost.orchestration import stages, weight_coordinator
+from rlpost.orchestration import startup, weight_coordinator
 from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
@@ -138,13 +138,12 @@ def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(sglang, given
     config = load([], {"sglang": sglang}).config
     assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
     envs = []
-    monkeypatch.setattr(stages, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
+    monkeypatch.setattr(startup, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     for key, value in given.items():
         monkeypatch.setenv(key, value)
-    started = stages.ClusterStages.__new__(stages.ClusterStages)
-    started._config, started._cluster = config, SimpleNamespace(attempt_dir=str(tmp_path))
-    started._actor_workers(Placement((ACTOR, ACTOR), ()))
+    cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
+    startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP")).actor_workers(Placement((ACTOR, ACTOR), ()))
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
