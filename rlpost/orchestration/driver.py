@@ -1,7 +1,7 @@
 """The driver: runs one attempt on a cluster that is up, and returns its exit code.
 
 Input: the settings, the run's folder and the cluster that the agents started. Output: one of the exit codes of
-``bootstrap.handoff``; metrics, checkpoints and a reward curve in the run's folder.
+``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from common.cluster import Cluster
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.run_folder import RunFolder
 from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon, started
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
-from rlpost.files import in_daemon, started
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -37,13 +39,11 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.run_files import LAST_S, storage_words
-from slurm.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-EXIT_FAILED = 1
 PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 

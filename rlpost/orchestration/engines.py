@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, RolloutError

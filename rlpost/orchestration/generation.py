@@ -18,12 +18,12 @@ from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompt_settings import longest_prompt, prompt_fields
 from rlpost.data.prompts import PromptSet
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
-from rlpost.files import in_daemon
 from rlpost.orchestration.grading import StoppableGrader
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.errors import PlacementError, RlpostError
 from rlpost.metrics.spans import SPANS, Span, span, told
 from rlpost.metrics.trace import ProcessSpans, clock_offset

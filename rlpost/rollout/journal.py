@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError
-from rlpost.files import in_daemon
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bootstrap.handoff import STOP_FILE, Cluster, Node
+from common.attempt import STOP_FILE
+from common.cluster import Cluster, Node
+from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.metrics import memory
-from rlpost.orchestration import driver, generation, stages
-from slurm.run_folder import RunFolder
+from rlpost.orchestration import driver, generation, stages, startup
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import ROOM, Attempt, Disk, Hook, Hung, Killed, intercepted
 from tests.crash_consistency.virtual_time import end_threads, virtual_time
@@ -259,15 +260,17 @@ def _host() -> str:
 
 
 _STAND_INS: dict[Any, dict[str, Any]] = {
-    stages: {
+    startup: {
         "connect": lambda cluster: [],
         "place": fakes.layout,
         "service_ports": fakes.layout,
         "order_by_gpu": lambda slots, positions: [0],
         "actor_settings": lambda config: None,
-        "Fleet": fakes.Fleet,
         "WorkerGroup": fakes.Actors,
         "Training": fakes.Training,
+    },
+    stages: {
+        "Fleet": fakes.Fleet,
         "WeightCoordinator": fakes.WeightCoordinator,
         "EngineHealth": fakes.EngineHealth,
     },

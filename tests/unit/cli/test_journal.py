@@ -5,13 +5,13 @@ import re
 
 import pytest
 
+from common.run_folder import create_run_folder
 from rlpost.checkpoint.commit import begin, commit
 from rlpost.checkpoint.state import RunState
 from rlpost.cli.journal import main
 from rlpost.errors import ConfigError
 from rlpost.orchestration.checkpoints import STATE_FILE
 from rlpost.rollout.journal import Journal
-from slurm.run_folder import create_run_folder
 from tests.unit.rollout.test_journal import begin as begin_segment
 from tests.unit.rollout.test_journal import group
 

@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
-from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from common.cluster import Cluster
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.run_folder import create_run_folder
 from rlpost.checkpoint.ownership import claim
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
@@ -16,7 +18,6 @@ from rlpost.errors import ConfigError, Preempted, RlpostError
 from rlpost.orchestration import driver
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.types import SampleGroup
-from slurm.run_folder import create_run_folder
 
 ENDS = [
     (None, EXIT_DONE),

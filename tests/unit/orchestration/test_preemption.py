@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import threading
 import time
@@ -15,11 +14,9 @@ from rlpost.orchestration.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
     FIXED_S,
-    Request,
-    SaveTimes,
+    SaveEstimate,
     StopRequest,
     leave_with,
-    parse_request,
 )
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
@@ -41,12 +38,6 @@ def test_a_request_is_raised_with_its_reason_in_words(tmp_path, text, reason):
     (tmp_path / "STOP").write_text(text)
     with pytest.raises(Preempted, match=f"^stop requested: {reason}$"):
         stop.check()
-
-
-@pytest.mark.parametrize("nothing", ["N/A", "", "Unknown", None, "nan", -5, [1]])
-def test_a_deadline_that_slurm_does_not_know_is_none(nothing):
-    text = json.dumps({"reason": "x", "time": 7, "deadline": nothing})
-    assert parse_request(text) == Request("x", 7.0, None)
 
 
 def stop_at(tmp_path, now, text):
@@ -94,14 +85,14 @@ def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(tmp
 
 
 def test_before_anything_is_measured_a_save_takes_what_its_size_takes_on_slow_storage():
-    saves = SaveTimes()
+    saves = SaveEstimate()
     saves.expect(2e9, num_nodes=4)
     assert saves.estimate_s == pytest.approx(FIXED_S + 8 * 2e9 / (4 * 200e6))
 
 
 def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
     now = [0.0]
-    saves = SaveTimes(clock=lambda: now[0])
+    saves = SaveEstimate(clock=lambda: now[0])
     saves.expect(1e15, num_nodes=1)
     saves.recall([{"step": 1}, {"bytes": 1000, "seconds": 10}, {"bytes": 1000, "seconds": None}])
     assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 10)
