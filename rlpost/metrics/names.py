@@ -34,6 +34,7 @@ _AREAS = {
     "perf": "Compute efficiency of the trainer.",
     "sync": "The latest weight update of the engines.",
     "checkpoint": "Checkpoints saved since the previous line.",
+    "driver": "The driver's own process.",
     "memory": "Memory at the end of the step; maximum over actors or engines. 1 GB is 10^9 bytes.",
     "run": "The run as a whole.",
 }
@@ -114,6 +115,11 @@ METRICS = tuple(
         ),
         ("checkpoint/total_s", "s", "from the start of saving until the commit"),
         ("checkpoint/written_bytes", "bytes", "size of all its files"),
+        (
+            "driver/loop_lag_s",
+            "s",
+            "longest delay of the driver's event loop since the previous line (docs/scale.md)",
+        ),
         ("memory/driver_gb", "GB", "resident memory of the driver, with its graders and the router"),
         ("memory/actor_gb", "GB", "resident memory of an actor"),
         ("memory/actor_gpu_peak_gb", "GB", "peak GPU memory allocated by an actor since the previous line"),

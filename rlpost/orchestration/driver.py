@@ -34,6 +34,7 @@ from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
+from rlpost.orchestration.loop_lag import LoopLag
 from rlpost.orchestration.observation import run_metrics
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.report.write import Reporter, try_to_write_report
@@ -111,6 +112,13 @@ def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Clus
 
 
 async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None) -> None:
+    async with LoopLag() as loop_lag:
+        await _train(config, run, cluster, stop, also, loop_lag)
+
+
+async def _train(
+    config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None, loop_lag: LoopLag
+) -> None:
     def committed(step: int, path: Path) -> None:
         size = 0 if checkpoints.last is None else checkpoints.last.num_bytes
         ledger.soon(
@@ -144,7 +152,15 @@ async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopR
         await stages.start(checkpoint)
         await ledger.append("ready", attempt=attempt, step=state.step)
         rollouts = stages.rollouts(state, journal)
-        loop = Loop(stages, config, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop)
+        loop = Loop(
+            stages,
+            config,
+            rollouts=rollouts,
+            journal=journal,
+            metrics=metrics,
+            stop=stop,
+            loop_lag=loop_lag.take,
+        )
         state = await loop.run(state, saved=checkpoint is not None)
         weights = await stages.weights_hash()
     except Preempted:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from rlpost.bounded import for_each
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, SyncError
 from rlpost.orchestration.engines import Fleet
@@ -115,8 +116,7 @@ class EngineHealth:
             if sick and not self._shares_gpus:
                 await self._repair(sick, self._version, pause=self._fleet.pause_mode, ready=_nothing)
                 return
-            for index in sick:
-                await self._fleet.dismiss(index)
+            await for_each(self._fleet.dismiss, sick)
             if len(self._fleet.dismissed) == len(self._fleet.addresses):
                 raise EngineDied(
                     "no engine is left: with --colocate engines restart only at the next weight update, which needs a "
@@ -125,13 +125,11 @@ class EngineHealth:
 
     async def _repair(self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook) -> None:
         await self._fleet.mend_router(sick)
-        for index in set(sick) - self._fleet.dismissed:
-            await self._fleet.dismiss(index)
+        await for_each(self._fleet.dismiss, sorted(set(sick) - self._fleet.dismissed))
         await self._stop.unless_requested(asyncio.gather(*(self._fleet.restart(index) for index in sick)))
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
-        for index in sick:
-            await self._fleet.admit(index)
+        await self._fleet.admit(sick)
         logger.info("%d engines restarted, at policy version %d", len(sick), version)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cluster import Cluster
+from rlpost.bounded import for_each
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, RolloutError
@@ -127,7 +128,7 @@ class Fleet:
 
     async def _check_versions(self) -> None:
         """Raise RolloutError naming the engines whose SGLang is too old for this run."""
-        infos = await asyncio.gather(*(self._client(index).server_info() for index in range(len(self.addresses))))
+        infos = await for_each(lambda index: self._client(index).server_info(), range(len(self.addresses)))
         urls = [address.url for address in self.addresses]
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
         needed: tuple[Feature, ...] = () if self._config.debug.debug_rollout_only else ("weight updates",)
@@ -144,7 +145,7 @@ class Fleet:
         return "retract" if self.can_retract else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Return engines that do not answer in time, except dismissed ones.
+        """Return engines that do not answer in time, except dismissed ones. A bounded number is asked at a time.
 
         ``generating``: the engines are not paused, so the check generates a token.
         """
@@ -160,7 +161,7 @@ class Fleet:
             return True
 
         present = self._present()
-        healthy = await asyncio.gather(*(is_healthy(self.addresses[index]) for index in present))
+        healthy = await for_each(is_healthy, [self.addresses[index] for index in present])
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
@@ -186,13 +187,13 @@ class Fleet:
         """
         await self._start_engine(index)
 
-    async def admit(self, index: int) -> None:
-        """Let the router send requests to engine ``index`` again.
+    async def admit(self, indices: Sequence[int]) -> None:
+        """Let the router send requests to these engines again; it checks all of them at the same time.
 
-        Raises EngineDied when it has ended meanwhile, RolloutError when the router does not reach it.
+        Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach one.
         """
-        await self._add_to_router([index])
-        self.dismissed.discard(index)
+        await self._add_to_router(indices)
+        self.dismissed.difference_update(indices)
 
     async def release_memory(self, *tags: str) -> None:
         """Release memory of all engines (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused.
@@ -311,12 +312,13 @@ class Fleet:
 
 async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:
     """Query external engines for their numbers of ranks."""
-    found = []
-    for url in urls:
+
+    async def queried(url: str) -> EngineAddress:
         address = url if "://" in url else f"http://{url}"
         info = await EngineClient(address, api_key).server_info()
-        found.append(EngineAddress(address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))))
-    return tuple(found)
+        return EngineAddress(address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)))
+
+    return tuple(await for_each(queried, urls))
 
 
 def _look_at_error(task: asyncio.Future[None]) -> None:

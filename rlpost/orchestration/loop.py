@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -104,13 +104,16 @@ class Loop:
         journal: Journal,
         metrics: MetricsWriter,
         stop: StopRequest,
+        loop_lag: Callable[[], float] | None = None,
     ) -> None:
+        """``loop_lag`` returns the longest delay of the event loop in seconds since its last call."""
         self._stages = stages
         self._config = config
         self._rollouts = rollouts
         self._journal = journal
         self._metrics = metrics
         self._stop = stop
+        self._loop_lag = loop_lag
         self.state = RunState()
 
     async def run(self, state: RunState, *, saved: bool) -> RunState:
@@ -181,6 +184,8 @@ class Loop:
             self._rollouts.synced(self.state.policy_version)
         metrics["time/journal_s"] = self._journal.seconds()
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
+        if self._loop_lag is not None:
+            metrics["driver/loop_lag_s"] = self._loop_lag()
         metrics |= await self._stages.measured(self.state.step, metrics)
         self.state = replace(self.state, pending=metrics)
         return await self._settle()

@@ -6,6 +6,8 @@ ports of the run's services. Equal nodes in equal order always give the same pla
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +54,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports of the run's services, all from the job's own block; the same numbers on every node."""
+    """TCP ports of the run's services, all from the job's own block. Engines on different nodes may share numbers."""
 
     engines: tuple[int, ...]
     engine_groups: tuple[int, ...]  # where the ranks inside one engine meet; what SGLang derives from it follows
@@ -135,24 +137,44 @@ def _missing(wanted: str, offers: Sequence[Offer]) -> str:
     return f"the cluster does not offer {wanted}; it has\n{table or '  no node at all'}"
 
 
-def service_ports(base: int, count: int, *, num_engines: int, num_stages: int, over_tcp: bool = False) -> Ports:
+def service_ports(
+    base: int, count: int, *, engines: Sequence[Sequence[Slot]], num_stages: int, over_tcp: bool = False
+) -> Ports:
     """Ports from the block ``[base, base + count)``; ``over_tcp``: processes of an engine talk over TCP as well.
+
+    ``engines`` are those of the placement. Two engines have the same ports when they share no node, so the block
+    bounds the engines of one node and not those of the run.
 
     Raises PlacementError when the block is too small.
     """
     an_engine = 2 + (DERIVED_PORTS if over_tcp else 0)
-    needed = an_engine * num_engines + SHARED_PORTS + num_stages
+    places = _places_on_nodes(engines)
+    num_places = max(places, default=-1) + 1
+    needed = an_engine * num_places + SHARED_PORTS + num_stages
     if needed > count:
         raise PlacementError(
-            f"{num_engines} engines and {num_stages} pipeline stages need {needed} ports, the job's block has {count} "
-            f"from {base}"
+            f"{num_places} engines on one node and {num_stages} pipeline stages need {needed} ports, the job's block "
+            f"has {count} from {base}; use fewer engines on a node (--rollout-num-gpus-per-engine)"
         )
-    shared = base + an_engine * num_engines
+    shared = base + an_engine * num_places
     return Ports(
-        engines=tuple(base + an_engine * i for i in range(num_engines)),
-        engine_groups=tuple(base + an_engine * i + 1 for i in range(num_engines)),
+        engines=tuple(base + an_engine * place for place in places),
+        engine_groups=tuple(base + an_engine * place + 1 for place in places),
         router=shared,
         router_metrics=shared + 1,
         actor_group=shared + 2,
         sync_groups=tuple(range(shared + SHARED_PORTS, shared + SHARED_PORTS + num_stages)),
     )
+
+
+def _places_on_nodes(engines: Sequence[Sequence[Slot]]) -> list[int]:
+    """For each engine the lowest number that no engine before it has on any of its nodes."""
+    taken: dict[str, set[int]] = defaultdict(set)
+    places = []
+    for parts in engines:
+        on_its_nodes = [taken[part.ip] for part in parts]
+        place = next(number for number in itertools.count() if not any(number in own for own in on_its_nodes))
+        for own in on_its_nodes:
+            own.add(place)
+        places.append(place)
+    return places

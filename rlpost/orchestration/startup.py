@@ -38,12 +38,12 @@ class Startup:
         """Connect to Ray; return the placement of workers and their ports."""
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
-        num_engines, num_stages = len(placement.engines), config.perf.pipeline_model_parallel_size
+        num_stages = config.perf.pipeline_model_parallel_size
         kept = 1 if config.observe.use_prometheus else 0  # the last port of the block serves Prometheus
         return placement, service_ports(
             cluster.port_base,
             cluster.port_count - kept,
-            num_engines=num_engines,
+            engines=placement.engines,
             num_stages=num_stages,
             over_tcp=config.sglang.shares_attention,
         )

@@ -125,15 +125,15 @@ class WorkerGroup:
         """``names[i]`` stands in errors and names a log; ``envs[i]`` is set before anything is imported there."""
         self._names = [f"{name} on {slot.ip}" for name, slot in zip(names, slots, strict=True)]
         self._logs = [log_dir / f"{name}.log" for name in names]
+        # Made once: Ray stores each class that it makes and loads it in the workers.
+        worker_class = ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
         self._workers = [
-            ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
-            .options(
+            worker_class.options(
                 num_cpus=0,
                 num_gpus=0 if slot.shared_with else slot.num_gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
                 max_concurrency=1,
-            )
-            .remote(make, str(log), dict(env))
+            ).remote(make, str(log), dict(env))
             for make, slot, log, env in zip(makes, slots, self._logs, envs, strict=True)
         ]
 

@@ -19,7 +19,8 @@ by their deadlines, so that the bound holds for every token and not only on aver
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,59 @@ class Tally:
         assert self.num_fetched == self.num_trained + self.num_filtered + len(held), f"{counts}, held {len(held)}"
 
 
+class _Finished:
+    """Complete groups, by prompt id in order of their completion, and by the oldest version of their tokens.
+
+    A group is asked for its version once: with a large backlog nothing that happens to one group may take time for all.
+    """
+
+    def __init__(self, groups: Iterable[SampleGroup]) -> None:
+        self.by_id: dict[int, SampleGroup] = {}
+        self._versions: dict[int, int] = {}
+        self._by_version: dict[int, dict[int, SampleGroup]] = {}
+        for group in groups:
+            self.add(group)
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, group: SampleGroup) -> None:
+        """Add a group."""
+        version = group.oldest_version
+        self.by_id[group.prompt_id] = group
+        self._versions[group.prompt_id] = version
+        self._by_version.setdefault(version, {})[group.prompt_id] = group
+
+    def pop(self, prompt_id: int) -> SampleGroup:
+        """Remove and return a group. Raises KeyError when it is not here."""
+        group = self.by_id.pop(prompt_id)
+        version = self._versions.pop(prompt_id)
+        of_version = self._by_version[version]
+        del of_version[prompt_id]
+        if not of_version:
+            del self._by_version[version]
+        return group
+
+    def older_than(self, version: int) -> list[SampleGroup]:
+        """Return the groups with a token of a version before ``version``."""
+        old = [own.values() for before, own in self._by_version.items() if before < version]
+        return list(itertools.chain.from_iterable(old))
+
+    def oldest(self, count: int) -> list[SampleGroup]:
+        """Return ``count`` groups, those of the oldest versions; of one version those that were complete first."""
+        ordered = (self._by_version[version].values() for version in sorted(self._by_version))
+        return list(itertools.islice(itertools.chain.from_iterable(ordered), count))
+
+    def versions_after(self, count: int) -> Counter[int]:
+        """Return how many groups of each version are left without the ``count`` oldest."""
+        left: Counter[int] = Counter()
+        for version in sorted(self._by_version):
+            size = len(self._by_version[version])
+            left[version] = max(0, size - count)
+            count = max(0, count - size)
+        return left
+
+
 class RolloutBuffer:
     """See the module. ``step`` counts trained steps; ``version`` is that of the weights in the engines."""
 
@@ -87,10 +141,12 @@ class RolloutBuffer:
         self.step = self.version = step
         self.is_open = False  # whether groups may be started
         self._tally = Tally(backlog)
-        self._waiting = {each.prompt.prompt_id: each for each in backlog.unfinished}
+        # Ordered: groups leave from the front, where a plain dict would pass over all that have left.
+        self._waiting = OrderedDict((each.prompt.prompt_id, each) for each in backlog.unfinished)
         self._running: dict[int, Unfinished] = {}
         self._since: dict[int, int] = {}  # version of the first token of each running group
-        self._finished = {group.prompt_id: group for group in backlog.finished}
+        self._num_since: Counter[int] = Counter()  # running groups by that version
+        self._finished = _Finished(backlog.finished)
         self._in_training: dict[int, SampleGroup] = {}
         self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
         self._counts_in_training: Mapping[str, float] = {}
@@ -100,6 +156,10 @@ class RolloutBuffer:
     def waiting(self) -> tuple[Unfinished, ...]:
         """Groups that may be started, oldest first."""
         return tuple(self._waiting.values())
+
+    def longest_waiting(self, count: int) -> tuple[Unfinished, ...]:
+        """Return the first ``count`` of ``waiting``."""
+        return tuple(itertools.islice(self._waiting.values(), count))
 
     @property
     def num_finished(self) -> int:
@@ -146,11 +206,12 @@ class RolloutBuffer:
             entry, since = Unfinished(entry.prompt), self.version
         self._counts[CONTINUED] += bool(entry.samples)
         self._running[prompt_id], self._since[prompt_id] = entry, since
+        self._num_since[since] += 1
         return entry
 
     def finished(self, group: SampleGroup, *, wanted: bool) -> None:
         """Record that a running group is complete; filter it unless ``wanted``."""
-        del self._running[group.prompt_id], self._since[group.prompt_id]
+        self._stop_running(group.prompt_id)
         self._settled(group, wanted)
 
     def cut_off(self, entry: Unfinished) -> None:
@@ -159,7 +220,7 @@ class RolloutBuffer:
         It counts as aborted only when the batch is full without it: aborts by a preemption are not counted.
         """
         prompt_id = entry.prompt.prompt_id
-        del self._running[prompt_id], self._since[prompt_id]
+        self._stop_running(prompt_id)
         is_surplus = self.rules.max_staleness is None and len(self._finished) >= self.rules.batch_size
         self._counts[ABORTED] += is_surplus
         if not self.rules.keep_partial:
@@ -184,7 +245,7 @@ class RolloutBuffer:
         Raises KeyError for a group that is not finished.
         """
         self._filter_too_old()
-        groups = self._move_to_training([self._finished[prompt_id] for prompt_id in prompt_ids])
+        groups = self._move_to_training([self._finished.by_id[prompt_id] for prompt_id in prompt_ids])
         self._counts_in_training = counts
         return groups
 
@@ -203,7 +264,7 @@ class RolloutBuffer:
     def backlog(self) -> Backlog:
         """Return the whole buffer: running groups as they were started, groups in training as finished."""
         found = Backlog(
-            finished=(*self._in_training.values(), *self._finished.values()),
+            finished=(*self._in_training.values(), *self._finished.by_id.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
             num_fetched=self._tally.num_fetched,
             num_trained=self._tally.num_trained,
@@ -229,9 +290,16 @@ class RolloutBuffer:
 
     def _settled(self, group: SampleGroup, wanted: bool) -> None:
         if wanted:
-            self._finished[group.prompt_id] = group
+            self._finished.add(group)
         else:
             self._filter(group)
+
+    def _stop_running(self, prompt_id: int) -> None:
+        del self._running[prompt_id]
+        since = self._since.pop(prompt_id)
+        self._num_since[since] -= 1
+        if not self._num_since[since]:
+            del self._num_since[since]
 
     def _move_to_training(self, batch: Sequence[SampleGroup]) -> list[SampleGroup]:
         for group in batch:
@@ -248,7 +316,7 @@ class RolloutBuffer:
         return sorted(batch, key=lambda group: group.prompt_id)
 
     def _filter_too_old(self) -> None:
-        for group in [g for g in self._finished.values() if g.oldest_version < self._oldest_allowed()]:
+        for group in self._finished.older_than(self._oldest_allowed()):
             self._filter(self._finished.pop(group.prompt_id))
 
     def _filter(self, group: SampleGroup) -> None:
@@ -261,20 +329,23 @@ class RolloutBuffer:
 
     def _batch(self) -> list[SampleGroup] | None:
         size = self.rules.batch_size
-        oldest_first = sorted(self._finished.values(), key=lambda group: group.oldest_version)
-        if len(oldest_first) < size:
+        if len(self._finished) < size:
             return None
-        left = [group.oldest_version for group in oldest_first[size:]] + list(self._since.values())
-        return oldest_first[:size] if not self._running or self._in_time(left) else None
+        if self._running and not self._in_time(self._finished.versions_after(size) + self._num_since):
+            return None
+        return self._finished.oldest(size)
 
-    def _in_time(self, versions: Sequence[int]) -> bool:
-        """Whether groups that began at ``versions`` can all be trained in time, one batch per step.
+    def _in_time(self, num_by_version: Mapping[int, int]) -> bool:
+        """Whether groups that began at these versions can all be trained in time, one batch per step.
 
         The next step is the first. If False, the batch has to wait for the running groups.
         """
         bound, size = self.rules.max_staleness, self.rules.batch_size
         if bound is None:
             return True
-        return all(
-            count <= (version + bound - self.step) * size for count, version in enumerate(sorted(versions), start=1)
-        )
+        num_until = 0
+        for version in sorted(num_by_version):
+            num_until += num_by_version[version]
+            if num_until > (version + bound - self.step) * size:
+                return False
+        return True

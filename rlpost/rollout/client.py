@@ -8,6 +8,7 @@ client keeps no connection and works in any event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,16 +85,7 @@ class EngineClient:
         ``version``, given with the last bucket of an update, names the update. This does not flush the cache: the
         caller flushes once at the end.
         """
-        body = {
-            "names": list(bucket.names),
-            "dtypes": list(bucket.dtypes),
-            "shapes": [list(shape) for shape in bucket.shapes],
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "weight_version": None if version is None else str(version),
-        }
-        await self.request("POST", "/update_weights_from_distributed", body)
+        await self.request("POST", "/update_weights_from_distributed", _bucket_body(bucket, group_name, version))
 
     async def update_weights_from_handles(self, handles: Sequence[str], *, version: int | None = None) -> None:
         """Load one bucket from shared memory of this host.
@@ -157,8 +149,12 @@ class EngineClient:
         answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in answer["ranks"]]
 
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None, *, missing_ok: bool = False) -> Any:
-        """Send one request; return parsed JSON, or the text if it is not JSON; None for a 404 with ``missing_ok``.
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, *, missing_ok: bool = False
+    ) -> Any:
+        """Send one request, with a body as JSON values or as their text.
+
+        Returns the parsed JSON, or the text if it is not JSON; None for a 404 with ``missing_ok``.
 
         Waits while the server listens: one that shuts down with a pending response stops listening, but never closes
         the connection (SGLang 0.5.21: TERM ends its scheduler first).
@@ -188,12 +184,15 @@ class EngineClient:
         writer.close()
         return False
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, missing_ok: bool) -> Any:
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, *, missing_ok: bool) -> Any:
+        content: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            content = {"data": body, "headers": {"Content-Type": "application/json"}}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with (
                 aiohttp.ClientSession(headers=authorization(self.api_key), timeout=timeout) as session,
-                session.request(method, self.url + path, json=body) as response,
+                session.request(method, self.url + path, **content) as response,
             ):
                 status, text = response.status, await response.text()
         except TimeoutError as error:
@@ -206,6 +205,21 @@ class EngineClient:
         if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
             raise RolloutError(f"engine {self.url}: {method} {path} answered {status}: {text[:500]}")
         return answer
+
+
+@functools.lru_cache(maxsize=1)
+def _bucket_body(bucket: Bucket, group_name: str, version: int | None) -> bytes:
+    """The request for a bucket as JSON, made once for all engines: with many experts it names hundreds of weights."""
+    body = {
+        "names": list(bucket.names),
+        "dtypes": list(bucket.dtypes),
+        "shapes": [list(shape) for shape in bucket.shapes],
+        "group_name": group_name,
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+        "weight_version": None if version is None else str(version),
+    }
+    return json.dumps(body).encode()
 
 
 def _without_secrets(value: Any) -> Any:

@@ -232,7 +232,8 @@ class Collector:
 
     def _chosen(self, capacity: int) -> Sequence[Unfinished]:
         """Return the waiting groups to start. Raises ConfigError when --buffer-filter-path returns others."""
-        waiting = self._buffer.waiting
+        takes_first = self._choices.first is pop_first  # with it a large backlog costs nothing here
+        waiting = self._buffer.longest_waiting(capacity) if takes_first else self._buffer.waiting
         chosen = list(self._choices.first(waiting, capacity))[:capacity] if waiting else []
         left = {entry.prompt.prompt_id for entry in waiting}
         for entry in chosen:

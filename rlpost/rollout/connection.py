@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rlpost.bounded import for_each
 from rlpost.columns import IntColumn
 from rlpost.errors import RolloutError
 from rlpost.rollout.answer import Answer, parse
@@ -59,13 +60,14 @@ class RouterAddress:
 
     async def abort_all(self) -> None:
         """Abort all requests on all engines. An engine that does not answer is logged only."""
-        engines = [EngineClient(url, self.api_key, timeout_s=5.0) for url in self.engine_urls]
-        answers = await asyncio.gather(*(engine.abort() for engine in engines), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, RolloutError):
-                logger.warning("abort: %s", answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+
+        async def abort(url: str) -> None:
+            try:
+                await EngineClient(url, self.api_key, timeout_s=5.0).abort()
+            except RolloutError as error:
+                logger.warning("abort: %s", error)
+
+        await for_each(abort, self.engine_urls)
 
 
 class Connection:

@@ -328,6 +328,20 @@ class EngineHealth:
         yield
 
 
+class LoopLag:
+    """No watchdog: virtual time has no lag, and a thread that never ends would keep its starter waiting."""
+
+    async def __aenter__(self) -> LoopLag:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing to end."""
+
+    def take(self) -> float:
+        """None."""
+        return 0.0
+
+
 def layout(*given: Any, **named: Any) -> SimpleNamespace:
     """A placement of one rank and one engine, and their ports."""
     slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)

@@ -26,7 +26,7 @@ from tests.crash_consistency.interception import Op
 from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, Ending, Setup, World
 
 SEED = 42  # --rollout-seed
-CLOCKS = ("time/", "perf/", "memory/", "sync/", "checkpoint/", "run/")  # names that a disturbance may change
+CLOCKS = ("time/", "perf/", "memory/", "sync/", "checkpoint/", "driver/", "run/")  # names that a disturbance may change
 
 WEIGHTS, PROMPTS, STALE = "wrong weights", "prompts lost or double", "staleness"
 RETRAINED, AGAIN = "another batch at a step", "generated again"

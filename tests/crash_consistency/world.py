@@ -279,7 +279,12 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
         "make_grader": fakes.Grader,
         "Connection": fakes.Connection,
     },
-    driver: {"plot_rewards": fakes.draw, "try_to_write_report": lambda run: None, "Reporter": _NoReporter},
+    driver: {
+        "plot_rewards": fakes.draw,
+        "try_to_write_report": lambda run: None,
+        "Reporter": _NoReporter,
+        "LoopLag": fakes.LoopLag,
+    },
     memory: {"process_gb": lambda: 1.0, "machine": dict},
 }
 

@@ -75,7 +75,7 @@ def without_clock(lines: list[dict[str, float]]) -> list[dict[str, float]]:
     Training is compared to the last bit. Evaluation decodes greedily, but how many requests an engine happens to batch
     together moves its logits in the last bits, so that part is compared with a tolerance.
     """
-    left_out = ("time", "eval", "perf", "sync", "checkpoint", "memory", "run")
+    left_out = ("time", "eval", "perf", "sync", "checkpoint", "driver", "memory", "run")
     return [{key: value for key, value in line.items() if key.split("/")[0] not in left_out} for line in lines]
 
 

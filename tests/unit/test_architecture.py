@@ -27,6 +27,7 @@ FORBIDDEN = {
     "rlpost.config": HEAVY
     | {"slurm", "bootstrap", "rlpost.orchestration", "rlpost.rollout", "rlpost.actor", "rlpost.data"},
     "rlpost.data": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    "rlpost.data.cursor": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.reward": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.metrics": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.report": HEAVY

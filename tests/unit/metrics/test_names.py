@@ -22,7 +22,7 @@ def test_every_name_is_declared_once_under_an_area():
     assert [name for name, count in Counter(metric.name for metric in METRICS).items() if count > 1] == []
     assert all(
         re.fullmatch(
-            r"(reward|rollout|train|eval/SET|time|perf|sync|checkpoint|memory|run)/[a-z0-9_]+(@K)?", metric.name
+            r"(reward|rollout|train|eval/SET|time|perf|sync|checkpoint|driver|memory|run)/[a-z0-9_]+(@K)?", metric.name
         )
         for metric in METRICS
     )
@@ -48,7 +48,8 @@ def test_literal_names_in_the_code_are_declared():
         if path.name != "names.py":
             found |= set(
                 re.findall(
-                    r'"((?:reward|rollout|train|time|perf|sync|checkpoint|memory|run)/[a-z0-9_]+)"', path.read_text()
+                    r'"((?:reward|rollout|train|time|perf|sync|checkpoint|driver|memory|run)/[a-z0-9_]+)"',
+                    path.read_text(),
                 )
             )
     assert len(found) > 25

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from rlpost.bounded import MAX_AT_ONCE
 from rlpost.config.load import load
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.orchestration import engines
 from rlpost.orchestration.engines import Fleet
+from rlpost.rollout.connection import RouterAddress
 from rlpost.types import EngineAddress
 
 
@@ -139,6 +141,49 @@ def test_an_engine_that_died_is_dismissed_when_it_is_to_generate_again(tmp_path)
     assert fleet.dismissed == {1} and asked[0][-1] == "/continue_generation"
 
 
+class Busy:
+    """Counts the requests that are in progress at the same moment."""
+
+    def __init__(self):
+        self.now = self.most = self.total = 0
+
+    async def answer(self, request):
+        self.now += 1
+        self.most, self.total = max(self.most, self.now), self.total + 1
+        await asyncio.sleep(0.02)
+        self.now -= 1
+        return web.json_response({"version": "0.5.19"})
+
+
+@pytest.mark.parametrize("ask", ["health", "abort", "versions"])
+def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_path):
+    """Each request has a socket; all engines at once would be as many in one moment of the event loop."""
+    busy, num_engines = Busy(), 3 * MAX_AT_ONCE + 5
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/{path}", busy.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        fleet = fleet_of([runner], tmp_path)
+        fleet.addresses *= num_engines
+        urls = tuple(address.url for address in fleet.addresses)
+        try:
+            if ask == "health":
+                assert await fleet.unhealthy(generating=True) == []
+            elif ask == "abort":
+                await RouterAddress("http://router", "key", urls, concurrency=1).abort_all()
+            else:
+                await fleet._check_versions()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+    assert busy.total == num_engines
+    assert 2 < busy.most <= MAX_AT_ONCE
+
+
 def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "ALIVE_POLL_S", 0.01)
 
@@ -147,7 +192,7 @@ def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(t
         fleet = fleet_of(runners, tmp_path)
         fleet.dismissed = {1}
         try:
-            admitting = asyncio.create_task(fleet.admit(1))
+            admitting = asyncio.create_task(fleet.admit([1]))
             await asyncio.sleep(0.1)
             assert not admitting.done(), "the router waits for an engine that lives"
             fleet._workers[1].has_ended, started = True, time.monotonic()

@@ -70,7 +70,7 @@ class Group:
 def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monkeypatch):
     config = load([], {"cluster": SETTINGS}).config
     placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
-    ports = service_ports(20000, 100, num_engines=2, num_stages=1)
+    ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
     actors = Actors(gpus)
     monkeypatch.setattr(startup, "Training", lambda *given, **more: None)
     monkeypatch.setattr(engines, "WorkerGroup", Group)

@@ -147,7 +147,7 @@ def config(**rollout):
     ).config
 
 
-def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), **rollout):
+def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), loop_lag=None, **rollout):
     prompts = Prompts(bad)
     cursor = PromptCursor(prompts, shuffle=True, seed=1)
     if state.cursor:
@@ -165,7 +165,7 @@ def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), *
         rollouts = Watched(
             stages, buffer, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
         )
-        loop = Loop(stages, settings, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop)
+        loop = Loop(stages, settings, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop, loop_lag=loop_lag)
         return await loop.run(state, saved=saved)
 
     try:
@@ -386,6 +386,13 @@ def test_every_way_ends_in_the_same_metrics(tmp_path):
         run(folder, FakeStages(), RunState(pending={}), rollout_mode=mode)
         found.append([sorted(line) for line in read_metrics(folder / "metrics.jsonl")])
     assert found[0] == found[1] == found[2]
+
+
+def test_the_line_of_every_step_says_how_late_the_event_loop_was(tmp_path):
+    lags = iter([0.25, 0.5, 0.125, 1.5, 0.0, 0.75])
+    run(tmp_path, FakeStages(), RunState(pending={}), loop_lag=lambda: next(lags))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line.get("driver/loop_lag_s") for line in lines] == [None, 0.25, 0.5, 0.125, 1.5, 0.0, 0.75]
 
 
 def test_more_staleness_means_more_that_is_generated_ahead(tmp_path):

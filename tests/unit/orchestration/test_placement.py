@@ -4,7 +4,7 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.errors import PlacementError
-from rlpost.orchestration.placement import Offer, order_by_gpu, place, service_ports
+from rlpost.orchestration.placement import Offer, Slot, order_by_gpu, place, service_ports
 
 
 def config(**cluster):
@@ -67,8 +67,16 @@ def test_too_few_gpus_are_an_error_with_a_table(gpus, word):
     assert "10.0.0.1" in str(caught.value)
 
 
+def engines_on(*nodes):
+    """Engines with a part on each of the given nodes."""
+    return [tuple(Slot(f"id{node}", f"10.0.0.{node}", 1) for node in own) for own in nodes]
+
+
+ON_ONE_NODE = engines_on([0], [0], [0])
+
+
 def test_all_ports_are_different_and_inside_the_block():
-    ports = service_ports(20000, 100, num_engines=3, num_stages=2)
+    ports = service_ports(20000, 100, engines=ON_ONE_NODE, num_stages=2)
     numbers = [
         *ports.engines,
         *ports.engine_groups,
@@ -83,7 +91,7 @@ def test_all_ports_are_different_and_inside_the_block():
 
 def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_place():
     """SGLang takes the six ports behind it: no other service, and no other engine, has one of them."""
-    ports = service_ports(20000, 100, num_engines=3, num_stages=2, over_tcp=True)
+    ports = service_ports(20000, 100, engines=ON_ONE_NODE, num_stages=2, over_tcp=True)
     derived = [meeting + behind for meeting in ports.engine_groups for behind in range(1, 7)]
     named = [*ports.engines, *ports.engine_groups, ports.router, ports.router_metrics, ports.actor_group]
     named += ports.sync_groups
@@ -92,7 +100,29 @@ def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_pl
 
 def test_a_block_that_is_too_small_is_refused():
     with pytest.raises(PlacementError, match="need 10 ports"):
-        service_ports(20000, 9, num_engines=3, num_stages=1)
+        service_ports(20000, 9, engines=ON_ONE_NODE, num_stages=1)
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_the_block_of_a_job_has_ports_for_512_engines_on_64_nodes(over_tcp):
+    engines = engines_on(*([number % 64] for number in range(512)))
+    ports = service_ports(20600, 400, engines=engines, num_stages=16, over_tcp=over_tcp)
+    numbers = [*ports.engines, *ports.engine_groups, ports.router, ports.router_metrics, *ports.sync_groups]
+    assert min(numbers) >= 20600 and max(numbers) < 21000
+    places = [(parts[0].ip, port) for parts, port in zip(engines, ports.engines, strict=True)]
+    assert len(set(places)) == 512, "two engines listen at the same address"
+
+
+def test_engines_of_several_nodes_share_no_port_on_any_of_them():
+    engines = engines_on([0], [1], [1, 2], [0], [2], [2, 0])
+    ports = service_ports(20000, 100, engines=engines, num_stages=1)
+    used = [
+        (part.ip, port)
+        for parts, of_engine in zip(engines, zip(ports.engines, ports.engine_groups, strict=True), strict=True)
+        for part in parts
+        for port in of_engine
+    ]
+    assert len(set(used)) == len(used)
 
 
 def colocated(per_engine, nodes=2, gpus=4):

@@ -299,3 +299,63 @@ def test_every_prompt_is_trained_filtered_or_held_once(
     assert (held.num_trained, held.num_filtered) == (len(world.trained), len(world.filtered))
     if staleness is not None:
         assert max(world.staleness) <= staleness
+
+
+class Counted:
+    """Has of a group what the buffer needs, and counts how often it is asked for its age."""
+
+    num_tokens = 1
+
+    def __init__(self, prompt_id: int, version: int) -> None:
+        self.prompt_id, self.version, self.times_asked = prompt_id, version, 0
+
+    @property
+    def oldest_version(self) -> int:
+        self.times_asked += 1
+        return self.version
+
+
+@pytest.mark.parametrize("max_staleness", [None, 100])
+def test_what_happens_to_one_group_looks_at_no_other(max_staleness: int | None) -> None:
+    """With 100,000 groups in the backlog a look at all of them for each event takes hours."""
+    count = 300
+    buffer = opened(Rules(batch_size=10, start_size=count, num_steps=count, max_staleness=max_staleness))
+    start(buffer, range(count))
+    groups = [Counted(prompt_id, 0) for prompt_id in range(count)]
+    for each in groups:
+        buffer.finished(each, wanted=True)  # type: ignore[arg-type]
+        buffer.capacity()
+        buffer.has_batch()
+    for _ in range(5):
+        assert buffer.take() is not None
+        buffer.trained()
+    assert max(each.times_asked for each in groups) <= 2
+
+
+@given(st.lists(st.integers(0, 4), min_size=8, max_size=24), st.integers(0, 4), st.integers(0, 6))
+def test_the_oldest_groups_come_first_and_of_equal_age_the_first_to_be_complete(
+    versions: list[int], max_staleness: int, num_running: int
+) -> None:
+    """The batch, and whether there is one, against the definition: sort all, then check every deadline."""
+    size, step = 4, 4
+    buffer = RolloutBuffer(Rules(size, size, 100, max_staleness), NOTHING, step=step)
+    start(buffer, range(len(versions) + num_running))  # all of these began at version ``step``
+    for prompt_id in random.Random(len(versions)).sample(range(len(versions)), len(versions)):
+        buffer.finished(group(prompt_id, versions[prompt_id]), wanted=True)
+    kept = [each for each in buffer.backlog().finished if each.oldest_version >= step - max_staleness]
+    ordered = sorted(kept, key=lambda each: each.oldest_version)
+    left = sorted([each.oldest_version for each in ordered[size:]] + [step] * num_running)
+    in_time = all(count <= (version + max_staleness - step) * size for count, version in enumerate(left, 1))
+    expected = None
+    if len(ordered) >= size and (in_time or not num_running):
+        expected = sorted(each.prompt_id for each in ordered[:size])
+    taken = buffer.take()
+    assert (None if taken is None else [each.prompt_id for each in taken]) == expected
+
+
+def test_the_longest_waiting_are_the_first_of_the_waiting() -> None:
+    buffer = opened(Rules(batch_size=4, start_size=6, num_steps=9))
+    buffer.fetched([prompt(prompt_id) for prompt_id in range(6)])
+    buffer.started(1)
+    assert buffer.longest_waiting(3) == buffer.waiting[:3]
+    assert [entry.prompt.prompt_id for entry in buffer.longest_waiting(9)] == [0, 2, 3, 4, 5]

@@ -48,10 +48,8 @@ def test_the_server_is_told_over_its_standard_input(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("binds", "told"), [(True, 4), (False, None)])
 def test_the_switch_reaches_the_engine(binds, told, tmp_path):
     config = load([], {"cluster": {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 3, "bind_cpus": binds}}).config
-    placement, ports = (
-        place([Offer("id", "10.0.0.1", 4)], config),
-        service_ports(20000, 100, num_engines=1, num_stages=1),
-    )
+    placement = place([Offer("id", "10.0.0.1", 4)], config)
+    ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
     fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="s"), placement, ports)
     seen = []
 

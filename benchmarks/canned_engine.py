@@ -1,0 +1,102 @@
+"""An engine without a model: answers every request with a prepared JSON in the format of SGLang's ``/generate``.
+
+    python -m benchmarks.canned_engine --port 30000 --length 1024 --delay 5 30
+
+Several processes may share one port (SO_REUSEPORT): the kernel spreads the connections. An answer is one prepared text
+of VARIANTS, so the process spends its time on sockets alone. ``--delay``: seconds until a request is answered, drawn
+evenly between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from typing import Any
+
+VARIANTS = 16
+LARGEST_ID, LETTERS_A_TOKEN = 150_000, 4
+_END = b"\r\n\r\n"
+
+
+def prepared_answer(length: int, seed: int) -> dict[str, Any]:
+    """One answer of ``length`` random tokens, as SGLang 0.5.17 sends it with ``return_logprob``."""
+    draw = random.Random(seed)
+    ids = [draw.randrange(LARGEST_ID) for _ in range(length)]
+    return {
+        "text": "".join(draw.choices("abcdefgh ", k=LETTERS_A_TOKEN * length)),
+        "output_ids": ids,
+        "meta_info": {
+            "id": f"{seed:032x}",
+            "finish_reason": {"type": "stop", "matched": ids[-1]},
+            "prompt_tokens": 64,
+            "weight_version": "1",
+            "completion_tokens": length,
+            "cached_tokens": 0,
+            "e2e_latency": 1.5,
+            "output_token_logprobs": [[-draw.random(), token, None] for token in ids],
+        },
+    }
+
+
+class Answering(asyncio.Protocol):
+    """One connection; requests follow each other on it."""
+
+    def __init__(self, answers: list[bytes], delay: tuple[float, float]) -> None:
+        self._answers, self._delay = answers, delay
+        self._received = bytearray()
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Read whole requests and answer each after its delay."""
+        self._received += data
+        while (end := self._received.find(_END)) >= 0:
+            head = bytes(self._received[:end]).lower()
+            _, found, rest = head.partition(b"content-length:")
+            size = int(rest.split(b"\r\n")[0]) if found else 0
+            if len(self._received) < end + len(_END) + size:
+                return
+            del self._received[: end + len(_END) + size]
+            answer = random.choice(self._answers)
+            asyncio.get_running_loop().call_later(random.uniform(*self._delay), self._answer, answer)
+
+    def _answer(self, answer: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(answer)
+
+
+def _response(content: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+async def serve(port: int, length: int, delay: tuple[float, float]) -> None:
+    """Answer until the standard input ends."""
+    answers = [_response(json.dumps(prepared_answer(length, seed)).encode()) for seed in range(VARIANTS)]
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: Answering(answers, delay), "127.0.0.1", port, reuse_port=True, backlog=16384
+    )
+    async with server:
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+def main() -> int:
+    """Serve."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--length", type=int, required=True, help="tokens of an answer")
+    parser.add_argument("--delay", type=float, nargs=2, default=(0.0, 0.0), metavar=("LEAST", "MOST"))
+    options = parser.parse_args()
+    asyncio.run(serve(options.port, options.length, tuple(options.delay)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What the driver's benchmark measures with: canned engines, processor time by thread, lag of the loop, stub ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from rlpost.orchestration.placement import Slot
+from rlpost.orchestration.workers import WorkerGroup
+from rlpost.types import StepResult
+from tests.ports import free_port
+
+T = TypeVar("T")
+NUM_ENGINES = 2
+TICK_S = 0.005
+HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_abs_diff": 0.0}
+
+
+@contextmanager
+def canned_engines(length: int, *, delay: tuple[float, float] = (0.0, 0.0)) -> Iterator[str]:
+    """NUM_ENGINES processes behind one address; the URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.canned_engine", "--port", str(port), "--length", str(length)]
+    command += ["--delay", *map(str, delay)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_ENGINES)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", "a canned engine did not start"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Processor seconds of this process: of the loop's thread, and of all its threads."""
+
+    loop_s: float
+    all_s: float
+
+    def __truediv__(self, millions: float) -> Cost:
+        return Cost(self.loop_s / millions, self.all_s / millions)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.loop_s - other.loop_s, self.all_s - other.all_s)
+
+
+async def cost_of(work: Awaitable[T]) -> tuple[T, Cost]:
+    """The result of ``work``, and what it cost. Call it from the loop's thread."""
+    gc.collect()
+    loop_s, all_s = time.thread_time(), time.process_time()
+    result = await work
+    return result, Cost(time.thread_time() - loop_s, time.process_time() - all_s)
+
+
+def median_cost(costs: Sequence[Cost]) -> Cost:
+    """Of each kind."""
+    return Cost(statistics.median(c.loop_s for c in costs), statistics.median(c.all_s for c in costs))
+
+
+@dataclass(frozen=True)
+class Lags:
+    """How late callbacks ran, in seconds; ``own_*``: the part in which the loop's thread used the processor, so that
+    what other processes took from a busy machine is left out."""
+
+    p50: float
+    p999: float
+    most: float
+    own_p999: float
+    own_most: float
+
+
+class LagSampler:
+    """Wakes up every TICK_S and notes how late."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+        self._own: list[float] = []
+
+    async def during(self, work: Awaitable[T]) -> T:
+        """The result of ``work``; samples while it runs."""
+        sampling = asyncio.create_task(self._sample())
+        try:
+            return await work
+        finally:
+            sampling.cancel()
+
+    async def _sample(self) -> None:
+        while True:
+            due, used = time.monotonic() + TICK_S, time.thread_time()
+            await asyncio.sleep(TICK_S)
+            late = max(0.0, time.monotonic() - due)
+            self._late.append(late)
+            self._own.append(min(late, time.thread_time() - used))
+
+    def lags(self) -> Lags:
+        """Of all samples."""
+        late, own = sorted(self._late), sorted(self._own)
+        last = len(late) - 1
+        return Lags(late[last // 2], late[int(0.999 * last)], late[-1], own[int(0.999 * last)], own[-1])
+
+
+async def held_bytes(make: Callable[[], Awaitable[T]]) -> tuple[T, int]:
+    """The result, and the bytes allocated for it that are still held when everything else is collected."""
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    result = await make()
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return result, held
+
+
+class SentBytes:
+    """Counts what this process serialises for Ray: arguments of calls, and objects put into its store."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        context = ray._private.worker.global_worker.get_serialization_context()
+        serialize = context.serialize
+
+        def counted(value: Any) -> Any:
+            found = serialize(value)
+            self.total += found.total_bytes
+            return found
+
+        context.serialize = counted
+
+
+class StubRank:
+    """Takes what a trainer's rank takes, and does nothing with it."""
+
+    def train_step(self, *_: Any) -> StepResult:
+        """See ``rlpost.actor.actor.Actor``."""
+        return StepResult(HEALTHY)
+
+    def read(self, references: Sequence[Any]) -> int:
+        """The peers' ranks: take the data of this rank out of the store."""
+        return len(ray.get(references[0]))
+
+
+class SharedWorkers(WorkerGroup):
+    """Many ranks in few processes: rank ``i`` is process ``i % num_processes``. The driver makes a call for each rank,
+    as ever; the processes only bound how many Python interpreters this machine has to hold."""
+
+    def __init__(self, num_ranks: int, *, num_processes: int, log_dir: Path) -> None:
+        node = ray.nodes()[0]
+        slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 0)] * num_processes
+        names = [f"stub-{index}" for index in range(num_processes)]
+        super().__init__([StubRank] * num_processes, slots, names=names, log_dir=log_dir, envs=[{}] * num_processes)
+        processes = range(num_ranks)
+        self._workers = [self._workers[index % num_processes] for index in processes]
+        self._names = [self._names[index % num_processes] for index in processes]
+        self._logs = [self._logs[index % num_processes] for index in processes]
+
+    @property
+    def handles(self) -> list[Any]:
+        """Ray's handle of each rank."""
+        return self._workers
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in set(self._workers):
+            ray.kill(worker)

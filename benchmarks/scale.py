@@ -1,0 +1,343 @@
+"""What grows with engines, nodes, prompts, groups, steps and attempts: processor seconds and memory at a large size.
+
+    python -m benchmarks.scale [NAME ...] [--write]
+
+Each subject runs in a process of its own, with the driver's or the command line's own code. Engines are stubs behind
+real HTTP in another process (``benchmarks.stub_engines``); Ray's actors of a thousand ranks wait for GPUs that this
+machine has not, so that the driver makes its calls and no process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.page import show
+from benchmarks.tables import machine, table
+from rlpost.checkpoint.state import RunState
+from rlpost.config.load import load
+from rlpost.config.tree import Config
+from rlpost.data.cursor import PromptCursor
+from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
+from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.placement import Offer, Placement, order_by_gpu, place, service_ports
+from rlpost.rollout.buffer import RolloutBuffer, Rules
+from rlpost.rollout.connection import RouterAddress
+from rlpost.rollout.engine_side_weights import BroadcastMover, WeightUpdate
+from rlpost.rollout.journal import Journal
+from rlpost.types import Backlog, Bucket, EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
+from slurm.run_folder import RunFolder
+
+HEADING = "## Scale"
+NUM_ENGINES, NUM_NODES, GPUS_A_NODE = 512, 128, 8
+NUM_BUCKETS, NAMES_A_BUCKET = 10, 270  # as of GLM-4.5 in buckets of 4 GiB, of which it has 165
+NUM_PROMPTS = 10_000_000
+NUM_GROUPS, SIBLINGS, ANSWER_LENGTH = 100_000, 4, 16
+NUM_STEPS, NUM_ATTEMPTS = 10_000, 1_000
+JOB_PORTS = 400
+
+Row = tuple[str, float, str]
+"""What was done, processor seconds, and what else is worth a word."""
+
+
+class Timer:
+    """Rows of a table."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    @contextmanager
+    def of(self, what: str, note: Callable[[], str] = lambda: "") -> Iterator[None]:
+        """Processor seconds of the block, and by how much it raised the largest memory of this process."""
+        before, used = _most_memory(), time.process_time()
+        yield
+        seconds, grown = time.process_time() - used, _most_memory() - before
+        notes = [note(), f"{grown:.0f} MB more" if grown >= 10 else ""]
+        self.rows.append((what, seconds, ", ".join(filter(None, notes))))
+
+
+def _most_memory() -> float:
+    """The largest resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+def engines(folder: Path) -> list[Row]:
+    """Health checks, aborts, a weight update and the router's registration."""
+    timer = Timer()
+    with stub_engines(NUM_ENGINES) as port:
+        urls = [f"http://127.0.0.1:{port + number}" for number in range(NUM_ENGINES)]
+        addresses = tuple(EngineAddress(url) for url in urls)
+        fleet = Fleet(Config(), SimpleNamespace(attempt_dir=str(folder), secret="key"), None, None)  # type: ignore
+        fleet.addresses = addresses
+        most = _asker(f"{urls[0]}/most")
+
+        async def run() -> None:
+            with timer.of(f"health check of {NUM_ENGINES} engines", most):
+                assert await fleet.unhealthy(generating=True) == []
+            with timer.of(f"abort on {NUM_ENGINES} engines", most):
+                await RouterAddress(urls[0], "key", tuple(urls), concurrency=1).abort_all()
+            names = tuple(f"model.layers.46.mlp.experts.{n}.down_proj.weight" for n in range(NAMES_A_BUCKET))
+            shapes, dtypes = ((5120, 1536),) * NAMES_A_BUCKET, ("bfloat16",) * NAMES_A_BUCKET
+            buckets = [Bucket(names, shapes, dtypes)] * NUM_BUCKETS
+            mover = BroadcastMover(buckets, _nothing, group_name="group")
+            with timer.of(f"weight update of {NUM_ENGINES} engines, {len(buckets)} buckets", most):
+                await WeightUpdate(addresses, api_key="key").update(1, mover)
+
+        asyncio.run(run())
+        with timer.of(f"registration of {NUM_ENGINES} engines in the router"):
+            _router(urls[0]).add_engines(urls, deadline_s=60)
+    return timer.rows
+
+
+async def _nothing(index: int) -> None:
+    pass
+
+
+def _router(url: str) -> Any:
+    from rlpost.rollout.engine import Router
+
+    router = Router(policy="round_robin", api_key="key", log_path="/dev/null", metrics_port=0)
+    router.url = url
+    return router
+
+
+def _asker(url: str) -> Callable[[], str]:
+    def ask() -> str:
+        with urllib.request.urlopen(url) as response:
+            return f"at most {response.read().decode()} requests at once"
+
+    return ask
+
+
+@contextmanager
+def stub_engines(num: int) -> Iterator[int]:
+    """The port of the first; the others follow."""
+    port = 12_000
+    command = [sys.executable, "-m", "benchmarks.stub_engines", "--port", str(port), "--num", str(num)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", "the stub engines did not start"
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def nodes(folder: Path) -> list[Row]:
+    """Placement and ports, and the creation of all actors in Ray."""
+    import ray
+
+    from rlpost.orchestration.workers import WorkerGroup
+
+    timer = Timer()
+    placed: list[Placement] = []
+    for nodes_to_train in (NUM_NODES, NUM_NODES // 2):
+        is_colocated = nodes_to_train == NUM_NODES
+        config = _cluster(nodes_to_train, is_colocated)
+        offers = [Offer(f"id{n}", f"10.0.{n // 256}.{n % 256}", GPUS_A_NODE) for n in range(NUM_NODES)]
+        how = "colocated" if is_colocated else "disaggregated"
+        with timer.of(f"placement of {NUM_NODES} nodes x {GPUS_A_NODE} GPUs, {how}"):
+            placement = place(offers, config)
+            order_by_gpu(placement.actors, [rank % GPUS_A_NODE for rank in range(len(placement.actors))])
+        with timer.of(f"ports of {len(placement.engines)} engines, attention data-parallel"):
+            service_ports(20_600, JOB_PORTS, engines=placement.engines, num_stages=16, over_tcp=True)
+        placed.append(placement)
+    ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    node = ray.nodes()[0]["NodeID"]
+    slots = [type(slot)(node, slot.ip, 1) for slot in placed[0].actors]
+    names = [f"actor-{rank}" for rank in range(len(slots))]
+    with timer.of(f"creation of {len(slots)} actors in Ray"):
+        group = WorkerGroup([dict] * len(slots), slots, names=names, log_dir=folder, envs=[{}] * len(slots))
+    del group
+    ray.shutdown()
+    return timer.rows
+
+
+def _cluster(nodes_to_train: int, is_colocated: bool) -> Config:
+    more: dict[str, Any] = {"colocate": True} if is_colocated else {"rollout_num_gpus": nodes_to_train * GPUS_A_NODE}
+    cluster = {"actor_num_nodes": nodes_to_train, "actor_num_gpus_per_node": GPUS_A_NODE, **more}
+    return load([], {"cluster": {**cluster, "num_gpus_per_node": GPUS_A_NODE, "rollout_num_gpus_per_engine": 1}}).config
+
+
+def prompts(folder: Path) -> list[Row]:
+    """Start-up, the order of an epoch, a resume."""
+    timer, path = Timer(), folder / "prompts.jsonl"
+    with path.open("w") as file:
+        for n in range(NUM_PROMPTS):
+            file.write(f'{{"prompt": "What is {n} plus {n + 1}?", "label": "{2 * n + 1}"}}\n')
+    fields = PromptFields("prompt", "label")
+    with timer.of(f"index of {NUM_PROMPTS} prompts"):
+        found = PromptSet(path, tokenize=lambda content, tools: (str(content), (1,)), fields=fields)
+    cursor = PromptCursor(found, shuffle=True, seed=1)
+    with timer.of("order of an epoch, the first 1,000 prompts"):
+        cursor.take(1000)
+    with timer.of("the next 1,000 prompts"):
+        cursor.take(1000)
+    state = {**cursor.state(), "epoch": 3, "offset": NUM_PROMPTS // 2}
+    with timer.of("resume in the fourth epoch, 1,000 prompts"):
+        PromptCursor.from_state(found, state, shuffle=True, seed=1).take(1000)
+    part = folder / "part.jsonl"
+    with path.open() as file, part.open("w") as first:
+        first.writelines(line for line, _ in zip(file, range(NUM_PROMPTS // 10), strict=False))
+    with timer.of(f"check of {NUM_PROMPTS // 10} prompts on the login node"):
+        check_prompt_file(part, fields)
+    return timer.rows
+
+
+def backlog(folder: Path) -> list[Row]:
+    """A buffer with very many complete groups, its checkpoint, its journal."""
+    timer, rng = Timer(), random.Random(1)
+    groups = [_group(prompt_id, rng) for prompt_id in range(NUM_GROUPS)]
+    rules = Rules(batch_size=256, start_size=NUM_GROUPS, num_steps=NUM_GROUPS, max_staleness=NUM_GROUPS)
+    buffer = RolloutBuffer(rules, Backlog(), step=0)
+    buffer.is_open = True
+    with timer.of(f"{NUM_GROUPS} groups fetched and started"):
+        buffer.fetched([Prompt(n, "", (1, 2, 3)) for n in range(NUM_GROUPS)])
+        for n in range(NUM_GROUPS):
+            buffer.started(n)
+    with timer.of(f"{NUM_GROUPS} groups complete, each asks for a batch and for capacity"):
+        for group in groups:
+            buffer.finished(group, wanted=True)
+            buffer.has_batch()
+            buffer.capacity()
+    state = RunState(backlog=buffer.backlog())
+    with timer.of("checkpoint of all of them", lambda: f"{len(text) / 1e6:.0f} MB"):
+        text = state.to_json()
+    with timer.of("resume from it"):
+        again = RunState.from_json(text)
+        RolloutBuffer(rules, again.backlog, step=0)
+    assert again.backlog == state.backlog
+    journal = Journal.resume(folder / "journal", 0, step=0, settings="")
+    with timer.of("journal of all of them"):
+        for group in groups:
+            journal.finished(group, wanted=True)
+    journal.close()
+    with timer.of("resume from it"):
+        journal = Journal.resume(folder / "journal", 0, step=0, settings="")
+        assert sum(1 for _ in journal.again()) == NUM_GROUPS
+    journal.close()
+    return timer.rows
+
+
+def _group(prompt_id: int, rng: random.Random) -> SampleGroup:
+    def sample(index: int) -> Sample:
+        ids = tuple(rng.randrange(150_000) for _ in range(ANSWER_LENGTH))
+        logprobs = tuple(-rng.random() for _ in range(ANSWER_LENGTH))
+        return Sample(
+            prompt_id, index, (1, 2, 3), ids, logprobs, "x" * 4 * ANSWER_LENGTH, "stop", prompt_id * 4 // NUM_GROUPS
+        )
+
+    return SampleGroup(prompt_id, tuple(ScoredSample(sample(index), 1.0) for index in range(SIBLINGS)))
+
+
+def report(folder: Path) -> list[Row]:
+    """The page of a long run, and what a command line reads of it."""
+    from rlpost.metrics.names import METRICS
+    from rlpost.report.write import write_report
+
+    run, rng, timer = RunFolder(folder), random.Random(1), Timer()
+    run.report.mkdir()
+    names = [metric.name for metric in METRICS if "SET" not in metric.name and "@K" not in metric.name]
+    with run.metrics.open("w") as file:
+        for step in range(1, NUM_STEPS + 1):
+            file.write(json.dumps({"step": step, **{name: rng.random() for name in names}}) + "\n")
+    run.run_json.write_text(Config().model_dump_json())
+    for step in range(0, NUM_STEPS, 20):
+        run.ledger.append("committed", step=step, checkpoint=f"iter_{step:07d}", bytes=1, seconds=1.0)
+    page: list[Path] = []
+    with timer.of(f"report of {NUM_STEPS} steps", lambda: f"a page of {page[0].stat().st_size / 1e6:.1f} MB"):
+        page.append(write_report(run))
+    with timer.of(f"status of a run of {NUM_STEPS} steps"):
+        _status(run)
+    return timer.rows
+
+
+def _status(run: RunFolder) -> None:
+    from rlpost.cli.run_status import status_of
+
+    status_of(run, None, None)
+
+
+def attempts(folder: Path) -> list[Row]:
+    """The folders and the ledger of a run that was preempted very often."""
+    run, timer = RunFolder(folder), Timer()
+    run.report.mkdir()
+    run.run_json.write_text(Config().model_dump_json())
+    with timer.of(f"{NUM_ATTEMPTS} attempts begun, each with 6 lines in the ledger"):
+        for number in range(NUM_ATTEMPTS):
+            run.new_attempt()
+            for event in ("attempt", "started", "ready", "committed", "preempted", "verdict"):
+                run.ledger.append(event, attempt=str(number), step=number)
+    with timer.of("one more attempt"):
+        run.new_attempt()
+    with timer.of("status"):
+        _status(run)
+    from rlpost.report.write import write_report
+
+    with timer.of("report"):
+        write_report(run)
+    return timer.rows
+
+
+SUBJECTS: dict[str, Callable[[Path], list[Row]]] = {
+    "engines": engines,
+    "nodes": nodes,
+    "prompts": prompts,
+    "backlog": backlog,
+    "report": report,
+    "attempts": attempts,
+}
+
+
+def in_own_process(name: str) -> list[Row]:
+    """The rows of a subject."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks.scale", "--one", name], stdout=subprocess.PIPE, check=True)
+    return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUBJECTS)}; all unless given")
+    parser.add_argument("--one", choices=SUBJECTS, help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args()
+    if options.one:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(SUBJECTS[options.one](Path(folder))))
+        return 0
+    where, found = machine(), []
+    for name in options.names or SUBJECTS:
+        found += in_own_process(name)
+    rows = [[what, f"{seconds:.2f}", note] for what, seconds, note in found]
+    lines = [
+        "Processor seconds of the driver, or of a command, at sizes that a small machine can only simulate",
+        f"([scale](scale.md)). {where}:",
+        "",
+        "```bash",
+        "python -m benchmarks.scale --write",
+        "```",
+        "",
+        *table(["", "processor s", ""], rows),
+    ]
+    show(HEADING, lines, write=options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
