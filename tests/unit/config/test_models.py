@@ -54,6 +54,14 @@ PUBLISHED = {
         "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, longest=131072,
         **GLM45_EXPERTS
     ),
+    # zai-org/GLM-4.6 and GLM-4.7: GLM-4.5 with a longer context.
+    **{
+        name: published(
+            "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, longest=202752,
+            num_nextn_predict_layers=1, **GLM45_EXPERTS
+        )
+        for name in ("glm46_355b", "glm47_355b")
+    },
     "qwen3_30b_a3b": published(
         "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS
