@@ -24,6 +24,8 @@ KINDS = (
     "moe-tp2-sp-ep2-pp2",
     "cp2-pp2-gspo-kl",
     "tp2-sp-entropy-tis",
+    "mtp-tp2-sp-ep2-pp2-recompute",
+    "mtp-cp2-pp2-vpp2-overlap",
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
