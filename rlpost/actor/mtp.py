@@ -40,6 +40,8 @@ from rlpost.types import MicroBatch, TrainSample
 
 MODULE = "mtp"
 """Name of the module in the last chunk of the last stage; its keys in a checkpoint are Megatron-LM's."""
+CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
+"""A key that checkpoints with the layer have, and others do not."""
 PASSED_ON = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
 """What the layer takes from the call of the policy's decoder."""
 

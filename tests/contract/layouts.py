@@ -188,7 +188,7 @@ def _loss_difference(pairs: list[tuple[dict[str, float], dict[str, float]]], nam
 def _difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     """Over all tensors, the largest difference relative to the tensor's largest value."""
     assert ours.keys() == theirs.keys()
-    return max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours)
+    return max(float(np.abs(ours[key] - theirs[key]).max() / (np.abs(theirs[key]).max() or 1.0)) for key in ours)
 
 
 def main(chosen: list[str]) -> int:
