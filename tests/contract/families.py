@@ -75,6 +75,7 @@ def _add_mtp_layer(folder: Path) -> None:
     tensors = load_file(path)
     last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
     more = {name.replace(last, behind): torch.randn_like(one) * 0.2 for name, one in tensors.items() if last in name}
+    more[f"{behind}mlp.gate.e_score_correction_bias"] *= 0.1  # every expert gets tokens
     for name in ("enorm", "hnorm", "shared_head.norm"):
         more[f"{behind}{name}.weight"] = torch.randn(hidden) * 0.2 + 1.0
     more[f"{behind}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
