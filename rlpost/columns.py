@@ -6,6 +6,7 @@ store maps into a reader's memory without a copy (pickle protocol 5, PEP 574).
 
     IntColumn     int32: token ids, counts
     FloatColumn   float32: log-probs, advantages
+    DoubleColumn  float64: penalties, whose sums go into rewards
     RunColumn     run-length coded integers: loss masks
     RouteColumn   [tokens, layers, k] uint8 or uint16: the experts that a router chose
 
@@ -107,6 +108,13 @@ class FloatColumn(_NumberColumn):
 
     __slots__ = ()
     DTYPE = np.dtype(np.float32)
+
+
+class DoubleColumn(_NumberColumn):
+    """Numbers of 64 bits, for values that Python's arithmetic goes on with."""
+
+    __slots__ = ()
+    DTYPE = np.dtype(np.float64)
 
 
 class RunColumn(Sequence[int]):

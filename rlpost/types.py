@@ -8,8 +8,9 @@ token are columns (``rlpost.columns``); the types accept any sequence for them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
@@ -213,6 +214,18 @@ class TrainBatch:
     num_samples: int
     num_tokens: int
     log_prob_groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def samples(self) -> tuple[TrainSample, ...]:
+        """The rank's samples in order of ``micro_batches``."""
+        return tuple(itertools.chain.from_iterable(self.micro_batches))
+
+    def with_advantages(self, advantages: Sequence[float | FloatColumn]) -> TrainBatch:
+        """The same batch with other advantages, one for each of ``samples``."""
+        pairs = zip(self.samples, advantages, strict=True)
+        changed = iter([replace(sample, advantage=advantage) for sample, advantage in pairs])
+        micro_batches = tuple(tuple(itertools.islice(changed, len(micro))) for micro in self.micro_batches)
+        return replace(self, micro_batches=micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

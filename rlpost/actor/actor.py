@@ -32,6 +32,7 @@ from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
     as_trained,
+    joined_columns,
     log_prob_micro_batches,
     pack,
     unpack,
@@ -45,6 +46,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
+from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, StepResult, TrainBatch
@@ -57,7 +59,7 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
 
-Logprobs = list[list[tuple[float, ...]]]
+Logprobs = list[list[FloatColumn]]
 """Log-probs of the response tokens, per micro-batch and per sample."""
 
 
@@ -201,13 +203,19 @@ class Actor:
             )
         return as_trained(found, batch)
 
-    def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
+    def train_step(
+        self,
+        batch: TrainBatch,
+        old_logprobs: Logprobs | None = None,
+        advantages: Sequence[float | FloatColumn] | None = None,
+    ) -> StepResult:
         """Run one optimizer step on this rank's part of the batch.
 
         Args:
             batch: this rank's micro-batches.
             old_logprobs: as ``compute_logprobs`` returns them. Without them the ratio is 1 and only
                 its gradient counts (one step per rollout).
+            advantages: replace those of the batch, see ``TrainBatch.with_advantages``.
 
         Returns:
             The metrics of the objective, train/grad_norm (before clipping) and train/lr; equal on
@@ -218,6 +226,8 @@ class Actor:
             Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
                 unchanged.
         """
+        if advantages is not None:
+            batch = batch.with_advantages(advantages)
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
         ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
@@ -465,9 +475,5 @@ def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list
     """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
     if not logprobs:
         return [None] * len(packed)
-    return [_flat(samples)[part.held] for samples, part in zip(logprobs, packed, strict=True)]
-
-
-def _flat(samples: Sequence[Sequence[float]]) -> torch.Tensor:
-    values = [value for sample in samples for value in sample]
-    return torch.tensor(values, dtype=torch.float32, device=device.current())
+    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
+    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]

@@ -2,7 +2,8 @@
 
 Input: factories of objects and the slots to create them in. Output: a group that is called like one object and returns
 one result per worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the
-worker and shows the end of its log.
+worker and shows the end of its log. A value that several workers or calls need is put into Ray's object store once:
+each node fetches it once, and its workers read the arrays in it from the same memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,6 +29,8 @@ from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Offer, Slot
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOG_TAIL_LINES = 15
 ASIDE = "aside"
@@ -56,6 +60,16 @@ def connect(cluster: Cluster) -> list[Offer]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[T]):
+    """A value in Ray's object store. As an argument of a call the worker receives the value itself.
+
+    The store frees the value when no ``Stored`` of it is left and no call that received it is running.
+    """
+
+    reference: Any
+
+
 class _Worker:
     """Holds one plain object in a separate process with a separate log file."""
 
@@ -76,14 +90,20 @@ class _Worker:
         os.dup2(log, 2)
         os.close(log)
 
-    def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def call(self, method: str, keywords: Mapping[str, Any], *arguments: Any) -> Any:
+        # Ray replaces references by their values only where they are arguments, not inside of one.
         with span(method):
             found = operator.attrgetter(method)(self._target)
             return found(*arguments, **keywords) if callable(found) else found
 
+    @ray.method(num_returns=2)
+    def call_stored(self, method: str, *arguments: Any) -> tuple[bool, Any]:
+        found = self.call(method, {}, *arguments)
+        return bool(found), found
+
     @ray.method(concurrency_group=ASIDE)
-    def call_aside(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        return self.call(method, arguments, keywords)
+    def call_aside(self, method: str, keywords: Mapping[str, Any], *arguments: Any) -> Any:
+        return self.call(method, keywords, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
     def told(self, since: float) -> tuple[float, list[Span]]:
@@ -135,13 +155,32 @@ class WorkerGroup:
         return await self.call_each(method, [arguments] * len(self))
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
-        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order."""
+        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order.
+        Arguments may be ``Stored``."""
         pairs = zip(self._workers, arguments, strict=True)
-        return await self._all([worker.call.remote(method, own, keywords) for worker, own in pairs])
+        return await self._all([worker.call.remote(method, keywords, *_references(own)) for worker, own in pairs])
+
+    async def call_each_stored(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Stored[Any] | None]:
+        """``call_each``, whose results stay in the object store of the workers' nodes; None for empty ones."""
+        pairs = zip(self._workers, arguments, strict=True)
+        made = [worker.call_stored.remote(method, *_references(own)) for worker, own in pairs]
+        has_result = await self._all([has for has, _ in made])
+        return [Stored(value) if has else None for has, (_, value) in zip(has_result, made, strict=True)]
+
+    async def put(self, value: T) -> Stored[T]:
+        """Put a value into the object store; another thread copies it, so that the event loop goes on."""
+        return Stored(await asyncio.to_thread(ray.put, value))
+
+    async def get(self, stored: Stored[T]) -> T:
+        """Return a value from the object store. Raises RlpostError when its node was lost."""
+        try:
+            return await stored.reference
+        except ray.exceptions.RayError as error:
+            raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
         """``call``, beside whatever the workers are computing: it must touch nothing that they compute with."""
-        return await self._all([worker.call_aside.remote(method, arguments, {}) for worker in self._workers])
+        return await self._all([worker.call_aside.remote(method, {}, *arguments) for worker in self._workers])
 
     async def spans(self, since: float) -> list[ProcessSpans]:
         """What each worker did after a moment of this process's clock."""
@@ -176,3 +215,7 @@ class WorkerGroup:
         path = self._logs[index]
         lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
+
+
+def _references(arguments: Sequence[Any]) -> list[Any]:
+    return [each.reference if isinstance(each, Stored) else each for each in arguments]

@@ -68,7 +68,7 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
     losses = []
     for sample in STEPS[0]:
         ids = torch.tensor([sample.token_ids])
-        mask = torch.tensor([(0,) * sample.prompt_length + sample.loss_mask])
+        mask = torch.tensor([[*[0] * sample.prompt_length, *sample.loss_mask]])
         losses.append(theirs(ids, labels=ids.masked_fill(mask == 0, -100)).loss)
     loss = torch.stack(losses).mean()
     loss.backward()

@@ -29,7 +29,8 @@ FORBIDDEN = {
     "rlpost.metrics": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.report": HEAVY
     | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
-    "rlpost.algorithm": (HEAVY - {"torch"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    # numpy: the driver computes penalties of tokens from columns
+    "rlpost.algorithm": (HEAVY - {"torch", "numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.rollout": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
