@@ -26,6 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from slurm.run_folder import RunFolder
+
 from benchmarks.page import show
 from benchmarks.tables import machine, table
 from rlpost.checkpoint.state import RunState
@@ -40,7 +42,6 @@ from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine_side_weights import BroadcastMover, WeightUpdate
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, Bucket, EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
-from slurm.run_folder import RunFolder
 
 HEADING = "## Scale"
 NUM_ENGINES, NUM_NODES, GPUS_A_NODE = 512, 128, 8

@@ -30,6 +30,7 @@ from rlpost.config.checks.missing import image_problems, is_there, missing_probl
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
@@ -90,6 +91,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *routing_problems(config),
         *function_problems(config),
         *whole_rollout_problems(config),
         *optimizer_problems(config),
@@ -235,7 +237,8 @@ def _model_folder_problems(config: Config) -> list[str]:
         return []  # ``missing_problems`` reports it
     problems = []
     try:
-        problems += model_problems(config, json.loads((path / "config.json").read_text()))
+        hf_config = json.loads((path / "config.json").read_text())
+        problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += _of_file("--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump())))
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")

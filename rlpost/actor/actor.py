@@ -42,6 +42,7 @@ from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.report import global_metrics
+from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.torch_dist_folder import find_checkpoint
@@ -113,6 +114,7 @@ class Actor:
             if settings.enable_mtp_training
             else None
         )
+        self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
@@ -183,7 +185,11 @@ class Actor:
 
         Empty on all pipeline stages but the last.
         """
-        packed = self._pack(log_prob_micro_batches(batch))
+        return self._compute_logprobs(batch, records_routes=True)
+
+    def _compute_logprobs(self, batch: TrainBatch, *, records_routes: bool) -> Logprobs:
+        micro_batches = log_prob_micro_batches(batch)
+        packed = self._pack(micro_batches)
         loss = self._micro_batch_loss(batch)
 
         def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
@@ -191,8 +197,16 @@ class Actor:
             return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
 
         self._set_mode(training=False)
-        with torch.no_grad():
-            found = step.run(self.model, packed, loss_of=collect, forward_only=True, stop_points=self.stop_points)
+        recorded = micro_batches if records_routes else ()
+        with torch.no_grad(), self.routing.passing(is_training=False, micro_batches=recorded):
+            found = step.run(
+                self.model,
+                packed,
+                loss_of=collect,
+                forward_only=True,
+                stop_points=self.stop_points,
+                routing=self.routing,
+            )
         return as_trained(found, batch)
 
     def train_step(
@@ -231,13 +245,15 @@ class Actor:
         self._zero_grad()
         before = random_state.collect()
         try:
-            stats = step.run(
-                self.model,
-                packed,
-                loss_of=loss_of,
-                forward_only=False,
-                stop_points=self.stop_points,
-            )
+            with self.routing.passing(is_training=True):
+                stats = step.run(
+                    self.model,
+                    packed,
+                    loss_of=loss_of,
+                    forward_only=False,
+                    stop_points=self.stop_points,
+                    routing=self.routing,
+                )
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
@@ -245,7 +261,7 @@ class Actor:
         finally:
             if self.mtp is not None:
                 self.mtp.finish()
-        metrics = global_metrics(stats)
+        metrics = global_metrics(stats) | self.routing.metrics()
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
@@ -260,7 +276,7 @@ class Actor:
         self._finish_param_sync()
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
-            return self.compute_logprobs(batch)
+            return self._compute_logprobs(batch, records_routes=False)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
@@ -449,14 +465,16 @@ class Actor:
                 chunk.start_param_sync(force_sync=True)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        return [pack(micro, self.row_layout).to(device.current()) for micro in micro_batches]
+        packed = [self.routing.attached(pack(micro, self.row_layout), micro) for micro in micro_batches]
+        return [each.to(device.current()) for each in packed]
 
     def _with_mtp(self, loss_of: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
         """The policy's loss with that of multi-token prediction, if it is trained. Collective."""
         if self.mtp is None:
             return loss_of
         self._finish_param_sync()
-        return self.mtp.beside(loss_of, loss, self._pack([shifted(micro) for micro in batch.micro_batches]))
+        later = [pack(shifted(micro), self.row_layout).to(device.current()) for micro in batch.micro_batches]
+        return self.mtp.beside(loss_of, loss, later)  # the layer's router takes no part in replay
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(

@@ -49,6 +49,10 @@ class PackedMicroBatch:
     rollout_logprobs: torch.Tensor  # [R] float32
     max_length: int  # of the longest sequence
     response_lengths: tuple[int, ...]  # [N], of the whole samples, over all context-parallel ranks
+    # With experts, for the rows that this rank's routers see: T / tensor-parallel size of them with
+    # sequence parallelism, else T. See ``rlpost.actor.routes``.
+    routes: torch.Tensor | None = None  # [rows, this rank's MoE layers, k] int16, -1: unknown
+    is_token: torch.Tensor | None = None  # [rows] bool, False at padding
 
     def to(self, device: torch.device) -> PackedMicroBatch:
         """Copy to ``device``."""
@@ -124,6 +128,28 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         max_length=max(sequences),
         response_lengths=tuple(responses),
     )
+
+
+def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
+    """Which token each row of this rank's part holds.
+
+    Args:
+        lengths: tokens of each sample of the micro-batch.
+        layout: as for ``pack``.
+
+    Returns:
+        [T] int64: indices among the tokens of all samples, in order; -1 at padding.
+    """
+    sequences = [_up(length, layout.sequence_multiple) for length in lengths]
+    if padding := -sum(sequences) % layout.row_multiple:
+        sequences.append(padding)
+    held, token = [], 0
+    for length, padded in itertools.zip_longest(lengths, sequences, fillvalue=0):
+        whole = torch.full((padded,), -1)
+        whole[:length] = torch.arange(token, token + length)
+        held.append(whole[_zigzag(padded, layout)])
+        token += length
+    return torch.cat(held)
 
 
 def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:

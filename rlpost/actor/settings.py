@@ -68,6 +68,8 @@ class ActorSettings(LossSettings):
     main_params_dtype: str = "fp32"
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    use_rollout_routing_replay: bool = False
+    use_routing_replay: bool = False
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10

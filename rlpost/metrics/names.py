@@ -83,6 +83,19 @@ METRICS = tuple(
         ("train/rollout_k3", "nats", "the same, k3 estimate"),
         ("train/tis_weight", "", "importance weight between engine and trainer"),
         ("train/tis_clip_frac", "share", "tokens whose weight was truncated or masked"),
+        (
+            "train/routing_replayed_frac",
+            "share",
+            "with routing replay: tokens whose experts were given, over all layers",
+        ),
+        ("train/routing_diff_frac", "share", "of these, tokens for which the trainer would have chosen other experts"),
+        ("train/routing_diff_frac/layer_K", "share", "the same for layer K, counted from 0"),
+        (
+            "train/expert_load_max",
+            "",
+            "mixture of experts: tokens of a layer's busiest expert over the mean of its experts, maximum over layers",
+        ),
+        ("train/expert_load_mean", "", "the same, mean over layers"),
         ("train/grad_norm", "", "gradient norm before clipping"),
         ("train/lr", "", "learning rate"),
         ("eval/SET/reward_mean", "", "mean reward of all responses"),
@@ -134,7 +147,7 @@ METRICS = tuple(
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace("SET", "[^/]+").replace("@K", r"@\d+"))
+    return re.compile(re.escape(name).replace("SET", "[^/]+").replace("@K", r"@\d+").replace("_K", r"_\d+"))
 
 
 _PATTERNS = [(_pattern(metric.name), metric) for metric in METRICS]

@@ -54,6 +54,7 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_ans
             advantage=advantage,
             weight=weight,
             count=count,
+            routes=scored.sample.routes,
         )
         for scored, advantage, (weight, count) in zip(group.samples, advantages, weights, strict=True)
     ]

@@ -63,7 +63,9 @@ GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
+EXPERTS = SELECTIVE | {"megatron": {"recompute_modules": ["moe"]}}
 UNEVEN = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
+UNEVEN_MOE = {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mtp": {"enable_mtp_training": True},
@@ -114,6 +116,12 @@ LAYOUTS = [
     Layout("moe-ep2-recompute", MOE, 2, ep(2) | FULL),
     Layout("moe-tp2-sp-ep2-pp2", MOE, 4, tp(2) | ep(2, 1) | pp(2)),
     Layout("moe-tp2-sp-ep2-etp2", MOE, 4, tp(2) | ep(2, 2)),
+    Layout("moe-pp2-uneven-recompute", MOE, 2, pp(2, **UNEVEN_MOE) | FULL),
+    Layout("moe-pp2-vpp2", MOE, 2, pp(2, **VPP)),
+    Layout("moe-pp2-vpp2-recompute-experts", MOE, 2, pp(2, **VPP) | EXPERTS),
+    Layout("moe-tp2-sp-recompute-experts", MOE, 2, tp(2) | EXPERTS),
+    Layout("moe-cp2-pp2-recompute", MOE, 4, CP2 | pp(2) | FULL),
+    Layout("moe-tp2-sp-cp2", MOE, 4, tp(2) | CP2),
     Layout("cp2-pp2-gspo-kl", DENSE, 4, CP2 | pp(2), "gspo-kl"),
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
     Layout("tp2-sp-entropy-tis", DENSE, 2, tp(2) | {"log_probs_chunk_size": 7}, "entropy-tis"),
