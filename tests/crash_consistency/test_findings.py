@@ -219,7 +219,7 @@ def test_a_journal_that_hangs_when_an_attempt_begins_ends_it_in_words(base: Path
     expect_none(check(world, reference=reference))
 
 
-@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("kind", ["create", "link", "write", "fsync"])
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
 def test_a_journal_that_hangs_later_costs_the_journal_and_nothing_else(
