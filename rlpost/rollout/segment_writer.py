@@ -42,7 +42,7 @@ def deadline_s(num_bytes: int = 0) -> float:
 
 
 class SegmentWriter:
-    """One segment; its methods may be called from any thread."""
+    """One segment. The event loop calls its methods, a thread those that block."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SegmentWriter:
         self._file: int | None = None
         self._framing = Framing()
         self._problem: str | None = None
-        self._deadline_s = DEADLINE_S
+        self._num_copied = 0  # bytes of waiting records
         self._pending: deque[bytes] = deque()
         # Bytes of records: queued (event loop), written and synced (thread). -1: the file is not created.
         self._queued, self._written, self._synced = 0, 0, -1
@@ -85,7 +85,7 @@ class SegmentWriter:
 
     def create_soon(self, first: Sequence[bytes], waiting: Sequence[Record]) -> Future[bool]:
         """Queue ``create``."""
-        self._deadline_s = deadline_s(sum(record.size for record in waiting))
+        self._num_copied = sum(record.size for record in waiting)
         return self._queue.soon(partial(self.create, first, waiting))
 
     async def start(self, first: Sequence[bytes], waiting: Sequence[Record]) -> None:
@@ -96,10 +96,10 @@ class SegmentWriter:
         """Queue a record."""
         if self._problem is not None:
             return
-        self._queued += _cost(content)
         if self._queued - self._written > MAX_PENDING_BYTES:
             self.give_up(f"more than {MAX_PENDING_BYTES // 2**20} MiB wait to be written")
             return
+        self._queued += _cost(content)
         self._pending.append(content)
         self._queue.soon(self._write_pending)
 
@@ -213,12 +213,13 @@ class SegmentWriter:
                 os.close(file)
 
     async def _within_deadline(self, done: Future[bool], what: str) -> None:
+        seconds = deadline_s(self._num_copied if self.copies is None else 0)
         waiting = asyncio.wrap_future(done)
-        await asyncio.wait([waiting], timeout=self._deadline_s)
+        await asyncio.wait([waiting], timeout=seconds)
         if waiting.done():
             waiting.result()
         else:
-            self.give_up(f"{what} took more than {self._deadline_s:.0f} s")
+            self.give_up(f"{what} took more than {seconds:.0f} s")
 
 
 def _queue(folder: Path) -> RunFile:

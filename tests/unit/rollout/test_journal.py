@@ -406,7 +406,7 @@ def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(tmp
     assert held.begun.is_set()
 
 
-def test_a_large_journal_has_more_time(tmp_path, monkeypatch):
+def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch, held):
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.2)
     monkeypatch.setattr(segment_writer, "SLOWEST_BYTES_PER_S", 1000)
     journal = resumed(tmp_path)
@@ -421,6 +421,11 @@ def test_a_large_journal_has_more_time(tmp_path, monkeypatch):
     monkeypatch.setattr("rlpost.rollout.journal_chain.read_segment", slow)
     journal = asyncio.run(Journal.open(tmp_path, 0, step=0, settings="s"))
     assert replayed(journal) == [(GROUP, 0)]
+    journal.finished(group(1), wanted=True)
+    held.hold("fsync")
+    started = time.monotonic()
+    durable(journal)
+    assert not journal.is_written and time.monotonic() - started < 2
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
