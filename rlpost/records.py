@@ -10,8 +10,8 @@ A column is written in one of two ways, and both are always read:
                  {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]}
 
 PACKED stands for bytes (little endian) and is base64 text in a checkpoint, and a number of bytes that follow the JSON
-text in the journal: ``Packing`` is the difference. Routes are not compressed: zlib at its fastest saves 7 to 12 % of the
-bytes and takes 22 ms a megabyte, which are 16 s a million tokens of 89 layers with 8 experts each.
+text in the journal: ``Packing`` is the difference. Routes are not compressed: zlib at its fastest saves 7 to 12 % of
+the bytes and takes 22 ms a megabyte, which are 16 s a million tokens of 89 layers with 8 experts each.
 """
 
 from __future__ import annotations
