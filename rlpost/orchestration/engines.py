@@ -50,6 +50,12 @@ class Fleet:
         self._deadline_s = float(config.cluster.bringup_deadline_s)
         self._external = config.sglang.rollout_external_engine_addrs
         self.api_key = os.environ.get(EXTERNAL_ENGINES, "") if self._external else cluster.secret
+        self._router = Router(
+            policy=config.sglang.router_policy,
+            api_key=self.api_key,
+            log_path=self._log_dir / "router.log",
+            metrics_port=ports.router_metrics,
+        )
         self.addresses: tuple[EngineAddress, ...] = ()
         self._workers: list[EngineWorkers] = []
         self._released: dict[int, set[str]] = {}
@@ -71,12 +77,6 @@ class Fleet:
             await asyncio.gather(*(self._start_engine(index) for index in range(len(self._workers))))
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
         await self._check_versions()
-        self._router = Router(
-            policy=config.sglang.router_policy,
-            api_key=self.api_key,
-            log_path=self._log_dir / "router.log",
-            metrics_port=self._ports.router_metrics,
-        )
         urls = tuple(address.url for address in self.addresses)
         await self._start_router(range(len(urls)))
         self.router = RouterAddress(
@@ -264,8 +264,7 @@ class Fleet:
 
     def close(self) -> None:
         """Stop the router; engines end with their workers."""
-        if hasattr(self, "_router"):
-            self._router.stop()
+        self._router.stop()
 
     def _present(self) -> list[int]:
         return [index for index in range(len(self.addresses)) if index not in self.dismissed]

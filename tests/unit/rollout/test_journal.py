@@ -357,7 +357,7 @@ def test_the_records_that_wait_for_a_write_are_bounded_in_memory(tmp_path, monke
         journal.finished(group(sent, 1000), wanted=True)
         sent += 1
         assert sent < 1000
-    assert 20 < sent < 90, "a record of 12 kB and its text"
+    assert 40 < sent < 140, "a record of 8 kB and its text"
     assert "more than 1 MiB wait to be written" in caplog.text
     held.go_on.set()
     number = begin(journal, 1)
