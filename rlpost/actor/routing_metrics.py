@@ -34,7 +34,7 @@ def routing_metrics(counts: Any, layer_numbers: Sequence[int], *, topk: int, wit
     metrics["train/routing_replayed_frac"] = float(known.sum() / num_tokens)
     metrics["train/routing_diff_frac"] = _share(differing.sum(), known.sum())
     for number, layer_differing, layer_known in zip(layer_numbers, differing, known, strict=True):
-        metrics[f"train/routing_diff_frac/layer_{number}"] = _share(layer_differing, layer_known)
+        metrics[f"train/routing_diff_frac@{number}"] = _share(layer_differing, layer_known)
     return metrics
 
 

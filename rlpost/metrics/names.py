@@ -89,7 +89,7 @@ METRICS = tuple(
             "with routing replay: tokens whose experts were given, over all layers",
         ),
         ("train/routing_diff_frac", "share", "of these, tokens for which the trainer would have chosen other experts"),
-        ("train/routing_diff_frac/layer_K", "share", "the same for layer K, counted from 0"),
+        ("train/routing_diff_frac@K", "share", "the same for layer K, counted from 0"),
         (
             "train/expert_load_max",
             "",
@@ -147,7 +147,7 @@ METRICS = tuple(
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace("SET", "[^/]+").replace("@K", r"@\d+").replace("_K", r"_\d+"))
+    return re.compile(re.escape(name).replace("SET", "[^/]+").replace("@K", r"@\d+"))
 
 
 _PATTERNS = [(_pattern(metric.name), metric) for metric in METRICS]

@@ -17,8 +17,8 @@ def test_the_share_of_differing_tokens_is_reported_in_all_and_by_layer():
     metrics = routing_metrics(COUNTS, [1, 3], topk=2, with_replay=True)
     assert metrics["train/routing_replayed_frac"] == pytest.approx(16 / 20)
     assert metrics["train/routing_diff_frac"] == pytest.approx(2 / 16)
-    assert metrics["train/routing_diff_frac/layer_1"] == pytest.approx(2 / 8)
-    assert metrics["train/routing_diff_frac/layer_3"] == 0
+    assert metrics["train/routing_diff_frac@1"] == pytest.approx(2 / 8)
+    assert metrics["train/routing_diff_frac@3"] == 0
 
 
 def test_the_load_is_that_of_the_busiest_expert_over_the_mean():
