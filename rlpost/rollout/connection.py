@@ -20,6 +20,7 @@ import aiohttp
 from rlpost.errors import RolloutError
 from rlpost.rollout.client import EngineClient, authorization
 from rlpost.rollout.engine import LONGEST_GENERATION_S
+from rlpost.rollout.routes import RouteFormat
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,9 @@ class RouterAddress:
 class Connection:
     """A session of requests; an asynchronous context manager."""
 
-    def __init__(self, router: RouterAddress) -> None:
-        self.router = router
+    def __init__(self, router: RouterAddress, *, routes: RouteFormat | None = None) -> None:
+        """``routes``: answers come with the experts that the engine chose, in this format; None for without."""
+        self.router, self.routes = router, routes
         self.halted = False
         self._capacity = asyncio.Semaphore(router.concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -83,8 +85,17 @@ class Connection:
         assert self._session is not None
         await self._session.close()
 
-    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
-        """Return one response, complete or aborted. ``what`` names the request in messages.
+    async def generate(
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Return one response, complete or aborted.
+
+        ``what`` names the request in messages; ``labels`` reach the engine beside it.
 
         Raises:
             Halted: ``halt`` was called, and no request was made.
@@ -93,9 +104,8 @@ class Connection:
         async with self._capacity:
             if self.halted:
                 raise Halted
-            return await self._post(
-                what, {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
-            )
+            body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
+            return await self._post(what, {**body, "custom_labels": labels} if labels else body)
 
     async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
         """Abort all requests until all ``running`` tasks are done; new ones raise Halted until ``go_on``.

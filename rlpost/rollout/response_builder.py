@@ -1,7 +1,8 @@
 """The response builder: collects an answer from turns of the model and outputs of tools.
 
 Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
-id, log-prob, loss mask entry and version per token. A function of --custom-generate-function-path receives a builder, a
+id, log-prob, loss mask entry and version per token, and with the routes of experts where engines return them
+(``rollout.routes``). A function of --custom-generate-function-path receives a builder, a
 prompt and the sampling parameters; the default is ``write_answer``.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from rlpost.errors import RolloutError
 from rlpost.rollout.connection import Connection
+from rlpost.rollout.routes import AnswerRoutes
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
 
@@ -53,6 +55,7 @@ class ResponseBuilder:
         self._logprobs = list(so_far.rollout_logprobs) if so_far else []
         self._mask = list(so_far.mask) if so_far else []
         self._spans = list(_spans(so_far)) if so_far else []
+        self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at, self._before = 0, ""  # start of the current turn in the ids, and the text before it
@@ -91,8 +94,9 @@ class ResponseBuilder:
         stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
         while len(self.response_ids) < end:
             params = replace(self.sampling, stop=stops, max_new_tokens=end - len(self.response_ids))
+            labels = {} if self._routes is None else {"labels": self._routes.labels()}
             answer = await self.connection.generate(
-                what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang()
+                what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang(), **labels
             )
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
@@ -107,6 +111,9 @@ class ResponseBuilder:
         """Add the output of a tool, masked out of the loss. Tokens beyond the limit are truncated."""
         assert self._codec is not None, "the output of a tool needs a tokenizer"
         token_ids = list(self._codec.encode(text))[: self.remaining_tokens]
+        if self._routes is not None:
+            start = len(self.prompt.token_ids) + len(self.response_ids)
+            self._routes.inserted(range(start, start + len(token_ids)))
         self.response_ids += token_ids
         self._logprobs += [0.0] * len(token_ids)
         self._mask += [0] * len(token_ids)
@@ -130,6 +137,7 @@ class ResponseBuilder:
             label=self.prompt.label,
             loss_mask=None if all(self._mask) else tuple(self._mask),
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
+            routes=None if self._routes is None else self._routes.column(),
         )
 
     def _add(self, answer: Any) -> str:
@@ -145,8 +153,14 @@ class ResponseBuilder:
         self.response_ids += token_ids
         self._logprobs += [logprob for logprob, _, _ in meta.get("output_token_logprobs") or []]
         self._mask += [1] * len(token_ids)
-        for version, count in version_spans(meta, len(token_ids)):
+        spans = version_spans(meta, len(token_ids))
+        for version, count in spans:
             self._extend_spans(version, count)
+        if self._routes is not None and token_ids:
+            num_read = len(self.prompt.token_ids) + len(self.response_ids) - 1
+            # Of a request with tokens of two versions the engine has read the first ones again for the second.
+            recomputed = num_read - spans[-1][1] if len(spans) > 1 else 0
+            self._routes.add(meta, num_read=num_read, recomputed=recomputed)
         self._pieces.append(answer.get("text") or "")
         self.stopped_at = reason.get("matched")
         self.text = self._before + self._turn(self.stopped_at)
@@ -172,6 +186,8 @@ class ResponseBuilder:
         left = end = self._turn_at + count
         for of_tokens in (self.response_ids, self._logprobs, self._mask):
             del of_tokens[end:]
+        if self._routes is not None:
+            self._routes.truncate(len(self.prompt.token_ids) + end)
         spans, self._spans = self._spans, []
         for version, length in spans:
             self._extend_spans(version, min(length, left))
@@ -234,6 +250,16 @@ def without_older(sample: Sample) -> Sample:
         return sample
     fresh = [int(version == sample.policy_version) for version, count in sample.version_spans for _ in range(count)]
     return replace(sample, loss_mask=tuple(a * b for a, b in zip(fresh, sample.mask, strict=True)))
+
+
+def _routes(connection: Connection, so_far: Sample | None) -> AnswerRoutes | None:
+    """The routes of an answer, where the engines return some."""
+    if connection.routes is None:
+        return None
+    if so_far is None or not so_far.response_ids:
+        return AnswerRoutes(connection.routes)
+    num_read = len(so_far.prompt_ids) + len(so_far.response_ids) - 1
+    return AnswerRoutes(connection.routes, so_far.routes, num_read=num_read)
 
 
 def _spans(sample: Sample) -> tuple[tuple[int, int], ...]:

@@ -31,6 +31,7 @@ FORBIDDEN = {
     | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
     "rlpost.algorithm": (HEAVY - {"torch"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.rollout": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
+    "rlpost.rollout.routes": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "rlpost.actor", "rlpost.orchestration"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
