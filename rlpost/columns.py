@@ -56,9 +56,17 @@ class _NumberColumn(Sequence[Any]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns."""
+        """Concatenate columns; a single one is returned as it is."""
+        columns = list(columns)
+        if len(columns) == 1:
+            return columns[0]
         arrays = [column.array for column in columns]
         return cls.view(np.concatenate(arrays)) if arrays else cls()
+
+    @classmethod
+    def zeros(cls, length: int) -> Self:
+        """Return ``length`` zeros."""
+        return cls.view(np.zeros(length, dtype=cls.DTYPE))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -126,10 +134,14 @@ class RunColumn(Sequence[int]):
         self._length = sum(count for _, count in merged)
 
     @classmethod
-    def of(cls, values: Iterable[int]) -> RunColumn:
-        """Encode single values; a RunColumn is returned as it is."""
+    def of(cls, values: Any) -> RunColumn:
+        """Encode single values, an array or any iterable; a RunColumn is returned as it is."""
         if isinstance(values, cls):
             return values
+        if isinstance(values, np.ndarray):
+            ends = [*np.flatnonzero(np.diff(values)) + 1, len(values)] if len(values) else []
+            starts = [0, *ends[:-1]]
+            return cls((int(values[start]), int(end - start)) for start, end in zip(starts, ends, strict=False))
         return cls((int(value), len(list(equal))) for value, equal in itertools.groupby(values))
 
     @property
@@ -153,7 +165,7 @@ class RunColumn(Sequence[int]):
     def __getitem__(self, index: slice) -> RunColumn: ...
     def __getitem__(self, index: int | slice) -> int | RunColumn:
         if isinstance(index, slice):
-            return RunColumn.of(self.array[index].tolist())
+            return RunColumn.of(self.array[index])
         return int(self.array[index])
 
     def __iter__(self) -> Iterator[int]:

@@ -168,6 +168,7 @@ class Connection:
 
     async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
         """The rest of one answer; as far as it got when generation is halted."""
+        from rlpost.rollout.answer import parse
         from rlpost.rollout.connection import Halted
 
         if self.halted:
@@ -192,7 +193,8 @@ class Connection:
             "weight_versions": spans,
             "weight_version": str(engine.version),
         }
-        return {"output_ids": ids, "text": "".join(map(chr, (33 + one for one in ids))), "meta_info": meta}
+        text = "".join(map(chr, (33 + one for one in ids)))
+        return parse(json.dumps({"output_ids": ids, "text": text, "meta_info": meta}).encode())
 
     async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
         """Return when every one of ``running`` is done."""

@@ -22,6 +22,7 @@ FORBIDDEN = {
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"slurm", "bootstrap"},
     "rlpost.columns": (HEAVY - {"numpy"}) | {"rlpost", "slurm", "bootstrap"},
+    "rlpost.records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.config": HEAVY
     | {"slurm", "bootstrap", "rlpost.orchestration", "rlpost.rollout", "rlpost.actor", "rlpost.data"},
     "rlpost.data": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
@@ -30,8 +31,9 @@ FORBIDDEN = {
     "rlpost.report": HEAVY
     | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
     "rlpost.algorithm": (HEAVY - {"torch"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
-    "rlpost.rollout": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
-    "rlpost.rollout.routes": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "rlpost.actor", "rlpost.orchestration"},
+    # numpy: bytes of engines and of the journal become columns
+    "rlpost.rollout": (HEAVY - {"numpy"})
+    | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},

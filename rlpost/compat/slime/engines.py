@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rlpost.algorithm.plugin import load_function as import_function
+from rlpost.columns import FloatColumn, IntColumn
 from rlpost.data.tokenizer import hf_tokenizer
 from rlpost.errors import ConfigError
 from rlpost.rollout.client import authorization
@@ -42,8 +43,8 @@ UNDERSTOOD = ("text", "input_ids", "sampling_params", "return_logprob", "stream"
 class Written:
     """What an engine wrote for one request: ids, log-probs, and pairs (policy version, number of tokens)."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: IntColumn
+    logprobs: FloatColumn
     version_spans: tuple[tuple[int, int], ...]
 
 
@@ -67,7 +68,7 @@ class Engines:
         """
         params = request_params(payload)
         token_ids = self._token_ids(payload)
-        prompt = replace(self.prompt, token_ids=tuple(token_ids))
+        prompt = replace(self.prompt, token_ids=IntColumn(token_ids))
         builder = ResponseBuilder(
             self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params)
         )
