@@ -1,8 +1,9 @@
 """The response builder: collects an answer from turns of the model and outputs of tools.
 
 Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
-id, log-prob, loss mask entry and version per token, and the routes of experts where engines return them. A function of --custom-generate-function-path receives a builder, a
-prompt and the sampling parameters; the default is ``write_answer``.
+id, log-prob, loss mask entry and version per token, and the routes of experts where engines return them. A function of
+--custom-generate-function-path receives a builder, a prompt and the sampling parameters; the default is
+``write_answer``.
 """
 
 from __future__ import annotations

@@ -62,6 +62,13 @@ class GrpoConfig(Group):
     """Upper bound of the ratio."""
     tis_clip_low: Annotated[float, Field(ge=0.0)] = 0.0
     """Lower bound of the ratio."""
+    use_rollout_routing_replay: bool = False
+    """Mixture of experts: the trainer sends each token to the experts that the engine chose for it
+    (R3, docs/moe.md). The engines return their choice."""
+    use_routing_replay: bool = False
+    """Mixture of experts: the experts that the trainer chooses in its first forward pass on a sample
+    are those of every later pass on it. With --use-rollout-routing-replay, of the tokens for which
+    the engine returned none."""
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of first over each sample."""
     loss_unit: Literal["sample", "answer"] = "sample"
