@@ -56,12 +56,11 @@ class _NumberColumn(Sequence[Any]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns; a single one is returned as it is."""
-        columns = list(columns)
-        if len(columns) == 1:
-            return columns[0]
-        arrays = [column.array for column in columns]
-        return cls.view(np.concatenate(arrays)) if arrays else cls()
+        """Concatenate columns; one that holds all the values is returned as it is."""
+        filled = [column for column in columns if len(column.array)]
+        if len(filled) == 1:
+            return filled[0]
+        return cls.view(np.concatenate([column.array for column in filled])) if filled else cls()
 
     @classmethod
     def zeros(cls, length: int) -> Self:
@@ -81,13 +80,24 @@ class _NumberColumn(Sequence[Any]):
     def __add__(self, other: Iterable[float]) -> Self:
         return self.joined([self, self.of(other)])
 
+    def __radd__(self, other: Iterable[float]) -> Self:
+        return self.joined([self.of(other), self])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Sequence | np.ndarray) and not isinstance(other, str | bytes):
-            if len(other) != len(self):
-                return False
-            same = other if isinstance(other, type(self)) else type(self)(other)
-            return bool(np.array_equal(self.array, same.array))
-        return NotImplemented
+        if not isinstance(other, Sequence | np.ndarray) or isinstance(other, str | bytes):
+            return NotImplemented
+        if len(other) != len(self):
+            return False
+        try:
+            given = np.asarray(other)
+        except ValueError:  # nested sequences of different lengths
+            return False
+        if self.DTYPE.kind == "f" and given.dtype.kind in "iuf":
+            given = given.astype(self.DTYPE)  # 0.1 equals the column that was made of it
+        return bool(np.array_equal(self.array, given))
 
     def __hash__(self) -> int:
         return hash(self.array.tobytes())
@@ -173,6 +183,12 @@ class RunColumn(Sequence[int]):
 
     def __add__(self, other: Iterable[int]) -> RunColumn:
         return RunColumn((*self.runs, *RunColumn.of(other).runs))
+
+    def __radd__(self, other: Iterable[int]) -> RunColumn:
+        return RunColumn((*RunColumn.of(other).runs, *self.runs))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.array, dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RunColumn):

@@ -66,8 +66,14 @@ class Behind:
         return len(data)
 
     def unpacked(self, value: int) -> bytes:
-        """Return the next ``value`` bytes. Columns are read in the order in which they were written."""
+        """Return the next ``value`` bytes. Columns are read in the order in which they were written.
+
+        Raises:
+            ValueError: there are fewer bytes.
+        """
         start, self._read_to = self._read_to, self._read_to + value
+        if self._read_to > len(self._data):
+            raise ValueError(f"a column ends at byte {self._read_to} of {len(self._data)}")
         return bytes(self._data[start : self._read_to])
 
 
@@ -177,7 +183,10 @@ def _read(value: Any, packing: Packing) -> Any:
     if "runs" in value:
         return RunColumn((int(one), int(count)) for one, count in value["runs"])
     if "routes" in value:
-        data = zlib.decompress(packing.unpacked(value["routes"]))
+        try:
+            data = zlib.decompress(packing.unpacked(value["routes"]))
+        except zlib.error as error:
+            raise ValueError(f"routes: {error}") from error
         return RouteColumn(np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]))
     ((name, packed),) = value.items()
     return _NUMBER_COLUMNS[name].view(packing.unpacked(packed))

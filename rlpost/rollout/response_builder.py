@@ -177,7 +177,8 @@ class ResponseBuilder:
         """Return the whole answer as one piece."""
         if len(self._pieces) != 1:
             self._pieces = [_Piece.joined(self._pieces)]
-        return self._pieces[0]
+        (whole,) = self._pieces
+        return whole
 
     def _add(self, answer: Answer) -> str:
         """Append one response of an engine; return its finish reason."""
@@ -187,8 +188,8 @@ class ResponseBuilder:
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
                 f"({reason.get('message')}): unexpected finish reason"
             )
-        generated = RunColumn([(1, len(answer.token_ids))])
-        self._pieces.append(_Piece(answer.token_ids, answer.logprobs, generated))
+        generated = _Piece(answer.token_ids, answer.logprobs, RunColumn([(1, len(answer.token_ids))]))
+        self._pieces = [*self._pieces, generated] if self.num_tokens else [generated]
         for version, count in answer.version_spans:
             self._extend_spans(version, count)
         if self._routes is not None and answer.token_ids:
