@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rlpost.columns import FloatColumn, IntColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.errors import RolloutError
+from rlpost.rollout.routes import RouteFormat
 
 _LOGPROBS = b'"output_token_logprobs":[['
 """Cannot occur in a string, where each quote follows a backslash."""
@@ -28,8 +29,9 @@ class Answer:
     """What an engine generated for one request; after an abort it may have no tokens.
 
     ``finish_reason`` is SGLang's object with ``type`` and, where a stop token or string ended it, ``matched``.
-    ``version_spans`` are pairs (policy version, number of tokens) in order. ``meta_info`` has SGLang's other fields,
-    without the lists that have an entry per token.
+    ``version_spans`` are pairs (policy version, number of tokens) in order. ``routes`` are the experts of the tokens
+    that the engine has read, from the first one that was asked for; None if it returned none. ``meta_info`` has
+    SGLang's other fields, without the lists that have an entry per token.
     """
 
     token_ids: IntColumn
@@ -38,14 +40,16 @@ class Answer:
     finish_reason: Mapping[str, Any]
     version_spans: tuple[tuple[int, int], ...]
     meta_info: Mapping[str, Any]
+    routes: RouteColumn | None = None
 
 
-def parse(body: bytes) -> Answer:
-    """Parse one answer.
+def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
+    """Parse one answer; ``routes`` is the format of the experts in it, if they were asked for.
 
     Raises:
         ValueError: the body is not JSON, or not an answer with a log-prob for each token.
-        RolloutError: the engine generates with weights that have no number of a policy version.
+        RolloutError: the engine generates with weights that have no number of a policy version, or its routes cannot
+            be those of the model.
     """
     raw, logprobs = _parsed(body)
     try:
@@ -55,14 +59,16 @@ def parse(body: bytes) -> Answer:
         token_ids = IntColumn(raw.get("output_ids") or ())
         if logprobs is None:
             logprobs = FloatColumn([entry[0] for entry in listed])
-        text = raw.get("text") or ""
+        text, experts = raw.get("text") or "", meta.pop("routed_experts", None)
     except (KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     if np.isnan(logprobs.array).any():  # None reads as nan
         raise ValueError("a token without a log-prob, or one that is not a number")
-    return Answer(token_ids, logprobs, text, reason, version_spans(meta, len(token_ids)), meta)
+    spans = version_spans(meta, len(token_ids))
+    found = None if routes is None or experts is None else routes.decode(experts)
+    return Answer(token_ids, logprobs, text, reason, spans, meta, found)
 
 
 def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:

@@ -27,6 +27,7 @@ from rlpost.errors import RolloutError
 from rlpost.rollout.answer import Answer, parse
 from rlpost.rollout.client import EngineClient, authorization
 from rlpost.rollout.engine import LONGEST_GENERATION_S
+from rlpost.rollout.routes import RouteFormat
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class RouterAddress:
 class Connection:
     """A session of requests; an asynchronous context manager."""
 
-    def __init__(self, router: RouterAddress) -> None:
-        self.router = router
+    def __init__(self, router: RouterAddress, *, routes: RouteFormat | None = None) -> None:
+        """``routes``: answers come with the experts that the engine chose, in this format; None for without."""
+        self.router, self.routes = router, routes
         self.halted = False
         self._capacity = asyncio.Semaphore(router.concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -96,8 +98,17 @@ class Connection:
         await self._session.close()
         self._parsing.shutdown(wait=False)
 
-    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
-        """Return one answer, complete or aborted. ``what`` names the request in messages.
+    async def generate(
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Return one answer, complete or aborted.
+
+        ``what`` names the request in messages; ``labels`` reach the engine beside it.
 
         Raises:
             Halted: ``halt`` was called, and no request was made.
@@ -108,6 +119,7 @@ class Connection:
                 raise Halted
             token_ids = IntColumn.of(input_ids).array
             body = {"input_ids": token_ids, "sampling_params": sampling_params, "return_logprob": True}
+            body |= {"custom_labels": labels} if labels else {}
             options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
             return await self._post(what, orjson.dumps(body, option=options), num_tokens=len(token_ids))
 
@@ -144,7 +156,8 @@ class Connection:
                 async with self._session.post(f"{url}/generate", data=body, headers=JSON) as response:
                     if response.status == 200:
                         content = await response.read()
-                        return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, content)
+                        loop = asyncio.get_running_loop()
+                        return await loop.run_in_executor(self._parsing, parse, content, self.routes)
                     text = await response.text()
                     failure = f"answered {response.status}: {text[:500]}"
                     is_lost = response.status not in NOT_BEGUN and not any(code in text for code in NOT_REACHED)

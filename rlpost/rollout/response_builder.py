@@ -1,8 +1,9 @@
 """The response builder: collects an answer from turns of the model and outputs of tools.
 
 Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
-id, log-prob, loss mask entry and version per token. A function of --custom-generate-function-path receives a builder, a
-prompt and the sampling parameters; the default is ``write_answer``.
+id, log-prob, loss mask entry and version per token, and the routes of experts where engines return them. A function of
+--custom-generate-function-path receives a builder, a prompt and the sampling parameters; the default is
+``write_answer``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol, Self
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.errors import RolloutError
 from rlpost.rollout.answer import Answer
+from rlpost.rollout.answer_routes import AnswerRoutes
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
@@ -77,6 +79,7 @@ class ResponseBuilder:
         if so_far:
             self._pieces.append(_Piece(so_far.response_ids, so_far.rollout_logprobs, so_far.mask))
         self._spans = list(_spans(so_far)) if so_far else []
+        self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at, self._before = 0, ""  # start of the current turn in the ids, and the text before it
@@ -125,7 +128,8 @@ class ResponseBuilder:
         while self.num_tokens < end:
             params = replace(self.sampling, stop=stops, max_new_tokens=end - self.num_tokens)
             input_ids = self.prompt.token_ids + self.response_ids
-            answer = await self.connection.generate(what, input_ids, params.to_sglang())
+            labels = {} if self._routes is None else {"labels": self._routes.labels()}
+            answer = await self.connection.generate(what, input_ids, params.to_sglang(), **labels)
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
@@ -140,6 +144,9 @@ class ResponseBuilder:
         assert self._codec is not None, "the output of a tool needs a tokenizer"
         token_ids = IntColumn(self._codec.encode(text)[: self.remaining_tokens])
         length = len(token_ids)
+        if self._routes is not None:
+            start = len(self.prompt.token_ids) + self.num_tokens
+            self._routes.inserted(range(start, start + length))
         self._pieces.append(_Piece(token_ids, FloatColumn.zeros(length), RunColumn([(0, length)])))
         if self._spans:
             self._extend_spans(self._spans[-1][0], length)
@@ -163,6 +170,7 @@ class ResponseBuilder:
             label=self.prompt.label,
             loss_mask=whole.mask if masks_some else None,
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
+            routes=None if self._routes is None else self._routes.column(),
         )
 
     def _joined(self) -> _Piece:
@@ -184,6 +192,8 @@ class ResponseBuilder:
         self._pieces = [*self._pieces, generated] if self.num_tokens else [generated]
         for version, count in answer.version_spans:
             self._extend_spans(version, count)
+        if self._routes is not None and answer.token_ids:
+            self._routes.add(answer, num_read=len(self.prompt.token_ids) + self.num_tokens - 1)
         self._texts.append(answer.text)
         self.stopped_at = reason.get("matched")
         self.text = self._before + self._turn(self.stopped_at)
@@ -208,6 +218,8 @@ class ResponseBuilder:
         count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
         left = end = self._turn_at + count
         self._pieces = [self._joined().first(end)]
+        if self._routes is not None:
+            self._routes.truncate(len(self.prompt.token_ids) + end)
         spans, self._spans = self._spans, []
         for version, length in spans:
             self._extend_spans(version, min(length, left))
@@ -253,6 +265,16 @@ def without_older(sample: Sample) -> Sample:
         return sample
     fresh = RunColumn((int(version == sample.policy_version), count) for version, count in sample.version_spans)
     return replace(sample, loss_mask=RunColumn.of(fresh.array * sample.mask.array))
+
+
+def _routes(connection: Connection, so_far: Sample | None) -> AnswerRoutes | None:
+    """The routes of an answer, where the engines return some."""
+    if connection.routes is None:
+        return None
+    if so_far is None or not so_far.response_ids:
+        return AnswerRoutes(connection.routes)
+    num_read = len(so_far.prompt_ids) + len(so_far.response_ids) - 1
+    return AnswerRoutes(connection.routes, so_far.routes, num_read=num_read)
 
 
 def _spans(sample: Sample) -> tuple[tuple[int, int], ...]:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -199,7 +200,8 @@ def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_pat
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fleet = fleet_of([runner], tmp_path)
+        fleet = await fleet_of([runner], tmp_path)
+        busy.total = 0  # requests of its start
         fleet.addresses *= num_engines
         urls = tuple(address.url for address in fleet.addresses)
         try:
@@ -241,3 +243,35 @@ def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(t
     dismissed, seconds = asyncio.run(run())
     assert dismissed == {1}
     assert seconds < 60, "not after the deadline of a start"
+
+
+NO_PORTS = SimpleNamespace(router_metrics=0)
+
+
+@pytest.mark.parametrize(("replay", "mode"), [(False, "retract"), (True, "abort")])
+def test_new_weights_abort_answers_whose_routes_a_retraction_would_replace(tmp_path, replay, mode):
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, NO_PORTS)
+    assert fleet.pause_mode == "abort", "until the versions of the engines are known"
+    fleet.can_retract = True
+    assert fleet.pause_mode == mode
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_engines_are_started_to_return_routes_where_these_are_replayed(tmp_path, monkeypatch, replay):
+    made = []
+
+    class Workers:
+        async def start(self, *places, **options):
+            raise EngineDied("enough")
+
+    monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
+    monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    part = SimpleNamespace(ip="127.0.0.1", num_gpus=1, shared_with=())
+    placement = SimpleNamespace(engines=[[part]])
+    ports = SimpleNamespace(engines=[1], engine_groups=[2], router_metrics=3)
+    cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key")
+    with pytest.raises(EngineDied):
+        asyncio.run(Fleet(config, cluster, placement, ports).start([]))
+    assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay
