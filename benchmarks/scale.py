@@ -26,10 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slurm.run_folder import RunFolder
-
 from benchmarks.page import show
 from benchmarks.tables import machine, table
+from common.run_folder import RunFolder
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
 from rlpost.config.tree import Config
