@@ -63,6 +63,10 @@ class ClusterStages:
         self._observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
         self._generation = Generation(config, stop, check=checkpoints.check_owner)
 
+    def read_prompts(self) -> None:
+        """Read through the prompt files, in any thread. Raises DataError."""
+        self._generation.read_prompts()
+
     async def start(self, checkpoint: Path | None) -> None:
         """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face weights."""
         started = time.monotonic()
