@@ -149,6 +149,7 @@ async def _train(
     await metrics.begin(state.step if state.pending is None else state.step - 1)
     loop = None
     try:
+        await _off_loop(stop, stages.read_prompts)
         await stages.start(checkpoint)
         await ledger.append("ready", attempt=attempt, step=state.step)
         rollouts = stages.rollouts(state, journal)

@@ -86,7 +86,15 @@ class Generation:
         self._wanted = group_filter(rollout.dynamic_sampling_filter_path, self._args)
         self._first = buffer_filter(rollout.buffer_filter_path, self._args)
         self._function = generate_function(rollout.custom_generate_function_path, self._args)
+        self._prompts: PromptSet | None = None
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
+
+    def read_prompts(self) -> None:
+        """Read through the prompts of the training, in any thread: large files take minutes.
+
+        Raises DataError for a file that cannot be read.
+        """
+        self._prompts = self.prompt_set(self._config.rollout.prompt_data, self._config.rollout)
 
     def prompt_set(self, sources: str | Sequence[str], rollout: RolloutConfig) -> PromptSet:
         """The prompts of files, under the keys of ``rollout``."""
@@ -115,10 +123,10 @@ class Generation:
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
         """Return the source of batches, resumed from ``state`` and from the journal records after it;
-        ``watch`` looks after the engines while one is awaited."""
-        config, rollout = self._config, self._config.rollout
+        ``watch`` looks after the engines while one is awaited. Call ``read_prompts`` first."""
+        config, rollout, prompts = self._config, self._config.rollout, self._prompts
+        assert prompts is not None, "read_prompts comes first"
         buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)
-        prompts = self.prompt_set(rollout.prompt_data, rollout)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:

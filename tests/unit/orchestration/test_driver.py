@@ -5,10 +5,11 @@ import errno
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
-from common.cluster import Cluster
+from common.cluster import Cluster, Node
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.run_folder import create_run_folder
 from rlpost.checkpoint.ownership import claim
@@ -19,6 +20,7 @@ from rlpost.orchestration import driver
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.types import SampleGroup
 
+TINY = Path(__file__).parents[3] / "assets/tiny"
 ENDS = [
     (None, EXIT_DONE),
     (Preempted("SIGUSR2"), EXIT_PREEMPTED),
@@ -127,3 +129,42 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
     prompts.write_text('{"input": "a"}\n' * 9)
     assert resumed() == 0
     assert "the files of --prompt-data have changed since" in caplog.text
+
+
+class Reading:
+    """Stages whose prompts take for ever to read; a stop is requested meanwhile."""
+
+    def __init__(self, stop_file):
+        self.stop_file, self.released = stop_file, threading.Event()
+
+    def read_prompts(self):
+        self.stop_file.write_text('{"reason": "preempted"}')
+        self.released.wait()
+
+    def text(self, token_ids):
+        return ""
+
+    async def close(self):
+        pass
+
+
+def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypatch):
+    """An index of 10 million rows on a slow file system takes minutes; a preempted run has seconds."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "1 + 1"}\n')
+    rollout = {"prompt_data": [str(data)], "num_rollout": 3}
+    config = load([], {"checkpoint": {"hf_checkpoint": str(TINY)}, "rollout": rollout}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+    nodes = (Node("n1", "10.0.0.1", "lo", 0),)
+    cluster = Cluster("10.0.0.1:6379", str(run.new_attempt()), nodes, 20000, 100)
+    stages = Reading(Path(cluster.stop_file))
+    monkeypatch.setattr(driver, "make_stages", lambda *given, **named: stages)
+    monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
+    giving_up = threading.Timer(60, stages.released.set)
+    giving_up.start()
+    try:
+        assert driver.drive(config, run, cluster) == EXIT_PREEMPTED
+        assert not stages.released.is_set(), "the run waited for its prompts"
+    finally:
+        giving_up.cancel()
+        stages.released.set()

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,6 +155,9 @@ def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_p
     assert ended == [True]
 
 
+NO_CONNECTION = SimpleNamespace(routes=None)
+
+
 def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path):
     """The group comes back unfinished with every answer complete, so that a resume only grades it."""
     stop = StopRequest(tmp_path / "STOP")
@@ -166,7 +170,7 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
     async def answer(builder, prompt, sampling):
         return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
 
-    writer = GroupWriter(None, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
+    writer = GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
     entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
     assert isinstance(entry, Unfinished)
     assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
@@ -176,7 +180,7 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
             return [1.0 for _ in samples]
 
     later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
-    group = asyncio.run(GroupWriter(None, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
+    group = asyncio.run(GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
     assert group.rewards == (1.0, 1.0)
 
 
