@@ -46,7 +46,18 @@ CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
 PASSED_ON = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
 """What the layer takes from the call of the policy's decoder."""
 
+ATTENTION_STATE = "core_attention._extra_state"
+
 LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Any]
+
+
+class _Block(MultiTokenPredictionBlock):
+    """Megatron's, with the keys of a checkpoint that its decoder layers have with TransformerEngine and without it."""
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leave out the empty state of TransformerEngine's attention, as the decoder does."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {key: part for key, part in state.items() if not key.endswith(ATTENTION_STATE)}
 
 
 def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation: str, stage: int | None) -> None:
@@ -60,7 +71,7 @@ def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation
     spec = get_mtp_layer_spec(block.layer_specs[-1], use_transformer_engine=implementation != LOCAL)
     if implementation == LOCAL:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = SeparateRMSNorm
-    chunk.mtp = MultiTokenPredictionBlock(config, MultiTokenPredictionBlockSubmodules([spec]), vp_stage=stage)
+    chunk.mtp = _Block(config, MultiTokenPredictionBlockSubmodules([spec]), vp_stage=stage)
     for parameter in chunk.mtp.parameters():
         parameter.shared = True  # for Megatron's gradient norm: "counted elsewhere"
 

@@ -82,6 +82,10 @@ def _add_mtp_layer(folder: Path) -> None:
     more[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     more[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors | more, path, metadata={"format": "pt"})
+    _name_mtp_layer(folder)
+
+
+def _name_mtp_layer(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
@@ -91,6 +95,8 @@ def make_family_config(folder: Path, name: str) -> None:
     kind, config = _config(name)
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(folder)
+    if name == MTP:
+        _name_mtp_layer(folder)
 
 
 def _config(name: str) -> tuple[str, Any]:

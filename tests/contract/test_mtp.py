@@ -51,6 +51,18 @@ def test_the_policy_is_the_same_to_the_bit(with_and_without):
         assert all(np.array_equal(with_mtp[kind][name], tensor) for name, tensor in without[kind].items())
 
 
+def test_the_policy_is_the_same_in_bfloat16(folder):
+    """Where the norm is that of float32 copies of the weights."""
+    with_mtp, without = (
+        run_ranks(train, 1, settings(folder, mtp=mtp, bf16=True, clip_grad=0.05), steps=STEPS)[0]["metrics"]
+        for mtp in (True, False)
+    )
+    assert all("train/mtp_loss" in metrics for metrics in with_mtp)
+    assert [metrics | {"train/mtp_loss": 0.0} for metrics in without] == [
+        metrics | {"train/mtp_loss": 0.0} for metrics in with_mtp
+    ]
+
+
 def test_the_layer_learns(with_and_without, folder):
     """Every weight of it moves but the router's bias, which is not trained."""
     with_mtp, _ = with_and_without
