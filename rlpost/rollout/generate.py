@@ -54,6 +54,7 @@ class GroupWriter:
         self._function, self._codec = function, codec
         self._counts: Counter[str] = Counter()
         self._lost_in_a_row = 0
+        self._beginning = asyncio.Semaphore(1)
 
     def counters(self) -> Mapping[str, float]:
         """Return lost answers, regenerated groups and their wasted tokens since the last call, by metric name."""
@@ -72,6 +73,9 @@ class GroupWriter:
             ConfigError: the function did not return an answer.
         """
         prompt = entry.prompt
+        async with self._beginning:
+            # One group begins in a turn of the loop: thousands of requests at once would hold it for seconds.
+            await asyncio.sleep(0)
         for _ in range(MAX_GENERATIONS):
             written = await self._written(entry)
             if isinstance(written, Unfinished):

@@ -309,3 +309,31 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
     for num_samples, num_right, k in [(5, 2, 1), (5, 2, 2), (6, 1, 3), (4, 0, 2), (4, 4, 4), (7, 3, 5)]:
         draws = list(itertools.combinations([True] * num_right + [False] * (num_samples - num_right), k))
         assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_groups_that_start_together_do_not_hold_the_event_loop() -> None:
+    """1,024 groups of 8 began in one turn of the loop, which took 4 s: nothing else ran meanwhile."""
+    begun, most_in_a_turn = 0, 0
+
+    async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0.01)
+        return Sample(prompt.prompt_id, builder.index, prompt.token_ids, (1,), (-0.5,), "", "stop", 0)
+
+    async def watch() -> None:
+        nonlocal most_in_a_turn
+        before = begun
+        while begun < 100 * 2:
+            await asyncio.sleep(0)
+            most_in_a_turn, before = max(most_in_a_turn, begun - before), begun
+
+    async def whole() -> None:
+        writer = GroupWriter(None, SAMPLING, n=2, grader=InlineGrader(score), function=function)  # type: ignore
+        watching = asyncio.create_task(watch())
+        groups = await asyncio.gather(*(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100))))
+        await watching
+        assert [group.prompt_id for group in groups if isinstance(group, SampleGroup)] == list(range(100))
+
+    asyncio.run(whole())
+    assert most_in_a_turn <= 2, "answers of one group alone"
