@@ -48,7 +48,6 @@ class Rank:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str]] = []
-        self.heard: list[str] = []
 
     def setup(self, rank: int) -> None:
         self.rank = rank
@@ -250,24 +249,6 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
         assert [what for what, *_ in of_rank[: 2 * len(passes)]] == [one for one in passes for _ in range(2)]
         of_rollout = [tuple(place) for _, *place in of_rank[: 2 * len(passes)]]
         assert of_rollout == of_rollout[:2] * len(passes), "every pass reads the batches that the first one read"
-
-
-def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_rank(
-    workers: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks meet in collectives: one that never heard of a call would wait for the others in the next one."""
-    monkeypatch.setattr("rlpost.orchestration.workers.CALLS_AT_ONCE", 2)
-
-    async def run() -> list[list[str]]:
-        await workers.call("heard.clear")
-        first = asyncio.ensure_future(workers.call("heard.append", "first"))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        first.cancel()
-        await workers.call("heard.append", "second")
-        return await workers.call("heard")
-
-    assert asyncio.run(run()) == [["first", "second"]] * NUM_RANKS
 
 
 def test_an_interruption_of_stored_calls_reaches_the_driver(workers: WorkerGroup) -> None:
