@@ -38,7 +38,7 @@ Choice = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
-class _Pass:
+class Pass:
     """A pass over the micro-batches of a rank."""
 
     is_training: bool
@@ -48,7 +48,7 @@ class _Pass:
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch, as ``routes``
 
 
-class _Layer:
+class LayerRouting:
     """The routing of one layer; Megatron calls it as ``router.router_replay``."""
 
     def __init__(self, replay: RoutingReplay, slot: int) -> None:
@@ -87,7 +87,7 @@ class _Layer:
             raise RuntimeError("backward repeats a layer in another order than forward computed it")
         return self.to_repeat.popleft().long()
 
-    def _chosen(self, own: torch.Tensor, current: _Pass) -> torch.Tensor:
+    def _chosen(self, own: torch.Tensor, current: Pass) -> torch.Tensor:
         """The given experts where they are known, else ``own``; recorded and counted."""
         assert current.micro_batch is not None and current.index is not None
         routes = current.micro_batch.routes
@@ -135,7 +135,7 @@ class RoutingReplay:
             layout: of packed rows.
             fields: the family's fields of Megatron's TransformerConfig.
         """
-        self.current: _Pass | None = None
+        self.current: Pass | None = None
         self._layout = layout
         self._replays = settings.use_rollout_routing_replay or settings.use_routing_replay
         self._uses_engines = settings.use_rollout_routing_replay
@@ -157,7 +157,7 @@ class RoutingReplay:
             tensor_size=group.size() if splits_rows else 1,
         )
         self.counts = self._no_counts()
-        self._layers = [_Layer(self, slot) for slot in range(len(routers))]
+        self._layers = [LayerRouting(self, slot) for slot in range(len(routers))]
         for router, layer in zip(routers, self._layers, strict=True):
             router.register_forward_hook(layer.count_load)
             if self._replays:
@@ -187,7 +187,7 @@ class RoutingReplay:
             is_training: whether there is a backward pass.
             micro_batches: if given, those whose experts are recorded, in the order of the pass.
         """
-        self.current = _Pass(is_training, records=bool(micro_batches) and self._recorded is not None)
+        self.current = Pass(is_training, records=bool(micro_batches) and self._recorded is not None)
         for layer in self._layers:
             layer.to_repeat.clear()
         if is_training:
@@ -212,7 +212,7 @@ class RoutingReplay:
         finally:
             self.current.index = self.current.micro_batch = None
 
-    def record(self, current: _Pass, slot: int, experts: torch.Tensor) -> None:
+    def record(self, current: Pass, slot: int, experts: torch.Tensor) -> None:
         """Remember the experts [rows, k] of a layer for the current micro-batch."""
         assert current.index is not None
         shape = (len(experts), len(self._layers), self._shape.topk)

@@ -117,6 +117,7 @@ LAYOUTS = [
     Layout("moe-tp2-sp-ep2-pp2", MOE, 4, tp(2) | ep(2, 1) | pp(2)),
     Layout("moe-tp2-sp-ep2-etp2", MOE, 4, tp(2) | ep(2, 2)),
     Layout("moe-pp2-uneven-recompute", MOE, 2, pp(2, **UNEVEN_MOE) | FULL),
+    Layout("moe-pp4", MOE, 4, pp(4)),  # the first stage has no experts
     Layout("moe-pp2-vpp2", MOE, 2, pp(2, **VPP)),
     Layout("moe-pp2-vpp2-recompute-experts", MOE, 2, pp(2, **VPP) | EXPERTS),
     Layout("moe-tp2-sp-recompute-experts", MOE, 2, tp(2) | EXPERTS),

@@ -21,7 +21,7 @@ KINDS = (
     "moe-cp2-pp2-recompute",
     "moe-tp2-sp-cp2",
     "moe-tp2-sp-ep2-etp2",
-    "moe-ep2-dp4",
+    "moe-pp4",
     "qwen3-moe-pp2",
 )
 

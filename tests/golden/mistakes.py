@@ -558,6 +558,14 @@ OPTIONS = [
         "An option of Megatron-core without an effect", "--masked-softmax-fusion", "--masked-softmax-fusion false"
     ),
     _of_check("FP8 without TransformerEngine", "--fp8 hybrid", "", on_gpus=True),
+    _of_check("Routing replay for a model without experts", "--use-routing-replay true", "--use-routing-replay false"),
+    _of_check(
+        "Routing replay with a router that chooses experts in its kernel",
+        "--use-rollout-routing-replay true --moe-router-fusion true",
+        "--use-rollout-routing-replay true",
+        "--use-rollout-routing-replay false --moe-router-fusion true",
+        recipe="qwen3_30b_a3b",
+    ),
 ]
 
 RUNS = [
