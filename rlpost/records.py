@@ -9,14 +9,14 @@ A column is written in one of two ways, and both are always read:
     as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]} or
                  {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]}
 
-PACKED stands for bytes (little endian; routes compressed by zlib) and is base64 text in a checkpoint, and a number of
-bytes that follow the JSON text in the journal: ``Packing`` is the difference.
+PACKED stands for bytes (little endian) and is base64 text in a checkpoint, and a number of bytes that follow the JSON
+text in the journal: ``Packing`` is the difference. Routes are not compressed: zlib at its fastest saves 7 to 12 % of
+the bytes and takes 22 ms a megabyte, which are 16 s a million tokens of 89 layers with 8 experts each.
 """
 
 from __future__ import annotations
 
 import binascii
-import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -25,17 +25,14 @@ import numpy as np
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
-ROUTE_COMPRESSION = 1
-"""Level of zlib: the fastest. Routes are close to random, so that higher levels save little more."""
-
 _NUMBER_COLUMNS = {"int32": IntColumn, "float32": FloatColumn}
 
 
 class Packing(Protocol):
     """How the bytes of a column are written inside a JSON value."""
 
-    def packed(self, data: bytes) -> Any:
-        """Return the JSON value for ``data``."""
+    def packed(self, data: memoryview) -> Any:
+        """Return the JSON value for ``data``, which stays as it is."""
 
     def unpacked(self, value: Any) -> bytes:
         """Return the bytes of a JSON value."""
@@ -44,7 +41,7 @@ class Packing(Protocol):
 class Base64:
     """Bytes as text inside the JSON value."""
 
-    def packed(self, data: bytes) -> str:
+    def packed(self, data: memoryview) -> str:
         """Return ``data`` as ASCII text."""
         return binascii.b2a_base64(data, newline=False).decode()
 
@@ -58,12 +55,12 @@ class Behind:
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
         self._data, self._read_to = memoryview(data), 0
-        self.parts: list[bytes] = []
+        self.parts: list[memoryview] = []
 
-    def packed(self, data: bytes) -> int:
-        """Append ``data`` to ``parts``."""
+    def packed(self, data: memoryview) -> int:
+        """Append ``data`` to ``parts``, without a copy."""
         self.parts.append(data)
-        return len(data)
+        return data.nbytes
 
     def unpacked(self, value: int) -> bytes:
         """Return the next ``value`` bytes. Columns are read in the order in which they were written.
@@ -164,8 +161,7 @@ def _prompt_from(raw: Mapping[str, Any]) -> Prompt:
 def _written(value: Any, packing: Packing | None) -> Any:
     """Return a column as a JSON value, and any other value as it is."""
     if isinstance(value, RouteColumn):  # has no readable form
-        data = zlib.compress(np.ascontiguousarray(value.array), ROUTE_COMPRESSION)
-        packed = (packing or BASE64).packed(data)
+        packed = (packing or BASE64).packed(_bytes(value.array))
         return {"routes": packed, "dtype": value.array.dtype.name, "shape": list(value.array.shape)}
     if not isinstance(value, IntColumn | FloatColumn | RunColumn):
         return value
@@ -173,7 +169,7 @@ def _written(value: Any, packing: Packing | None) -> Any:
         return list(value)
     if isinstance(value, RunColumn):
         return {"runs": value.runs}
-    return {value.DTYPE.name: packing.packed(value.tobytes())}
+    return {value.DTYPE.name: packing.packed(_bytes(value.array))}
 
 
 def _read(value: Any, packing: Packing) -> Any:
@@ -183,10 +179,13 @@ def _read(value: Any, packing: Packing) -> Any:
     if "runs" in value:
         return RunColumn((int(one), int(count)) for one, count in value["runs"])
     if "routes" in value:
-        try:
-            data = zlib.decompress(packing.unpacked(value["routes"]))
-        except zlib.error as error:
-            raise ValueError(f"routes: {error}") from error
-        return RouteColumn(np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]))
+        return RouteColumn(
+            np.frombuffer(packing.unpacked(value["routes"]), dtype=value["dtype"]).reshape(value["shape"])
+        )
     ((name, packed),) = value.items()
     return _NUMBER_COLUMNS[name].view(packing.unpacked(packed))
+
+
+def _bytes(array: Any) -> memoryview:
+    """The values in memory order, without a copy where they are contiguous."""
+    return memoryview(np.ascontiguousarray(array)).cast("B")
