@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from rlpost.columns import FloatColumn, IntColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, begun, label_of
 from rlpost.compat.slime.signatures import EVALUATION, is_told_of_evaluation
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.rollout.answer_routes import Read, routes_of
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -122,7 +123,21 @@ def trained(sample: Any, engines: Engines) -> Answer:
         loss_mask=None if all(mask) else RunColumn.of(mask),
         version_spans=_spans(versions),
         extra=_extra(sample, engines.prompt),
+        routes=_routes(tokens, length, engines),
     )
+
+
+def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:
+    """The routes of a sample whose last ``length`` tokens are the response, where engines return routes."""
+    form = engines.connection.routes
+    if form is None:
+        return None
+    read = [
+        Read(written.request_ids, written.token_ids, written.routes)
+        for written in engines.written
+        if written.routes is not None
+    ]
+    return routes_of(tokens, prompt_length=len(tokens) - length, read=read, form=form)
 
 
 def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
