@@ -6,7 +6,7 @@ A small random mixture of experts (8 layers, 64 experts, 8 of them for a token) 
 bfloat16. The engine is transformers in float32 with the actor's exported weights: it samples the responses, and its
 log-probs and its routers' choices are those that the trainer gets. The reward is the share of even tokens. The two
 runs, without and with --use-rollout-routing-replay, begin with the same weights and seeds; they differ from the second
-step on because they are trained differently. --write puts table and figure into docs/benchmarks.md, section "Routing replay".
+step on because they are trained differently. --write puts table and figure into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rlpost.types import TrainBatch, TrainSample
 HEADING = "## Routing replay"
 FIGURE = Path(__file__).parents[1] / "docs/images/routing_replay.svg"
 TEXT = f"""A trainer in bfloat16 and an engine in float32, without and with `--use-rollout-routing-replay`
-([what it is](moe.md)): a random mixture of {{layers}} layers with {{experts}} experts, of which {{topk}} compute a token.
-The engine is transformers with the trainer's exported weights; it samples {{samples}} responses of {{response}} tokens a
-step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each step.
+([what it is](moe.md)): a random mixture of {{layers}} layers with {{experts}} experts, of which {{topk}} compute a
+token. The engine is transformers with the trainer's exported weights; it samples {{samples}} responses of {{response}}
+tokens a step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each step.
 
 ```bash
 python -m benchmarks.routing_replay --write

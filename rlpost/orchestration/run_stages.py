@@ -49,6 +49,10 @@ class RunStages(ABC):
         self.closing = AsyncExitStack()
         self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
 
+    def read_prompts(self) -> None:
+        """Read through the prompt files, in any thread. Raises DataError."""
+        self.generation.read_prompts()
+
     @abstractmethod
     async def start(self, checkpoint: Path | None) -> None:
         """Start the workers; load ``checkpoint`` or, without one, the Hugging Face weights."""

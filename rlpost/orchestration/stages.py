@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 class ClusterStages(RunStages):
     """Generates, trains, syncs, evaluates and saves on a cluster."""
 
-    def read_prompts(self) -> None:
-        """Read through the prompt files, in any thread. Raises DataError."""
-        self._generation.read_prompts()
-
     async def start(self, checkpoint: Path | None) -> None:
         """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face weights."""
         started = time.monotonic()
