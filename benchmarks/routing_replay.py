@@ -35,7 +35,8 @@ FIGURE = Path(__file__).parents[1] / "docs/images/routing_replay.svg"
 TEXT = f"""A trainer in bfloat16 and an engine in float32, without and with `--use-rollout-routing-replay`
 ([what it is](moe.md)): a random mixture of {{layers}} layers with {{experts}} experts, of which {{topk}} compute a
 token. The engine is transformers with the trainer's exported weights; it samples {{samples}} responses of {{response}}
-tokens a step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each step.
+tokens a step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each
+step.
 
 ```bash
 python -m benchmarks.routing_replay --write

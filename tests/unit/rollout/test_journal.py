@@ -326,7 +326,7 @@ async def ticks(coroutine):
 
 def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(tmp_path, monkeypatch, held, caplog):
     """What a crash takes from the queue then has not happened for the next attempt."""
-    monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     durable(journal)
@@ -392,7 +392,7 @@ def test_an_end_of_the_replay_is_written_off_the_event_loop(tmp_path, held):
 
 @pytest.mark.parametrize("call", ["mkdir", "listdir", "stat", "link", "fsync"])
 def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(tmp_path, monkeypatch, held, call):
-    monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
     resumed(tmp_path / "save/journal").close()
     folder = tmp_path / ("new/journal" if call == "mkdir" else "save/journal")
     (tmp_path / "new").mkdir()
