@@ -10,7 +10,7 @@ GPU_ARGS ?=
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system assets quickstart test test-fast test-gpu lint format hooks jobs docs clean
+.PHONY: help install system assets quickstart test test-fast test-gpu lint format hooks jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -50,6 +50,9 @@ jobs:  ## write jobs/*.sbatch anew from their recipes; needs no training stack
 
 docs: install  ## write the generated pages of docs/ anew
 	$(BIN)/python tools/make_docs.py
+
+docs-site: install  ## the documentation as a site: build/docs-site/index.html
+	$(BIN)/sphinx-build -q -E -W --keep-going docs build/docs-site
 
 hooks: install  ## style and types before each commit
 	$(BIN)/pre-commit install

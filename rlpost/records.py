@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 
@@ -26,11 +27,13 @@ def group_from(raw: Mapping[str, Any]) -> SampleGroup:
 
 def sample_record(sample: Sample) -> dict[str, Any]:
     """Convert one sample."""
-    record = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    record = {name: _plain(getattr(sample, name)) for name in Sample.__dataclass_fields__}
     if sample.loss_mask is None:
         del record["loss_mask"]
     if not sample.version_spans:
         del record["version_spans"]
+    if sample.routes is None:
+        del record["routes"]
     if not sample.extra:
         del record["extra"]
     return record
@@ -39,10 +42,6 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 def sample_from(raw: Mapping[str, Any]) -> Sample:
     """The inverse of ``sample_record``. Raises KeyError or TypeError for malformed input."""
     fields = dict(raw)
-    for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
-        fields[name] = tuple(fields[name])
-    if fields.get("loss_mask") is not None:
-        fields["loss_mask"] = tuple(fields["loss_mask"])
     if "version_spans" in fields:
         fields["version_spans"] = tuple((version, count) for version, count in fields["version_spans"])
     return Sample(**fields)
@@ -54,7 +53,7 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
         "finished": [group_record(group) for group in backlog.finished],
         "unfinished": [
             {
-                "prompt": {name: getattr(each.prompt, name) for name in Prompt.__dataclass_fields__},
+                "prompt": {name: _plain(getattr(each.prompt, name)) for name in Prompt.__dataclass_fields__},
                 "samples": [sample_record(sample) for sample in each.samples],
             }
             for each in backlog.unfinished
@@ -74,7 +73,7 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
         finished=tuple(group_from(group) for group in raw["finished"]),
         unfinished=tuple(
             Unfinished(
-                Prompt(**{**each["prompt"], "token_ids": tuple(each["prompt"]["token_ids"])}),
+                Prompt(**each["prompt"]),
                 tuple(sample_from(sample) for sample in each["samples"]),
             )
             for each in raw["unfinished"]
@@ -86,3 +85,8 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
         counts=raw.get("counts", {}),
         counts_in_training=raw.get("lent_counts"),
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return a column as a list, and any other value as it is."""
+    return list(value) if isinstance(value, IntColumn | FloatColumn | RunColumn) else value

@@ -2,8 +2,8 @@
 
     PromptSource -> Prompt -> Sample -> ScoredSample -> SampleGroup -> TrainSample -> TrainBatch -> StepResult
 
-Each stage creates the next type and never fills fields of the previous one. Nothing here imports torch: the values
-travel between processes as plain Python objects.
+Each stage creates the next type and never fills fields of the previous one. Nothing here imports torch. Values for each
+token are columns (``rlpost.columns``); the types accept any sequence for them and convert it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -25,9 +27,12 @@ class Prompt:
 
     prompt_id: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: IntColumn
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _convert(self, token_ids=IntColumn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +45,38 @@ class Sample:
     ``loss_mask`` has one entry per response token, 0 for tokens that the model did not generate (the
     output of a tool); None if it generated all. ``version_spans`` are pairs (policy version, number of
     tokens) in order, which cover the response; empty if all tokens are of ``policy_version``, the version
-    at its end. ``extra`` holds JSON values that a custom generate function passes to its reward and filter
+    at its end. ``routes`` are the experts that the engine chose for the tokens of prompt and response in order; tokens
+    at the end may be missing (the last token of an answer is never an engine's input), and None means that none were
+    recorded. ``extra`` holds JSON values that a custom generate function passes to its reward and filter
     (``rlpost.compat``).
     """
 
     prompt_id: int
     index: int  # within the group
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    prompt_ids: IntColumn
+    response_ids: IntColumn
+    rollout_logprobs: FloatColumn
     text: str
     finish_reason: FinishReason
     policy_version: int
     label: str | None = None
-    loss_mask: tuple[int, ...] | None = None
+    loss_mask: RunColumn | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
+    routes: RouteColumn | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        _convert(self, prompt_ids=IntColumn, response_ids=IntColumn, rollout_logprobs=FloatColumn, loss_mask=RunColumn)
         length = len(self.response_ids)
         assert length == len(self.rollout_logprobs), (length, len(self.rollout_logprobs))
         assert self.loss_mask is None or length == len(self.loss_mask), (length, self.loss_mask)
         assert not self.version_spans or length == sum(count for _, count in self.version_spans), self.version_spans
+        assert self.routes is None or len(self.routes) <= len(self.prompt_ids) + length, (len(self.routes), length)
 
     @property
-    def mask(self) -> tuple[int, ...]:
+    def mask(self) -> RunColumn:
         """1 for each token of the response that is trained, else 0."""
-        return (1,) * len(self.response_ids) if self.loss_mask is None else self.loss_mask
+        return RunColumn([(1, len(self.response_ids))]) if self.loss_mask is None else self.loss_mask
 
     @property
     def oldest_version(self) -> int:
@@ -154,27 +164,35 @@ class TrainSample:
     """A training sequence: prompt and response, with one advantage for the response or one per response token.
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
-    ``response_length`` entries. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is what it adds
-    to the samples that the batch is averaged over: of several samples that are one answer together, the weights add up
-    to 1 and the first alone counts.
+    ``response_length`` entries. ``routes`` are those of the first tokens, see ``Sample``. ``weight`` multiplies the
+    sample's mean over its tokens, and ``count`` is what it adds to the samples that the batch is averaged over: of
+    several samples that are one answer together, the weights add up to 1 and the first alone counts.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: IntColumn
     prompt_length: int
-    loss_mask: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    advantage: float | tuple[float, ...]
+    loss_mask: RunColumn
+    rollout_logprobs: FloatColumn
+    advantage: float | FloatColumn
     weight: float = 1.0
     count: int = 1
+    routes: RouteColumn | None = None
+
+    def __post_init__(self) -> None:
+        _convert(self, token_ids=IntColumn, loss_mask=RunColumn, rollout_logprobs=FloatColumn)
+        if not isinstance(self.advantage, int | float):
+            _convert(self, advantage=FloatColumn)
 
     @property
     def response_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
     @property
-    def advantages(self) -> tuple[float, ...]:
+    def advantages(self) -> FloatColumn:
         """One advantage per response token."""
-        return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,) * self.response_length
+        if isinstance(self.advantage, FloatColumn):
+            return self.advantage
+        return FloatColumn([self.advantage] * self.response_length)
 
 
 MicroBatch = tuple[TrainSample, ...]
@@ -223,3 +241,11 @@ class EngineAddress:
 
     url: str
     num_gpus: int = 1
+
+
+def _convert(value: object, **columns: type[IntColumn | FloatColumn | RunColumn]) -> None:
+    """Replace sequences in the named fields of a frozen value by columns; None stays."""
+    for name, column in columns.items():
+        given = getattr(value, name)
+        if given is not None and not isinstance(given, column):
+            object.__setattr__(value, name, column.of(given))

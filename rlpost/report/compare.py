@@ -1,4 +1,4 @@
-"""Several runs over each other as a page. Pure: facts in, HTML text out; the invariants are those of ``page``."""
+"""Several runs side by side on one page. Pure: facts in, HTML text out."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.html import Cell, card, document, filter_tools, key, section, table, text
-from rlpost.report.page import PACE_STEPS, key_figures, plots
+from rlpost.report.html import colour_class, render
+from rlpost.report.page import PACE_STEPS, key_figures
 from rlpost.report.panels import compared_panels
 from rlpost.report.run_facts import RunFacts
-from rlpost.report.svg import NUM_COLOURS
 from rlpost.report.timeline import timeline
 
 
 def compare_page(runs: Sequence[RunFacts]) -> str:
-    """The whole page."""
+    """Return the whole page (``templates/compare.html``)."""
     names = labels(runs)
-    heading = f"<header><h1>{text(' · '.join(names))}</h1></header>"
-    colours = key([(name, f"c{number % NUM_COLOURS}") for number, name in enumerate(names)])
-    panels = compared_panels([(name, run.lines) for name, run in zip(names, runs, strict=True)])
-    parts = [
-        section("figures", "Figures", card(f'<div class="scroll">{_figures(names, runs)}</div>')),
-        section("plots", "Plots", plots(panels)),
-        section("recipe", "Settings that differ", _settings(names, runs)),
-    ]
-    return document("compare " + ", ".join(names), [heading, colours, *parts])
+    return render(
+        "compare.html",
+        title="compare " + ", ".join(names),
+        names=names,
+        colours=[(name, colour_class(number)) for number, name in enumerate(names)],
+        figures=_figures(runs),
+        panels=compared_panels([(name, run.lines) for name, run in zip(names, runs, strict=True)]),
+        settings=differing_settings(runs),
+    )
 
 
 def comparison(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -77,24 +76,14 @@ def labels(runs: Sequence[RunFacts]) -> list[str]:
     return [run.name if count[run.name] == 1 else run.folder for run in runs]
 
 
-def _figures(names: Sequence[str], runs: Sequence[RunFacts]) -> str:
-    figures = []
+def _figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
+    """Return the key figures by name, with one value per run; empty where a run has none."""
+    by_run = []
     for run in runs:
-        of_run = {name: value for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))}
-        told = timeline(run.events, run.written)
-        if told is not None:
-            of_run |= {"attempts": str(len(told.attempts)), "preemptions": str(told.num_preemptions)}
-        figures.append(of_run)
-    wanted = list(dict.fromkeys(name for of_run in figures for name in of_run))
-    rows: list[list[Cell]] = [[name, *(of_run.get(name, "") for of_run in figures)] for name in wanted]
-    return table(("", *names), rows)
-
-
-def _settings(names: Sequence[str], runs: Sequence[RunFacts]) -> str:
-    rows: list[list[Cell]] = []
-    for setting, values in differing_settings(runs).items():
-        rows.append([setting, *(("" if value is None else json.dumps(value), "wide") for value in values)])
-    if not rows:
-        return '<p class="soft">None: these runs have the same recipe.</p>'
-    shown = table(("setting", *names), rows, body="settings", attributes=["data-row"] * len(rows))
-    return filter_tools("settings", "search settings") + card(f'<div class="scroll">{shown}</div>')
+        figures = {name: value for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))}
+        history = timeline(run.events, run.written)
+        if history is not None:
+            figures |= {"attempts": str(len(history.attempts)), "preemptions": str(history.num_preemptions)}
+        by_run.append(figures)
+    names = dict.fromkeys(name for figures in by_run for name in figures)
+    return {name: [figures.get(name, "") for figures in by_run] for name in names}

@@ -1,92 +1,79 @@
-"""Pieces of a page: text, tables, cards, filters, and the document around them. Pure.
+"""Render the templates of the report. Pure.
 
-Input: words of the run, never HTML. Output: HTML; what comes in is escaped here.
+Input: the name of a template and its values. Output: one HTML file that loads nothing else. Values are escaped, and the
+Content-Security-Policy allows the page's own script alone, so text that a model wrote cannot run.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cache
-from html import escape
-from importlib.resources import files
 from typing import Any
 
-Cell = str | tuple[str, str]  # the text, and the class of its cell
+from jinja2 import ChainableUndefined, Environment, PackageLoader
+from markupsafe import Markup
+
+from rlpost.report.panels import Panel
+from rlpost.report.series import seconds, short
+from rlpost.report.svg import NUM_COLOURS, line_plot, stacked_plot
 
 
-def text(value: Any) -> str:
-    """A value as text that stands for itself anywhere in the page; half a surrogate pair, which UTF-8 has not, is ?."""
-    return escape(str(value)).encode(errors="replace").decode()
+def render(template: str, *, title: str, **values: Any) -> str:
+    """Return the page that ``templates/TEMPLATE`` makes of ``values``."""
+    environment = _environment()
+    script = _source("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = environment.get_template(template).render(
+        title=title, script=script, style=_source("page.css"), policy=Markup(policy), **values
+    )
+    # JSON may hold half of a surrogate pair, which UTF-8 cannot encode: it becomes a question mark.
+    return page.encode(errors="replace").decode()
 
 
-def raw(tag: str, words: str) -> str:
-    """One element around words."""
-    return f"<{tag}>{text(words)}</{tag}>"
+def legend_of(panel: Panel) -> list[tuple[str, str]]:
+    """Return label and colour class of each curve; nothing for a single curve that is named like its panel."""
+    names = [(curve.label, colour_class(curve.colour)) for curve in panel.curves]
+    return [] if len(names) == 1 and names[0][0] == panel.title.lower() else names
 
 
-def section(name: str, title: str, inside: str) -> str:
-    """A part of the page with an address of its own."""
-    return f'<section id="{name}"><h2>{text(title)}</h2>{inside}</section>'
+def colour_class(number: int) -> str:
+    """Return the CSS class of a curve's colour."""
+    return f"c{number % NUM_COLOURS}"
 
 
-def card(inside: str) -> str:
-    """HTML on a card."""
-    return f'<div class="card">{inside}</div>'
-
-
-def key(names: Sequence[tuple[str, str]]) -> str:
-    """Which colour, by its class, is what."""
-    return f'<div class="key">{"".join(f"<span><i class={kind}></i>{text(name)}</span>" for name, kind in names)}</div>'
-
-
-def table(
-    columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, body: str = "", attributes: Sequence[str] = ()
-) -> str:
-    """A table; ``body`` is the id of its rows, ``attributes`` are those of each row."""
-    head = "".join(f"<th>{text(column)}</th>" for column in columns)
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [cell if isinstance(cell, tuple) else (cell, "") for cell in row]
-        shown = "".join(f'<td class="{kind}">{text(words)}</td>' for words, kind in cells)
-        lines.append(f"<tr {attributes[number] if attributes else ''}>{shown}</tr>")
-    name = f' id="{body}"' if body else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody{name}>{''.join(lines)}</tbody></table>"
-
-
-def filter_tools(
-    name: str, placeholder: str, *, options: Sequence[tuple[str, str]] = (), checkbox: str = "", at_most: int = 0
-) -> str:
-    """A search over the rows of the element ``name``, and a choice or a box to tick beside it; ``at_most`` rows are
-    shown until all are asked for."""
-    label = text(placeholder)
-    parts = [f'<input type="search" placeholder="{label}" aria-label="{label}">']
-    if options:
-        chosen = "".join(f'<option value="{text(value)}">{text(words)}</option>' for value, words in options)
-        parts.append(f'<select aria-label="which">{chosen}</select>')
-    if checkbox:
-        parts.append(f'<label><input type="checkbox"> {text(checkbox)}</label>')
-    parts.append('<output class="soft"></output>')
-    return f'<div class="tools" data-filters="{name}" data-at-most="{at_most}">{"".join(parts)}</div>'
+def _picture(panel: Panel, resumed: Sequence[float]) -> Markup:
+    draw = stacked_plot if panel.is_stacked else line_plot
+    return Markup(draw(panel.curves, title=panel.title, resumed=resumed))  # svg.py escapes its texts
 
 
 @cache
-def _file(name: str) -> str:
-    return (files("rlpost.report") / name).read_text()
-
-
-def document(title: str, parts: Sequence[str]) -> str:
-    """A whole page with style and script in it."""
-    script, style = _file("page.js"), _file("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
-        f"<title>{text(title)}</title><style>{style}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main>\n<script>{script}</script></body></html>\n"
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("rlpost.report", "templates"),
+        autoescape=True,
+        undefined=ChainableUndefined,  # a missing field of a record is empty: half a run has a page too
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {
+        "seconds": seconds,
+        "short": short,
+        "json": json.dumps,
+        "legend_of": legend_of,
+        "picture": _picture,
+    }
+    return environment
+
+
+@cache
+def _source(name: str) -> str:
+    loader = _environment().loader
+    assert loader is not None
+    return loader.get_source(_environment(), name)[0]

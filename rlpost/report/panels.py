@@ -1,6 +1,6 @@
-"""Which plots a report has and what is in each. Pure.
+"""The plots of a report and their curves. Pure.
 
-Input: the lines of ``metrics.jsonl``, of one run or of several. Output: panels, only those that there are numbers for.
+Input: the lines of ``metrics.jsonl`` of one run or of several. Output: the panels that have data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Panel:
     is_stacked: bool = False
 
 
-# title, unit, and what is drawn: (label, metric); the first of a panel alone is what runs are compared by
+# title, unit, curves (label, metric); comparisons of runs draw only the first curve
 _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Answer length",
@@ -111,12 +111,12 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Learning rate", "", (("learning rate", "train/lr"),)),
 )
-_AS_IT_IS = ("Learning rate", "Checkpoint", "Memory", "Memory in use")  # nothing there that a smooth curve shows better
+_AS_IT_IS = ("Learning rate", "Checkpoint", "Memory", "Memory in use")  # not smoothed
 _DOTS = ("Checkpoint",)  # few points
 
 
 def panels(lines: Lines) -> list[Panel]:
-    """The plots of one run, reward first."""
+    """Return the plots of one run, reward first."""
     found = [_reward(lines)]
     found += [_panel(lines, *plot) for plot in _PLOTS]
     trained = [line for line in lines if "time/step_s" in line]
@@ -126,7 +126,7 @@ def panels(lines: Lines) -> list[Panel]:
 
 
 def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
-    """The plots of several runs over each other: of each plot its first metric that any of them has."""
+    """Return plots of several runs: of each panel the first metric that any run has."""
     wanted = [("Reward of the rollout", "mean", "reward/mean")]
     evals = sorted({name for _, lines in runs for line in lines for name in eval_rewards(line)})
     wanted += [(f"Evaluation: {name.split('/')[1]}", "mean reward", name) for name in evals]
@@ -161,7 +161,7 @@ def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str
 
 
 def mean_phases(lines: Lines) -> dict[str, float]:
-    """Mean seconds a step of each phase that took any; an evaluation counts for the steps between, too."""
+    """Return mean seconds per step of each phase that took time; evaluations are spread over all steps."""
     trained = [line for line in lines if "time/step_s" in line]
     sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
     return {label: total / len(trained) for label, total in sums.items() if total} if trained else {}

@@ -1,8 +1,7 @@
-"""What a report tells of a run, read from its folder.
+"""The facts of a report, read from the folder of a run.
 
-Input: a run folder, whole or half.
-Output: ``RunFacts``, plain values. Whatever is missing or broken is empty: a report never fails on
-half a run. Nothing is read that could hold a key.
+Input: a run folder, possibly incomplete. Output: ``RunFacts``, plain values. Missing or damaged files lead to empty
+fields, so a report of an incomplete run never fails. No file that may hold a key is read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """What the preflight of one attempt found at one host."""
+    """One check of an attempt's preflight on one host."""
 
     attempt: str
     host: str
@@ -75,7 +74,7 @@ class RunFacts:
 
 
 def read_facts(run: RunFolder) -> RunFacts:
-    """All that is known of a run now."""
+    """Read the current facts of a run."""
     settings = _json(run.run_json)
     latest = run.attempts / "latest"
     code = _json(run.root / "code.json")
@@ -120,7 +119,7 @@ def checks_of(attempt: str, preflight: Mapping[str, Any]) -> list[HostCheck]:
 
 
 def network_table(log: str) -> str:
-    """What an agent's log says of its network: the lines below "network of this node"."""
+    """Return the lines below "network of this node" in an agent's log."""
     block: list[str] = []
     inside = False
     for line in log.splitlines():
@@ -143,7 +142,7 @@ def _agent_logs(attempt: Path) -> list[Path]:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """Answers of the steps that are kept, evenly over the run, the newest first."""
+    """Read recorded answers, evenly spread over the run, newest first."""
     lines: list[Any] = read_metrics(path)
     if len(lines) > MAX_SAMPLE_STEPS:
         last = len(lines) - 1

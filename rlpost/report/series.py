@@ -1,4 +1,4 @@
-"""Curves: from the lines of ``metrics.jsonl`` to few points, axes and numbers that a person reads. Pure.
+"""Curves: from the lines of ``metrics.jsonl`` to few points, axes and short numbers. Pure.
 
 Input: lines and names. Output: points (x, y), finite, in order of x.
 """
@@ -10,21 +10,23 @@ from collections.abc import Mapping, Sequence
 
 Point = tuple[float, float]
 
-MAX_POINTS = 300  # of one curve: what a picture of this width can show
-SMOOTH_FROM = 30  # points from which a smoothed curve is worth drawing
+MAX_POINTS = 300  # of one curve: as many as a plot of this width can show
+SMOOTH_FROM = 30  # a smoothed curve is drawn from this number of points
 _NUMBERS = (int, float)
 _SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def points(lines: Sequence[Mapping[str, float]], name: str) -> list[Point]:
-    """The values of a metric over steps; what is missing or no finite number is left out."""
+    """Return the finite values of a metric over steps."""
     found = ((line["step"], line[name]) for line in lines if name in line)
     return [(float(x), float(y)) for x, y in found if type(y) in _NUMBERS and math.isfinite(y)]
 
 
 def thin(curve: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
-    """A curve of fewer points that looks the same: of each stretch its lowest and its highest point, so that no peak is
-    lost, and the two ends."""
+    """Return a curve of fewer points that looks the same.
+
+    It keeps both ends and the lowest and highest point of each interval, so that no peak disappears.
+    """
     if len(curve) <= at_most:
         return list(curve)
     num_stretches = max(1, at_most // 2 - 1)
@@ -42,7 +44,7 @@ def _height(point: Point) -> float:
 
 
 def smooth(curve: Sequence[Point], span: float) -> list[Point]:
-    """The exponential moving average over about ``span`` points, corrected for its beginning."""
+    """Return the exponential moving average over about ``span`` points, with bias correction."""
     weight = math.exp(-1 / span)
     total = norm = 0.0
     found = []
@@ -53,7 +55,7 @@ def smooth(curve: Sequence[Point], span: float) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers that cover low..high: multiples of 1, 2 or 5 times a power of ten."""
+    """Return round numbers that cover low..high: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, about)
@@ -64,7 +66,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number in few letters.
+    """Return a number in few characters.
 
     >>> [short(x) for x in (0, 0.25, 12.0, 1234.0, 2.5e6, 3e-5, math.nan)]
     ['0', '0.25', '12', '1.23k', '2.5M', '3e-5', 'nan']
@@ -83,7 +85,7 @@ def short(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in its two largest units.
+    """Return a duration in its two largest units.
 
     >>> [seconds(x) for x in (0.25, 12, 75, 3725, 190000)]
     ['0.25 s', '12 s', '1 min 15 s', '1 h 2 min', '2 d 4 h']

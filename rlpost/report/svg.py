@@ -1,8 +1,7 @@
-"""Pictures as SVG text: curves, stacked areas. Pure; colours are the page's, by class.
+"""Plots as SVG text: curves and stacked areas. Pure; the page's style sheet sets the colours by class.
 
-Input: points.
-Output: one ``<svg>``, as wide as its place. Numbers for the page's tooltips stand in
-``data-plot``, escaped.
+Input: points. Output: one ``<svg>``, as wide as its container. The attribute ``data-plot`` holds the numbers for the
+page's tooltips, which a bitmap of matplotlib could not have.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """From numbers to places in the picture."""
+    """Maps values to positions in the plot."""
 
     xs: Sequence[float]
     ys: Sequence[float]
@@ -50,7 +49,7 @@ class Axes:
 
 
 def line_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float] = ()) -> str:
-    """Curves over steps; a dashed line wherever a later attempt began."""
+    """Draw curves over steps, with a dashed line where a later attempt resumed."""
     everything = [point for curve in curves for point in curve.points]
     axes = _axes(everything, from_zero=False)
     drawn = [_grid(axes), *(_resume(axes, step) for step in resumed)]
@@ -66,7 +65,7 @@ def line_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float] =
 
 
 def stacked_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float] = ()) -> str:
-    """Areas one on the other; a curve without a value at a step counts as 0 there."""
+    """Draw stacked areas; a curve without a value at a step counts as 0 there."""
     steps = sorted({x for curve in curves for x, _ in curve.points})
     groups = [steps[n : n + _per_group(steps)] for n in range(0, len(steps), _per_group(steps))]
     xs = [group[0] for group in groups] if len(groups) > 1 else steps[:1]
@@ -115,7 +114,7 @@ def _grid(axes: Axes) -> str:
 
 
 def _tick(value: float, beside: Sequence[float]) -> str:
-    """A number on an axis; one that is 0 but for rounding is 0."""
+    """Format a number on an axis; a rounding error near 0 becomes 0."""
     step = abs(beside[1] - beside[0]) if len(beside) > 1 else 1.0
     return short(0.0 if abs(value) < step * 1e-6 else value)
 
@@ -123,7 +122,7 @@ def _tick(value: float, beside: Sequence[float]) -> str:
 def _resume(axes: Axes, step: float) -> str:
     if not axes.xs[0] <= step <= axes.xs[-1]:
         return ""
-    text = f"<title>a later attempt went on after step {short(step)}</title>"
+    text = f"<title>a later attempt resumed after step {short(step)}</title>"
     return f'<path class="resume" d="M{axes.x(step):.1f} {TOP}V{HEIGHT - BOTTOM}">{text}</path>'
 
 

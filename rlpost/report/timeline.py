@@ -1,8 +1,7 @@
-"""What a run did with its time, from its ledger. Pure.
+"""The history of a run over time, from its ledger. Pure.
 
-Input: the ledger's entries and the moment until which one is still under way.
-Output: spans, each with what the run did in it, without a gap from the first entry to the last;
-marks; one row an attempt.
+Input: the ledger's entries and the time of the report. Output: spans of activities, without gaps from the first entry
+to the last; marks; one row per attempt.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _NEXT: dict[str, Doing] = {
     "verdict": "waiting",
     "chained": "waiting",
 }
-COMES_BACK = ("again",)  # the answers of slurm.supervise after which the run goes on
+COMES_BACK = ("again",)  # answers of slurm.supervise after which the job is requeued
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds since the first entry."""
+    """An activity; times are seconds since the first entry."""
 
     doing: Doing
     begin_s: float
@@ -46,7 +45,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the job. None is what did not happen, or not yet."""
+    """One attempt of the job. None stands for an event that has not happened."""
 
     name: str
     began: datetime
@@ -60,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All of it; ``begin`` is the moment of the first entry."""
+    """The history; ``begin`` is the time of the first entry."""
 
     begin: datetime
     spans: tuple[Span, ...]
@@ -69,21 +68,21 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last span ends."""
+        """End of the last span."""
         return self.spans[-1].end_s if self.spans else 0.0
 
     @property
     def num_preemptions(self) -> int:
-        """So far."""
+        """Number of preemptions."""
         return sum(mark.kind == "preempted" for mark in self.marks)
 
     def spent_s(self, doing: Doing) -> float:
-        """Seconds in all."""
+        """Total time of an activity."""
         return sum(span.end_s - span.begin_s for span in self.spans if span.doing == doing)
 
 
 def timeline(events: Sequence[Mapping[str, Any]], until: datetime) -> Timeline | None:
-    """None for an empty ledger."""
+    """Return the history; None for an empty ledger."""
     entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events]
     if not entries:
         return None

@@ -1,6 +1,6 @@
-"""Put the report of a run where people look for it: ``RUN/report/report.html``, and its recipe beside it.
+"""Write the report of a run, ``RUN/report/report.html``, and the recipe beside it.
 
-Input: a run folder. Output: two files, each whole at any moment.
+Input: a run folder. Output: two files, each replaced atomically.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlpost.report.run_facts import Setting, read_facts
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0  # with a page that is being written, when the run is about to end
+PATIENCE_S = 30.0  # at the end of a run, for a report that is being written
 FILE_NAME, RECIPE_NAME = "report.html", "recipe.toml"
 _writing = threading.Lock()  # one page at a time in this process
 
 
 def write_report(run: RunFolder) -> Path:
-    """Write the page of what is known now, and the recipe that its last section names. Raises OSError."""
+    """Write the page, and the recipe that its last section names. Raises OSError."""
     run.report.mkdir(mode=0o700, exist_ok=True)
     facts = read_facts(run)
     path = run.report / FILE_NAME
@@ -35,9 +35,9 @@ def write_report(run: RunFolder) -> Path:
 
 
 def try_to_write_report(run: RunFolder) -> None:
-    """The same, after one that is being written. Whatever is wrong with the page is a warning, for a run must go on."""
+    """Write the page once no other thread writes it. A failure is only logged: it must not end a run."""
     if not _writing.acquire(timeout=PATIENCE_S):
-        logger.warning("no report this time: the one before is still being written to %s", run.report)
+        logger.warning("no report this time: an earlier one is still being written to %s", run.report)
         return
     try:
         write_report(run)
@@ -48,9 +48,11 @@ def try_to_write_report(run: RunFolder) -> None:
 
 
 class Reporter:
-    """Writes the page from a thread of its own, so that a training waits for none: a page of a long run takes a second
-    of this machine's time. All who ask while one is being written get one more afterwards. The thread does not keep the
-    process: the last page is written by ``try_to_write_report``."""
+    """Writes the page in a background thread, because that of a long run takes a second.
+
+    Requests that arrive while a page is being written lead to one more page. The thread is a daemon: the last page of a
+    run is written by ``try_to_write_report``.
+    """
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -59,7 +61,7 @@ class Reporter:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Have the page written soon; returns at once."""
+        """Request a page; returns at once."""
         with self._asked:
             if self._thread is not None:
                 self._again = True
@@ -78,8 +80,10 @@ class Reporter:
 
 
 def recipe(settings: Sequence[Setting]) -> str:
-    """What differs from the defaults, as a recipe that comes to the same settings; TOML has no null, and nothing that
-    a default sets can be unset by one."""
+    """Return the settings that differ from their defaults as a recipe; it resolves to the same settings.
+
+    TOML has no null, so a value that a default sets cannot be unset by a recipe.
+    """
     tables: dict[str, list[str]] = {}
     for one in settings:
         value = json.loads(one.value)

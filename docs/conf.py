@@ -1,0 +1,59 @@
+"""Configuration of the documentation site (``make docs-site``): Sphinx with MyST.
+
+The pages of docs/ are read as they are. README.md, CONTRIBUTING.md and CHANGELOG.md are pages as
+well, and the tables of the README's section "Documentation" are the table of contents.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FILES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+
+project = "rlpost"
+extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+html_theme = "furo"
+html_title = "rlpost"
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+
+
+def contents(readme: str) -> str:
+    """Return a hidden ``toctree`` for each table of the README's section "Documentation", in its order.
+
+    The first cell of a table's header is the caption; its links are the pages.
+    """
+    section = readme.split("\n## Documentation\n")[1].split("\n## ")[0]
+    trees = []
+    for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        caption = table.split("|")[1].strip().capitalize()
+        trees.append(_toctree(caption, re.findall(r"\(docs/([\w-]+)\.md\)", table)))
+    return "\n".join([*trees, _toctree("Project", ["contributing", "changelog"])])
+
+
+def _toctree(caption: str, pages: list[str]) -> str:
+    return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
+
+
+def page_source(name: str, source: str) -> str:
+    """Return the text of a page with links as they are in docs/."""
+    if name in FILES:
+        file = (ROOT / FILES[name]).read_text()
+        source = file.replace("](docs/", "](")
+        if name == "index":
+            source += "\n" + contents(file)
+    for page, file in FILES.items():
+        source = source.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")
+    return source
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    source[0] = page_source(name, source[0])
+
+
+def setup(app: Any) -> None:
+    """Connect the hook that Sphinx calls for each page."""
+    app.connect("source-read", _read)

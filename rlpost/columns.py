@@ -1,0 +1,238 @@
+"""Immutable columns of numbers: one compact array behind the interface of a tuple.
+
+Samples hold one value for each token. A tuple of Python numbers takes about 40 bytes per value and
+is pickled value by value; a column takes 4 bytes and is pickled as one buffer, which Ray's object
+store maps into a reader's memory without a copy (pickle protocol 5, PEP 574).
+
+    IntColumn     int32: token ids, counts
+    FloatColumn   float32: log-probs, advantages
+    RunColumn     run-length coded integers: loss masks
+    RouteColumn   [tokens, layers, k] uint8 or uint16: the experts that a router chose
+
+A column compares equal to any sequence of the same values. Its ``array`` is read-only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Self, overload
+
+import numpy as np
+
+
+class _NumberColumn(Sequence[Any]):
+    """What columns of one number per token have in common."""
+
+    __slots__ = ("array",)
+    DTYPE: ClassVar[Any]
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        """Copy ``values``. Raises OverflowError or ValueError if one does not fit into the type."""
+        if not isinstance(values, np.ndarray | Sequence):
+            values = list(values)
+        self.array = np.array(values, dtype=self.DTYPE).reshape(-1)
+        self.array.setflags(write=False)
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Return ``values`` as a column; a column of this type is returned as it is."""
+        return values if isinstance(values, cls) else cls(values)
+
+    @classmethod
+    def view(cls, array: Any) -> Self:
+        """Wrap a one-dimensional array of the right type, or a buffer of its bytes, without a copy.
+
+        The caller must not change the memory afterwards.
+        """
+        column = cls.__new__(cls)
+        if not isinstance(array, np.ndarray):
+            array = np.frombuffer(array, dtype=cls.DTYPE)
+        assert array.dtype == cls.DTYPE, (array.dtype, cls.DTYPE)
+        assert array.ndim == 1, array.shape
+        column.array = array.view()
+        column.array.setflags(write=False)
+        return column
+
+    @classmethod
+    def joined(cls, columns: Iterable[Self]) -> Self:
+        """Concatenate columns."""
+        arrays = [column.array for column in columns]
+        return cls.view(np.concatenate(arrays)) if arrays else cls()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Any:
+        # ``item`` returns a Python number: a numpy scalar is slow and prints differently.
+        return self.view(self.array[index]) if isinstance(index, slice) else self.array.item(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.array.tolist())
+
+    def __add__(self, other: Iterable[float]) -> Self:
+        return self.joined([self, self.of(other)])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Sequence | np.ndarray) and not isinstance(other, str | bytes):
+            if len(other) != len(self):
+                return False
+            same = other if isinstance(other, type(self)) else type(self)(other)
+            return bool(np.array_equal(self.array, same.array))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).view, (self.array,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.array.tolist()})"
+
+    def tobytes(self) -> bytes:
+        """The values in memory order, little endian on every supported machine."""
+        return self.array.tobytes()
+
+
+class IntColumn(_NumberColumn):
+    """Integers of 32 bits."""
+
+    __slots__ = ()
+    DTYPE = np.dtype(np.int32)
+
+
+class FloatColumn(_NumberColumn):
+    """Numbers of 32 bits. A log-prob that an engine computed in float32 is restored exactly."""
+
+    __slots__ = ()
+    DTYPE = np.dtype(np.float32)
+
+
+class RunColumn(Sequence[int]):
+    """Integers, stored as pairs (value, count) of equal neighbours."""
+
+    __slots__ = ("_length", "runs")
+
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        """``runs`` may contain empty runs and equal neighbours; they are removed."""
+        merged: list[tuple[int, int]] = []
+        for value, count in runs:
+            if merged and merged[-1][0] == value:
+                merged[-1] = (value, merged[-1][1] + count)
+            elif count:
+                merged.append((value, count))
+        self.runs = tuple(merged)
+        self._length = sum(count for _, count in merged)
+
+    @classmethod
+    def of(cls, values: Iterable[int]) -> RunColumn:
+        """Encode single values; a RunColumn is returned as it is."""
+        if isinstance(values, cls):
+            return values
+        return cls((int(value), len(list(equal))) for value, equal in itertools.groupby(values))
+
+    @property
+    def array(self) -> Any:
+        """The single values as an int8 array, or int32 where they are larger."""
+        values = [value for value, _ in self.runs]
+        small = all(-128 <= value <= 127 for value in values)
+        counts = [count for _, count in self.runs]
+        return np.repeat(np.array(values, dtype=np.int8 if small else np.int32), counts)
+
+    def total(self) -> int:
+        """The sum of all values."""
+        return sum(value * count for value, count in self.runs)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> RunColumn: ...
+    def __getitem__(self, index: int | slice) -> int | RunColumn:
+        if isinstance(index, slice):
+            return RunColumn.of(self.array[index].tolist())
+        return int(self.array[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(value, count) for value, count in self.runs)
+
+    def __add__(self, other: Iterable[int]) -> RunColumn:
+        return RunColumn((*self.runs, *RunColumn.of(other).runs))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RunColumn):
+            return self.runs == other.runs
+        if isinstance(other, Sequence):
+            return len(other) == len(self) and RunColumn.of(other).runs == self.runs
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunColumn, (self.runs,)
+
+    def __repr__(self) -> str:
+        return f"RunColumn({list(self.runs)})"
+
+
+class RouteColumn:
+    """The experts chosen for each token: [tokens, layers, k].
+
+    ``layers`` counts MoE layers only, first to last, over all pipeline stages. Expert numbers are
+    global. A token whose routes are unknown holds the largest value of the type in every place, and
+    the trainer routes it itself; the type is uint8 if that leaves room for every expert.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        """Wrap an array [tokens, layers, k] of uint8 or uint16, without a copy."""
+        assert array.dtype in (np.uint8, np.uint16), array.dtype
+        assert array.ndim == 3, array.shape
+        self.array = array.view()
+        self.array.setflags(write=False)
+
+    @staticmethod
+    def dtype(num_experts: int) -> Any:
+        """The type that holds ``num_experts`` numbers and the mark of an unknown route."""
+        return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+    @classmethod
+    def unknown(cls, tokens: int, like: RouteColumn) -> RouteColumn:
+        """Routes of ``tokens`` tokens that the trainer routes itself."""
+        shape, dtype = (tokens, *like.array.shape[1:]), like.array.dtype
+        return cls(np.full(shape, np.iinfo(dtype).max, dtype=dtype))
+
+    @classmethod
+    def joined(cls, columns: Iterable[RouteColumn]) -> RouteColumn:
+        """Concatenate along the tokens; at least one column."""
+        return cls(np.concatenate([column.array for column in columns]))
+
+    @property
+    def known(self) -> Any:
+        """[tokens] bool: whether the routes of a token are known."""
+        return (self.array != np.iinfo(self.array.dtype).max).all(axis=(1, 2))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, tokens: slice) -> RouteColumn:
+        return RouteColumn(self.array[tokens])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RouteColumn):
+            return NotImplemented
+        return self.array.dtype == other.array.dtype and bool(np.array_equal(self.array, other.array))
+
+    def __hash__(self) -> int:
+        return hash((self.array.shape, self.array.tobytes()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RouteColumn, (np.ascontiguousarray(self.array),)
+
+    def __repr__(self) -> str:
+        return f"RouteColumn({self.array.shape}, {self.array.dtype})"
