@@ -6,7 +6,8 @@ A small random mixture of experts (8 layers, 64 experts, 8 of them for a token) 
 bfloat16. The engine is transformers in float32 with the actor's exported weights: it samples the responses, and its
 log-probs and its routers' choices are those that the trainer gets. The reward is the share of even tokens. The two
 runs, without and with --use-rollout-routing-replay, begin with the same weights and seeds; they differ from the second
-step on because they are trained differently. --write puts table and figure into docs/benchmarks.md.
+step on because they are trained differently. --write puts table and figure into docs/benchmarks.md, section "Routing
+replay".
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from rlpost.columns import RouteColumn
 from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Routing replay"
+VOCAB_SIZE, LAYERS, EXPERTS, TOPK = 512, 8, 64, 8
+PROMPT, RESPONSE, SAMPLES, MICRO_BATCH = 16, 112, 32, 8  # tokens, tokens, samples a step, samples a micro-batch
 FIGURE = Path(__file__).parents[1] / "docs/images/routing_replay.svg"
 TEXT = f"""A trainer in bfloat16 and an engine in float32, without and with `--use-rollout-routing-replay`
-([what it is](moe.md)): a random mixture of {{layers}} layers with {{experts}} experts, of which {{topk}} compute a
-token. The engine is transformers with the trainer's exported weights; it samples {{samples}} responses of {{response}}
-tokens a step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each
+([what it is](moe.md)): a random mixture of {LAYERS} layers with {EXPERTS} experts, of which {TOPK} compute a token.
+The engine is transformers with the trainer's exported weights; it samples {SAMPLES} responses of {RESPONSE} tokens
+a step, whose reward is the share of even tokens. The trainer's log-probs are compared with the engine's before each
 step.
 
 ```bash
 python -m benchmarks.routing_replay --write
 ```
 
-![Log-probs of engine and trainer by step](images/{FIGURE.name})
+![Mean difference of log-probs between engine and trainer, in nats, by step](images/{FIGURE.name})
 """
-VOCAB_SIZE, LAYERS, EXPERTS, TOPK = 512, 8, 64, 8
-PROMPT, RESPONSE, SAMPLES, MICRO_BATCH = 16, 112, 32, 8  # tokens, tokens, samples a step, samples a micro-batch
 COLUMNS = {
     "train/rollout_logprob_abs_diff": "mean difference of log-probs, nats",
     "train/rollout_k3": "KL, k3, nats",
@@ -196,9 +197,8 @@ def main() -> int:
         off = run(folder, replays=False, num_steps=options.steps, port=29_461)
         on = run(folder, replays=True, num_steps=options.steps, port=29_462)
     differing = statistics.fmean(one["train/routing_diff_frac"] for one in on)
-    sizes = {"layers": LAYERS, "experts": EXPERTS, "topk": TOPK, "samples": SAMPLES, "response": RESPONSE}
     lines = [
-        *TEXT.format(**sizes).splitlines(),
+        *TEXT.splitlines(),
         "",
         f"{machine()}. Tokens x layers for which the trainer would have chosen other experts: {differing:.1%}.",
         "",
