@@ -6,7 +6,8 @@ out, so that records of older versions can be read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
@@ -47,17 +48,37 @@ def sample_from(raw: Mapping[str, Any]) -> Sample:
     return Sample(**fields)
 
 
-def backlog_record(backlog: Backlog) -> dict[str, Any]:
-    """Convert a backlog."""
+def backlog_json(backlog: Backlog) -> Iterator[str]:
+    """Convert a backlog to the text of a JSON object, in pieces of at most one group each.
+
+    ``json.dumps`` keeps the interpreter's lock until it returns, and a large backlog takes it a second for every
+    million tokens: in pieces the other threads of the driver can run between them.
+    """
+    yield '{"finished": '
+    yield from _list_json(group_record(group) for group in backlog.finished)
+    yield ', "unfinished": '
+    yield from _list_json(_unfinished_record(each) for each in backlog.unfinished)
+    yield ", " + json.dumps(_counts_record(backlog)).removeprefix("{")
+
+
+def _list_json(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    yield "["
+    separator = ""
+    for record in records:
+        yield separator + json.dumps(record)
+        separator = ", "
+    yield "]"
+
+
+def _unfinished_record(entry: Unfinished) -> dict[str, Any]:
     return {
-        "finished": [group_record(group) for group in backlog.finished],
-        "unfinished": [
-            {
-                "prompt": {name: _plain(getattr(each.prompt, name)) for name in Prompt.__dataclass_fields__},
-                "samples": [sample_record(sample) for sample in each.samples],
-            }
-            for each in backlog.unfinished
-        ],
+        "prompt": {name: _plain(getattr(entry.prompt, name)) for name in Prompt.__dataclass_fields__},
+        "samples": [sample_record(sample) for sample in entry.samples],
+    }
+
+
+def _counts_record(backlog: Backlog) -> dict[str, Any]:
+    return {
         "num_fetched": backlog.num_fetched,
         "num_trained": backlog.num_trained,
         "num_filtered": backlog.num_filtered,
@@ -68,7 +89,7 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
 
 
 def backlog_from(raw: Mapping[str, Any]) -> Backlog:
-    """The inverse of ``backlog_record``. Raises KeyError or TypeError for malformed input."""
+    """The inverse of ``backlog_json``, once parsed. Raises KeyError or TypeError for malformed input."""
     return Backlog(
         finished=tuple(group_from(group) for group in raw["finished"]),
         unfinished=tuple(
