@@ -17,7 +17,8 @@ the bytes and takes 22 ms a megabyte, which are 16 s a million tokens of 89 laye
 from __future__ import annotations
 
 import binascii
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,17 +115,37 @@ def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
     return Sample(**fields)
 
 
-def backlog_record(backlog: Backlog) -> dict[str, Any]:
-    """Convert a backlog."""
+def backlog_json(backlog: Backlog) -> Iterator[str]:
+    """Convert a backlog to the text of a JSON object, in pieces of at most one group each.
+
+    ``json.dumps`` keeps the interpreter's lock until it returns, and a large backlog takes it a second for every
+    million tokens: in pieces the other threads of the driver can run between them.
+    """
+    yield '{"finished": '
+    yield from _list_json(group_record(group, BASE64) for group in backlog.finished)
+    yield ', "unfinished": '
+    yield from _list_json(_unfinished_record(each) for each in backlog.unfinished)
+    yield ", " + json.dumps(_counts_record(backlog)).removeprefix("{")
+
+
+def _list_json(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    yield "["
+    separator = ""
+    for record in records:
+        yield separator + json.dumps(record)
+        separator = ", "
+    yield "]"
+
+
+def _unfinished_record(entry: Unfinished) -> dict[str, Any]:
     return {
-        "finished": [group_record(group, BASE64) for group in backlog.finished],
-        "unfinished": [
-            {
-                "prompt": {name: _written(getattr(each.prompt, name), BASE64) for name in Prompt.__dataclass_fields__},
-                "samples": [sample_record(sample, BASE64) for sample in each.samples],
-            }
-            for each in backlog.unfinished
-        ],
+        "prompt": {name: _written(getattr(entry.prompt, name), BASE64) for name in Prompt.__dataclass_fields__},
+        "samples": [sample_record(sample, BASE64) for sample in entry.samples],
+    }
+
+
+def _counts_record(backlog: Backlog) -> dict[str, Any]:
+    return {
         "num_fetched": backlog.num_fetched,
         "num_trained": backlog.num_trained,
         "num_filtered": backlog.num_filtered,
@@ -135,7 +156,7 @@ def backlog_record(backlog: Backlog) -> dict[str, Any]:
 
 
 def backlog_from(raw: Mapping[str, Any]) -> Backlog:
-    """The inverse of ``backlog_record``. Raises KeyError, TypeError or ValueError for malformed input."""
+    """The inverse of ``backlog_json``, once parsed. Raises KeyError, TypeError or ValueError for malformed input."""
     return Backlog(
         finished=tuple(group_from(group) for group in raw["finished"]),
         unfinished=tuple(

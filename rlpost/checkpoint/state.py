@@ -8,12 +8,12 @@ after them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpost.errors import CheckpointError
-from rlpost.records import backlog_from, backlog_record
+from rlpost.records import backlog_from, backlog_json
 from rlpost.types import Backlog
 
 
@@ -54,8 +54,14 @@ class RunState:
         return replace(self, pending=None)
 
     def to_json(self) -> str:
+        return "".join(self.json_pieces())
+
+    def json_pieces(self) -> Iterator[str]:
+        """The text of ``to_json`` in pieces; see ``records.backlog_json``."""
         record = {"step": self.step, "cursor": self.cursor, "pending": self.pending, "journal": self.journal}
-        return json.dumps(record | {"backlog": backlog_record(self.backlog)})
+        yield json.dumps(record).removesuffix("}") + ', "backlog": '
+        yield from backlog_json(self.backlog)
+        yield "}"
 
     @classmethod
     def from_json(cls, text: str) -> RunState:

@@ -250,7 +250,8 @@ class Checkpoints:
 
     def _write_beside(self, state: RunState, folder: Path) -> int:
         """Add the driver's files; return the size of the checkpoint in bytes."""
-        (folder / STATE_FILE).write_text(state.to_json())
+        with (folder / STATE_FILE).open("w") as file:
+            file.writelines(state.json_pieces())
         if self._provenance is not None:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash_consistency.oracle import metrics_lines
 from tests.crash_consistency.scenarios import run_trial, trials
+from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {"kill": 120, "power": 90, "stop": 50, "fault": 80, "damage": 90, "two_attempts": 80, "change": 40}
 
@@ -22,3 +24,11 @@ def test_a_run_that_is_disturbed_ends_as_if_nothing_had_happened(base: Path, sce
     assert not failed, "\n".join(
         [f"python -m tests.crash_consistency --trial NAME tells more of {len(failed)}:", *failed]
     )
+
+
+def test_the_driver_says_in_the_line_of_every_step_how_late_its_event_loop_was(base: Path) -> None:
+    world = World(base, SETUPS["sync"])
+    assert world.attempt().how == "done"
+    lines = [line for line in metrics_lines(world.run.metrics) if line["step"] > 0]
+    assert len(lines) == NUM_STEPS
+    assert all("driver/loop_lag_s" in line for line in lines)

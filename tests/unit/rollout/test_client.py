@@ -8,6 +8,7 @@ import pytest
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.rollout import client
 from rlpost.rollout.client import EngineClient
+from rlpost.types import Bucket
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 
@@ -82,3 +83,33 @@ def test_keys_are_neither_printed_nor_returned() -> None:
 
 def test_checksums_come_one_mapping_a_rank() -> None:
     assert asyncio.run(ask(FakeEngine(), lambda client: client.checksum())) == [{"w": "0a"}]
+
+
+class Names(tuple):
+    """Names of weights that count how often they are written out."""
+
+    times = 0
+
+    def __iter__(self):
+        Names.times += 1
+        return super().__iter__()
+
+
+def test_a_bucket_is_described_once_for_all_engines() -> None:
+    """With many experts a request names hundreds of weights; 512 engines get the same one."""
+    engines = [FakeEngine() for _ in range(4)]
+    bucket = Bucket(Names(("a.weight", "b.weight")), ((8, 4), (2,)), ("bfloat16", "float32"))
+    Names.times = 0
+
+    async def run() -> None:
+        async with serving(*engines) as urls:
+            for url in urls:
+                await EngineClient(url, KEY).update_weights(bucket, group_name="group", version=7)
+
+    asyncio.run(run())
+    assert Names.times == 1
+    bodies = [engine.bodies[-1] for engine in engines]
+    assert bodies == [bodies[0]] * 4
+    assert bodies[0]["names"] == ["a.weight", "b.weight"]
+    assert bodies[0]["shapes"] == [[8, 4], [2]]
+    assert bodies[0]["weight_version"] == "7"
