@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlpost.columns import RouteColumn
-from rlpost.records import BASE64, Behind, backlog_from, backlog_record, group_from, group_record
+from rlpost.records import BASE64, Behind, backlog_from, backlog_json, group_from, group_record
 from rlpost.rollout.journal_format import GROUP, Framing, Record, group_content
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
@@ -53,7 +53,7 @@ def test_a_group_is_equal_after_its_bytes_behind_a_text() -> None:
 def test_a_backlog_is_equal_after_its_json_text() -> None:
     prompt = Prompt(9, "p", tuple(range(50)), "label", {"level": 2})
     backlog = Backlog((EVERY, SampleGroup(5, ())), (Unfinished(prompt, (SAMPLES["masked"],)), Unfinished(prompt)), 3)
-    read = backlog_from(json.loads(json.dumps(backlog_record(backlog))))
+    read = backlog_from(json.loads("".join(backlog_json(backlog))))
     assert read == backlog
     assert read.unfinished[0].prompt.token_ids == tuple(range(50))
 
@@ -70,7 +70,7 @@ def test_a_record_of_the_journal_has_eight_bytes_a_token(tmp_path: Path) -> None
 
 def test_a_checkpoint_has_eleven_bytes_a_token() -> None:
     """Base64 of eight; it was about 27 in numbers."""
-    text = json.dumps(backlog_record(Backlog((group("plain"),))))
+    text = "".join(backlog_json(Backlog((group("plain"),))))
     assert len(text) < 11 * LENGTH + 600
 
 
