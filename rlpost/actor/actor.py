@@ -28,6 +28,7 @@ from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
+from rlpost.actor.mtp import LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -109,6 +110,11 @@ class Actor:
             context_size=settings.context_parallel_size,
         )
         self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
+        self.mtp = (
+            MtpTraining(self.chunks, scaling_factor=settings.mtp_loss_scaling_factor)
+            if settings.enable_mtp_training
+            else None
+        )
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
@@ -232,6 +238,9 @@ class Actor:
         old = _held(old_logprobs, packed)
         ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
         loss = self._micro_batch_loss(batch)
+        loss_of = self._with_mtp(
+            lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits), loss, batch
+        )
         self._set_mode(training=True)
         self._zero_grad()
         before = random_state.collect()
@@ -240,7 +249,7 @@ class Actor:
                 stats = step.run(
                     self.model,
                     packed,
-                    loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
+                    loss_of=loss_of,
                     forward_only=False,
                     stop_points=self.stop_points,
                     routing=self.routing,
@@ -249,6 +258,9 @@ class Actor:
             self._zero_grad()
             random_state.restore(before)
             raise
+        finally:
+            if self.mtp is not None:
+                self.mtp.finish()
         metrics = global_metrics(stats) | self.routing.metrics()
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
@@ -455,6 +467,15 @@ class Actor:
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
         packed = [self.routing.attached(pack(micro, self.row_layout), micro) for micro in micro_batches]
         return [each.to(device.current()) for each in packed]
+
+    def _with_mtp(self, loss_of: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
+        """The policy's loss with that of multi-token prediction, if it is trained. Collective."""
+        if self.mtp is None:
+            return loss_of
+        self._finish_param_sync()
+        # Without routes: the layer's own router decides.
+        later = [pack(shifted(micro), self.row_layout).to(device.current()) for micro in batch.micro_batches]
+        return self.mtp.beside(loss_of, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(

@@ -99,6 +99,12 @@ class MicroBatchLoss:
             sample_sums=partial(_sample_sums, packed=packed),
         )
         loss_R, per_token = self.objective(tokens, self.settings)
+        loss = (loss_R * self.weights(packed)).sum()
+        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
+
+    def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
+        """[R]: what each response token's loss is multiplied by; contains the global denominators."""
         weight_R = packed.loss_mask * token_weights(
             packed.sample_lengths,
             num_samples=self.num_samples,
@@ -107,9 +113,7 @@ class MicroBatchLoss:
         )
         if not self.settings.calculate_per_token_loss:  # per-token loss weights all tokens equally
             weight_R = weight_R * packed.sample_weights
-        loss = (loss_R * weight_R).sum()
-        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
+        return weight_R
 
     def _term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
         """This micro-batch's term of a metric; a maximum is at least 0."""

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,11 @@ def on_gpus(config: Config, gpus: int) -> Config:
 
 def model_of(config: Config) -> tuple[Shape, int]:
     """The model's shape and the bytes of a weight in its engines: from config.json, or from [model]."""
+    shape, width = _model_of(config)
+    return replace(shape, mtp=config.grpo.enable_mtp_training), width
+
+
+def _model_of(config: Config) -> tuple[Shape, int]:
     folder = Path(config.checkpoint.hf_checkpoint)
     path = folder / "config.json"
     if not path.is_file():

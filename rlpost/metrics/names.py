@@ -64,6 +64,7 @@ METRICS = tuple(
         ("rollout/bad_prompts", "prompts", "skipped because their line is invalid"),
         ("rollout/long_prompts", "prompts", "skipped because they exceed the maximum length (docs/data.md)"),
         ("train/loss", "", "total loss, including KL and entropy terms"),
+        ("train/mtp_loss", "nats", "cross-entropy of the token after next, --enable-mtp-training; not in train/loss"),
         ("train/pg_loss", "", "policy-gradient loss"),
         ("train/entropy", "nats", "entropy of the policy"),
         ("train/ppo_kl", "nats", "KL divergence of the trained policy from the old one, k1 estimate"),

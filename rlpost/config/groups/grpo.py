@@ -75,6 +75,11 @@ class GrpoConfig(Group):
     """For a --custom-generate-function-path that returns k samples for one response. sample: each
     counts once in baseline and loss, so the response has weight k. answer: together they have
     weight 1 and the mean of their rewards, as in slime."""
+    enable_mtp_training: bool = False
+    """Train the layer for multi-token prediction (MTP) beside the policy, with a cross-entropy loss
+    on the token after next. Its gradients reach no weight of the policy (docs/actor.md)."""
+    mtp_loss_scaling_factor: Annotated[float, Field(gt=0.0)] = 0.1
+    """Factor of that loss."""
     log_probs_chunk_size: Positive = 1024
     """Tokens per chunk when log-probs are computed; bounds the float32 memory of a pass over the
     vocabulary."""
