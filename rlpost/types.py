@@ -48,8 +48,8 @@ class Sample:
     tokens) in order, which cover the response; empty if all tokens are of ``policy_version``, the version
     at its end. ``routes`` are the experts that the engine chose for the tokens of prompt and response in order; tokens
     at the end may be missing (the last token of an answer is never an engine's input), and None means that none were
-    recorded. ``extra`` holds JSON values that a custom generate function passes to its reward and filter
-    (``rlpost.compat``).
+    recorded. The version that routed a token is that of the token after it in the response. ``extra`` holds JSON values
+    that a custom generate function passes to its reward and filter (``rlpost.compat``).
     """
 
     prompt_id: int

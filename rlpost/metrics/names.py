@@ -47,6 +47,16 @@ METRICS = tuple(
         ("rollout/response_length_max", "tokens", "maximum response length"),
         ("rollout/truncated_frac", "share", "responses truncated at the length limit"),
         ("rollout/repetitive_frac", "share", "responses that end in a repetition loop"),
+        (
+            "rollout/routes_bytes_per_token",
+            "bytes",
+            "with --use-rollout-routing-replay: memory of the engine's routes per token of prompt and response",
+        ),
+        (
+            "rollout/routes_unknown_frac",
+            "share",
+            "tokens whose experts no engine returned, so that the trainer chooses them",
+        ),
         ("rollout/num_tokens", "tokens", "tokens of all responses"),
         ("rollout/staleness_mean", "versions", "weight versions between a group's first token and its training, mean"),
         ("rollout/staleness_max", "versions", "the same, maximum over groups"),

@@ -202,6 +202,22 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
             is_repetitive(scored.sample.text) for group in groups for scored in group.samples
         ),
         "rollout/num_tokens": sum(lengths),
+        **route_metrics(groups),
+    }
+
+
+def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Memory of routes and the share of tokens without one, where engines return routes. The last token of a response
+    never has one and does not count."""
+    samples = [scored.sample for group in groups for scored in group.samples]
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    num_read = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
+    if not routes or not num_read:
+        return {}
+    num_known = sum(int(column.known.sum()) for column in routes)
+    return {
+        "rollout/routes_bytes_per_token": sum(column.array.nbytes for column in routes) / num_read,
+        "rollout/routes_unknown_frac": max(0.0, 1 - num_known / num_read),
     }
 
 

@@ -139,9 +139,12 @@ class Fleet:
         """How to pause engines for new weights while they generate.
 
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry take SGLang a
-        second, so only older engines without "retract" use it.
+        second, so it is only used by older engines without "retract", and where engines return the experts that they
+        chose: "retract" would replace those of all earlier tokens by the choice of the new weights, while an abort
+        returns them first.
         """
-        return "retract" if self.can_retract else "abort"
+        loses_routes = self._config.grpo.use_rollout_routing_replay
+        return "retract" if self.can_retract and not loses_routes else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return engines that do not answer in time, except dismissed ones.
@@ -281,7 +284,8 @@ class Fleet:
         """The workers of one engine, one a node."""
         config, parts = self._config, self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
-        memory = {"enable_memory_saver": True} if config.offload_rollout else {}
+        extra = {"enable_memory_saver": True} if config.offload_rollout else {}
+        extra |= {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
         several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         if several or config.sglang.shares_attention:  # else from a port of its own choice come those of other engines
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
@@ -291,7 +295,7 @@ class Fleet:
                 Engine,
                 model_path=config.checkpoint.hf_checkpoint,
                 api_key=self.api_key,
-                server_args={"nccl_port": meeting, **several, **memory, **config.sglang.server_args},
+                server_args={"nccl_port": meeting, **several, **extra, **config.sglang.server_args},
                 log_path=self._log_dir / f"{name}-server.log",
                 num_gpus=sum(part.num_gpus for part in parts),
                 node_rank=part,

@@ -37,13 +37,18 @@ NUM_ROWS, BAD_ROWS = 11, (4, 8)
 FILTER = "rlpost.rollout.filters.check_reward_nonzero_std"
 DEADLINE_S = 20.0  # --save-deadline-s
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
+    "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 8,
     "intermediate_size": 16,
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "vocab_size": 100,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
     "eos_token_id": fakes.EOS,
 }
 
@@ -57,6 +62,7 @@ class Setup:
     rollout: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     save_s: float = 0.1
+    grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -68,12 +74,15 @@ class Setup:
 _PARTIAL = {"over_sampling_batch_size": 5, "partial_rollout": True}
 _FILTER = {"dynamic_sampling_filter_path": FILTER}
 _ASYNC = {"async_save": True}
+_REPLAY = {"use_rollout_routing_replay": True}
 SETUPS = {
     setup.name: setup
     for setup in (
         Setup("sync"),
         Setup("sync,filter", _FILTER),
         Setup("sync,partial", _PARTIAL),
+        Setup("sync,replay", grpo=_REPLAY),
+        Setup("sync,partial,replay", _PARTIAL, grpo=_REPLAY),
         Setup("sync,async_save", {}, _ASYNC),
         Setup("sync,slow_save", {}, _ASYNC, save_s=0.9),
         Setup("sync,keep1", {}, {"keep_last": 1, "save_interval": 1}),
@@ -85,6 +94,7 @@ SETUPS = {
         Setup("fully_async", {"rollout_mode": "fully_async"}),
         Setup("fully_async,filter", {"rollout_mode": "fully_async", **_FILTER}),
         Setup("fully_async,partial", {"rollout_mode": "fully_async", "partial_rollout": True}),
+        Setup("fully_async,replay", {"rollout_mode": "fully_async", "partial_rollout": True}, grpo=_REPLAY),
         Setup("fully_async,stale2", {"rollout_mode": "fully_async", "max_staleness": 2}),
         Setup("fully_async,async_save", {"rollout_mode": "fully_async"}, _ASYNC),
         Setup("fully_async,slow_save", {"rollout_mode": "fully_async"}, _ASYNC, save_s=0.9),
@@ -229,7 +239,7 @@ def settings(base: Path, name: str, changed: str) -> Config:
         "rollout": {**rollout, **setup.rollout, **more.get("rollout", {})},
         "checkpoint": {**checkpoint, **setup.checkpoint, **more.get("checkpoint", {})},
         "eval": {"eval_interval": 3, "eval_prompt_data": ["held", str(trial / "held.jsonl")]},
-        "grpo": more.get("grpo", {}),
+        "grpo": {**setup.grpo, **more.get("grpo", {})},
         "optimizer": more.get("optimizer", {}),
     }
     return load([], tables).config

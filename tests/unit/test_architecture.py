@@ -22,6 +22,7 @@ FORBIDDEN = {
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"slurm", "bootstrap"},
     "rlpost.columns": (HEAVY - {"numpy"}) | {"rlpost", "slurm", "bootstrap"},
+    "rlpost.records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.config": HEAVY
     | {"slurm", "bootstrap", "rlpost.orchestration", "rlpost.rollout", "rlpost.actor", "rlpost.data"},
     "rlpost.data": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
@@ -31,7 +32,9 @@ FORBIDDEN = {
     | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
     # numpy: the driver computes penalties of tokens from columns
     "rlpost.algorithm": (HEAVY - {"torch", "numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
-    "rlpost.rollout": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
+    # numpy: bytes of engines and of the journal become columns
+    "rlpost.rollout": (HEAVY - {"numpy"})
+    | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
     "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},

@@ -162,3 +162,32 @@ def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(t
     dismissed, seconds = asyncio.run(run())
     assert dismissed == {1}
     assert seconds < 60, "not after the deadline of a start"
+
+
+@pytest.mark.parametrize(("replay", "mode"), [(False, "retract"), (True, "abort")])
+def test_new_weights_abort_answers_whose_routes_a_retraction_would_replace(tmp_path, replay, mode):
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, None)
+    assert fleet.pause_mode == "abort", "until the versions of the engines are known"
+    fleet.can_retract = True
+    assert fleet.pause_mode == mode
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_engines_are_started_to_return_routes_where_these_are_replayed(tmp_path, monkeypatch, replay):
+    made = []
+
+    class Workers:
+        async def start(self, *places, **options):
+            raise EngineDied("enough")
+
+    monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
+    monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    part = SimpleNamespace(ip="127.0.0.1", num_gpus=1, shared_with=())
+    placement = SimpleNamespace(engines=[[part]])
+    ports = SimpleNamespace(engines=[1], engine_groups=[2])
+    cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key")
+    with pytest.raises(EngineDied):
+        asyncio.run(Fleet(config, cluster, placement, ports).start([]))
+    assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay

@@ -157,7 +157,7 @@ def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
         async def generate(self, body: dict[str, Any]) -> Any:
             return web.Response(text="<html>", content_type=kind)
 
-    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without valid JSON"):
+    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without a valid answer"):
         asyncio.run(run(Proxy(), prompts(3), n=1))
 
 

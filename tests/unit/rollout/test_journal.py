@@ -55,7 +55,7 @@ def replayed(journal):
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=4),
     masked=st.booleans(),
-    logprob=st.floats(allow_nan=False, allow_infinity=False),
+    logprob=st.floats(allow_nan=False, allow_infinity=False, width=32),
 )
 def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, masked, logprob):
     path = tmp_path_factory.mktemp("one") / "group"
