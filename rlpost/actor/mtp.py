@@ -36,6 +36,7 @@ from rlpost.actor.layer_specs import LOCAL
 from rlpost.actor.norm import SeparateRMSNorm
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.step import MicroBatchLoss
+from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import MicroBatch, TrainSample
 
 MODULE = "mtp"
@@ -86,12 +87,12 @@ def shifted(micro_batch: MicroBatch) -> MicroBatch:
 def _shifted(sample: TrainSample) -> TrainSample:
     prompt_length = max(sample.prompt_length - 1, 1)
     num_lost = prompt_length + 1 - sample.prompt_length  # the first response token after a prompt of one token
-    loss_mask = (*sample.loss_mask[num_lost:], 0)  # the last position has no token after next
+    loss_mask = RunColumn.of([*sample.loss_mask[num_lost:], 0])  # the last position has no token after next
     return TrainSample(
-        token_ids=(*sample.token_ids[1:], 0),
+        token_ids=IntColumn([*sample.token_ids[1:], 0]),
         prompt_length=prompt_length,
         loss_mask=loss_mask,
-        rollout_logprobs=(0.0,) * len(loss_mask),
+        rollout_logprobs=FloatColumn.zeros(len(loss_mask)),
         advantage=0.0,
         weight=sample.weight,
         count=sample.count,
