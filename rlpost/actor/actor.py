@@ -109,12 +109,12 @@ class Actor:
             context_rank=parallel.context_parallel_group().rank(),
             context_size=settings.context_parallel_size,
         )
+        self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
         self.mtp = (
             MtpTraining(self.chunks, scaling_factor=settings.mtp_loss_scaling_factor)
             if settings.enable_mtp_training
             else None
         )
-        self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
@@ -473,8 +473,9 @@ class Actor:
         if self.mtp is None:
             return loss_of
         self._finish_param_sync()
+        # Without routes: the layer's own router decides.
         later = [pack(shifted(micro), self.row_layout).to(device.current()) for micro in batch.micro_batches]
-        return self.mtp.beside(loss_of, loss, later)  # the layer's router takes no part in replay
+        return self.mtp.beside(loss_of, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(

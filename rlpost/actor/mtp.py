@@ -87,12 +87,12 @@ def shifted(micro_batch: MicroBatch) -> MicroBatch:
 def _shifted(sample: TrainSample) -> TrainSample:
     prompt_length = max(sample.prompt_length - 1, 1)
     num_lost = prompt_length + 1 - sample.prompt_length  # the first response token after a prompt of one token
-    loss_mask = sample.loss_mask[num_lost:] + RunColumn([(0, 1)])  # the last position has no token after next
+    loss_mask = RunColumn.of([*sample.loss_mask[num_lost:], 0])  # the last position has no token after next
     return TrainSample(
-        token_ids=sample.token_ids[1:] + IntColumn([0]),
+        token_ids=IntColumn([*sample.token_ids[1:], 0]),
         prompt_length=prompt_length,
         loss_mask=loss_mask,
-        rollout_logprobs=FloatColumn([0.0] * len(loss_mask)),
+        rollout_logprobs=FloatColumn.zeros(len(loss_mask)),
         advantage=0.0,
         weight=sample.weight,
         count=sample.count,

@@ -50,26 +50,27 @@ class Models:
 
     def of_engines(self) -> Any:
         """The engines' model in transformers."""
-        return _loaded(self.engines)
+        return loaded(self.engines)
 
     def of_trainer(self) -> Any:
         """The trainer's model in transformers."""
-        return _loaded(self.trainer)
+        return loaded(self.trainer)
 
 
 def make_models(folder: Path, name: str) -> Models:
     make_family(folder / "engines", name)
-    model = _loaded(folder / "engines")
+    model = loaded(folder / "engines")
     torch.manual_seed(7)
     with torch.no_grad():
         for block in forced_routes.moe_blocks(model):
             block.gate.weight += 0.1 * torch.randn_like(block.gate.weight)
     model.save_pretrained(folder / "trainer")
-    routes = forced_routes.routes_of(_loaded(folder / "engines"), SAMPLES)
+    routes = forced_routes.routes_of(loaded(folder / "engines"), SAMPLES)
     return Models(folder / "engines", folder / "trainer", routes)
 
 
-def _loaded(folder: Path) -> Any:
+def loaded(folder: Path) -> Any:
+    """A folder's model in transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -97,7 +98,7 @@ def largest_difference(
         for ours, theirs in zip(values, of_sample[tokens], strict=True)
     )
     gradients = found[0]["gradients"]
-    names = [name for name in gradients if name.endswith(COMPARED)]
+    names = [name for name in gradients if name.endswith(COMPARED) and name in wanted.gradients]
     assert any("gate" in name for name in names)
     of_gradients = max(
         float(np.abs(gradients[name] - wanted.gradients[name]).max() / np.abs(wanted.gradients[name]).max())

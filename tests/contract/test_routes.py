@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlpost.actor.settings import ActorSettings
 from rlpost.columns import RouteColumn
+from rlpost.orchestration.batches import train_samples
 from rlpost.rollout.answer_routes import AnswerRoutes
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection
@@ -27,7 +29,8 @@ from rlpost.rollout.generate import RouterAddress
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import EngineAddress, Prompt, Sample
+from rlpost.types import EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
+from tests.contract.actor_ranks import run_ranks, train
 from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.families import make_family
 from tests.ports import free_ports
@@ -173,6 +176,42 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
             return met
 
     return asyncio.run(whole())
+
+
+@torch.no_grad()
+def change_choice(source: Path, target: Path) -> None:
+    """Change which experts are chosen and nothing else: the bias has no part in the probabilities."""
+    model = load(source)
+    torch.manual_seed(3)
+    for layer in FORM.layers:
+        model.model.layers[layer].mlp.gate.e_score_correction_bias.add_(torch.randn(FORM.num_experts) * 0.3)
+    model.save_pretrained(target)
+
+
+def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_replay(mixture: Mixture, tmp_path) -> None:
+    change_choice(mixture.folders[0], tmp_path / "trainer")
+
+    async def whole() -> list[Sample]:
+        async with Connection(mixture.router, routes=FORM) as connection:
+            sampling = SamplingParams(max_new_tokens=30)
+            return await asyncio.gather(*(written(connection, prompt, sampling) for prompt in PROMPTS))
+
+    samples = asyncio.run(whole())
+    group = SampleGroup(0, tuple(ScoredSample(sample, 0.0) for sample in samples))
+    to_train = train_samples(group, [1.0] * len(samples))
+
+    def metrics_of(replays: bool) -> dict[str, float]:
+        settings = ActorSettings(str(tmp_path / "trainer"), use_rollout_routing_replay=replays)
+        (found,) = run_ranks(train, 1, settings, steps=[to_train])
+        return found["metrics"][0]
+
+    without, replayed = metrics_of(False), metrics_of(True)
+    num_read = sum(len(sample.routes) for sample in samples if sample.routes is not None)
+    num_tokens = sum(len(sample.token_ids) for sample in to_train)
+    assert replayed["train/routing_replayed_frac"] == pytest.approx(num_read / num_tokens)
+    assert replayed["train/routing_diff_frac"] > 0.1
+    assert replayed["train/rollout_logprob_abs_diff"] < 1e-4
+    assert without["train/rollout_logprob_abs_diff"] > 0.1
 
 
 def test_an_answer_that_new_weights_abort_keeps_the_routes_of_the_old_ones(mixture: Mixture) -> None:

@@ -7,10 +7,23 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 
 from tests.contract import forced_routes
-from tests.contract.replayed import BY_NAME, LIMIT, SAMPLES, TEMPERATURE, compare, largest_difference, make_models, run
+from tests.contract.families import MTP, make_family
+from tests.contract.layouts import FULL, UNEVEN_MOE, Layout, pp
+from tests.contract.replayed import (
+    BY_NAME,
+    LIMIT,
+    SAMPLES,
+    TEMPERATURE,
+    compare,
+    largest_difference,
+    loaded,
+    make_models,
+    run,
+)
 
 pytestmark = pytest.mark.timeout(300)
 KINDS = (
@@ -68,3 +81,18 @@ def test_with_both_flags_tokens_without_the_engines_routes_keep_those_of_the_fir
     _, of_gradients = largest_difference(found, wanted, samples)
     assert of_gradients < LIMIT
     assert found[0]["metrics"]["train/routing_replayed_frac"] == 1.0
+
+
+def test_the_layer_for_multi_token_prediction_routes_itself(tmp_path):
+    """The policy is computed and trained with the given routes as without that layer."""
+    make_family(tmp_path, MTP)
+    dice = np.random.default_rng(5)
+    shapes = [(len(sample.token_ids), 3) for sample in SAMPLES]
+    routes = [dice.random((*shape, 8)).argsort(2)[..., :2].astype(np.uint8) for shape in shapes]
+    samples = forced_routes.without_gaps(SAMPLES, routes)
+    wanted = forced_routes.expected(loaded(tmp_path), samples, temperature=TEMPERATURE)
+    layout = Layout("mtp-pp2-uneven-recompute", MTP, 2, pp(2, **UNEVEN_MOE) | FULL)
+    found = run(layout, tmp_path, samples, use_rollout_routing_replay=True, enable_mtp_training=True)
+    assert max(largest_difference(found, wanted, samples)) < LIMIT
+    assert found[0]["metrics"]["train/routing_replayed_frac"] == 1.0
+    assert found[0]["metrics"]["train/mtp_loss"] > 0
