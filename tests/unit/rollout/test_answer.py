@@ -86,9 +86,9 @@ def test_a_token_without_a_log_prob_is_refused(separators: tuple[str, str]) -> N
 def test_answers_are_parsed_in_another_thread_than_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    def watched(body: bytes) -> Any:
+    def watched(*given: Any) -> Any:
         threads.append(threading.get_ident())
-        return parse(body)
+        return parse(*given)
 
     monkeypatch.setattr(connection_module, "parse", watched)
 
@@ -110,6 +110,8 @@ def test_a_sample_holds_eight_bytes_a_token_and_its_text(length: int, most_bytes
     body, prompt, sampling = body_of(made), Prompt(0, "p", (1, 2)), SamplingParams(max_new_tokens=length)
 
     class Prepared:
+        routes = None
+
         async def generate(self, *given: Any) -> Any:
             return parse(body)
 
