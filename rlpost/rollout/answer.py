@@ -17,7 +17,7 @@ import orjson
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.errors import RolloutError
-from rlpost.rollout.routes import RouteFormat
+from rlpost.rollout.routes import NARROW, RouteFormat
 
 _LOGPROBS = b'"output_token_logprobs":[['
 """Cannot occur in a string, where each quote follows a backslash."""
@@ -59,7 +59,7 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
         token_ids = IntColumn(raw.get("output_ids") or ())
         if logprobs is None:
             logprobs = FloatColumn([entry[0] for entry in listed])
-        text, experts = raw.get("text") or "", meta.pop("routed_experts", None)
+        text, found = raw.get("text") or "", _routes(meta, routes)
     except (KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
@@ -67,8 +67,15 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
     if np.isnan(logprobs.array).any():  # None reads as nan
         raise ValueError("a token without a log-prob, or one that is not a number")
     spans = version_spans(meta, len(token_ids))
-    found = None if routes is None or experts is None else routes.decode(experts)
     return Answer(token_ids, logprobs, text, reason, spans, meta, found)
+
+
+def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | None:
+    """Take the experts out of ``meta_info``."""
+    wide, narrow = meta.pop("routed_experts", None), meta.pop(NARROW, None)
+    if form is None or (wide is None and narrow is None):
+        return None
+    return form.decode(wide) if narrow is None else form.decode(narrow, dtype="u1")
 
 
 def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:

@@ -20,6 +20,9 @@ ROUTES_FROM = "rlpost_routes_from"
 The router (sglang-router 0.3.2) knows the fields of a request and drops ``return_routed_experts``. It passes
 labels on, and ``route_requests`` in the engine's process translates this one."""
 
+NARROW = "routed_experts_uint8"
+"""Name in ``meta_info`` of the same experts in one byte each, a quarter of the bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouteFormat:
@@ -43,13 +46,13 @@ class RouteFormat:
         dtype = RouteColumn.dtype(self.num_experts)
         return RouteColumn(np.full((tokens, len(self.layers), self.topk), np.iinfo(dtype).max, dtype))
 
-    def decode(self, text: str) -> RouteColumn:
-        """Decode ``meta_info.routed_experts``: base64 of int32 [tokens, all layers, topk].
+    def decode(self, text: str, *, dtype: str = "<i4") -> RouteColumn:
+        """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or uint8 (``NARROW``).
 
         Raises:
             RolloutError: it has another shape, numbers of experts that do not exist, or one expert twice for a token.
         """
-        numbers = np.frombuffer(base64.b64decode(text), dtype="<i4")
+        numbers = np.frombuffer(base64.b64decode(text), dtype=dtype)
         if numbers.size % (self.num_layers * self.topk):
             raise RolloutError(
                 f"an engine returned {numbers.size} experts, which are not {self.num_layers} layers of {self.topk} for "

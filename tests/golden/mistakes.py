@@ -541,6 +541,13 @@ OPTIONS = [
     _of_check("An option of SGLang misspelt", "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static 0.7"),
     _of_check("An option of SGLang that follows from ours", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
     _of_check(
+        "A cache whose prefixes have the routes of other tokens",
+        "--use-rollout-routing-replay true --sglang-enable-hierarchical-cache true",
+        "--use-rollout-routing-replay true",
+        "--use-rollout-routing-replay false --sglang-enable-hierarchical-cache true",
+        recipe="glm45_355b",
+    ),
+    _of_check(
         "A backend of CUDA graphs that cannot be released",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill breakable",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill full",

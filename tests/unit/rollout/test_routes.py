@@ -13,10 +13,11 @@ import pytest
 
 from rlpost.columns import RouteColumn
 from rlpost.errors import RolloutError
+from rlpost.rollout.answer import parse
 from rlpost.rollout.connection import Connection, Halted, RouterAddress
 from rlpost.rollout.response_builder import ResponseBuilder
-from rlpost.rollout.route_requests import RouteRequests, translated
-from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
+from rlpost.rollout.route_requests import RouteRequests, narrowed, translated
+from rlpost.rollout.routes import NARROW, ROUTES_FROM, RouteFormat
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -296,3 +297,45 @@ def test_other_requests_reach_the_server_as_they_are() -> None:
     assert received_by_the_server([plain])[0] == plain
     assert received_by_the_server([labelled], path="/other")[0] == labelled
     assert "custom_labels" not in json.loads(received_by_the_server([labelled])[0])
+
+
+def answered(body: bytes, request: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+    """What a client gets of an application that answers a request with ``body`` in two pieces."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"Content-Length", str(len(body)).encode()), (b"a", b"b")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:9], "more_body": True})
+        await send({"type": "http.response.body", "body": body[9:]})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": request}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(RouteRequests(app)({"type": "http", "path": "/generate", "headers": []}, receive, send))
+    headers = {name.lower(): value for name, value in sent[0]["headers"]}
+    return b"".join(message.get("body", b"") for message in sent[1:]), headers
+
+
+def test_an_answer_has_one_byte_for_each_expert_on_its_way_to_the_driver() -> None:
+    answer = generated([5, 6], text='"routed_experts":"', version="2")
+    answer["meta_info"]["routed_experts"] = encoded(2, range(4))
+    body = json.dumps(answer, separators=(",", ":")).encode()
+    request = json.dumps({"custom_labels": {ROUTES_FROM: "0"}}).encode()
+    sent, headers = answered(body, request)
+    assert headers == {b"content-length": str(len(sent)).encode(), b"a": b"b"}
+    assert NARROW in json.loads(sent)["meta_info"] and len(sent) < len(body) - 100
+    assert parse(sent, FORM).routes == parse(body, FORM).routes
+    assert parse(sent).meta_info.keys() == parse(body).meta_info.keys()
+    assert answered(body, b"{}")[0] == body, "who asks in another way gets SGLang's own answer"
+
+
+def test_an_answer_whose_experts_do_not_fit_into_a_byte_stays_as_it_is() -> None:
+    for experts in ([256, 1], [-1, 1], []):
+        text = base64.b64encode(np.array(experts, dtype=np.int32).tobytes())
+        body = b'{"meta_info":{"routed_experts":"%b"}}' % text
+        assert narrowed(body) == body
