@@ -159,7 +159,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
-    if server_args.enable_return_routed_experts:
+    if given.get("enable_return_routed_experts"):
         app.add_middleware(RouteRequests)
     try:
         launch_server(server_args, launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port))
