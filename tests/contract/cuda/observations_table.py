@@ -39,5 +39,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),
 }
 """Single settings of which something depends on CUDA or TransformerEngine."""
-OF_EXPERTS = ("glm45_355b", "qwen3_30b_a3b")
+ON_HOST = ("glm45_355b", "glm46_355b", "glm47_355b", "qwen3_30b_a3b")
 """The recipes that ask for kernels of TransformerEngine and keep Adam in host memory."""
+OF_EXPERTS = (*ON_HOST, "qwen3_235b_a22b")
+"""Those that ask for such kernels."""

@@ -6,7 +6,7 @@ import pytest
 
 from rlpost.config.load import JOBS
 from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
-from tests.contract.cuda.observations_table import OF_EXPERTS
+from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST
 
 pytestmark = pytest.mark.timeout(300)
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
@@ -42,7 +42,7 @@ def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_f
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("recipe", OF_EXPERTS)
+@pytest.mark.parametrize("recipe", ON_HOST)
 def test_adam_in_host_memory_needs_no_transformer_engine(observe, implementation, recipe):
     """The remedy for the kernels is taken; the optimizer is Megatron's hybrid one, laid out as it wants gradients."""
     found = observe(implementation)["recipes without kernels"][recipe]
