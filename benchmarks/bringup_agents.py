@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.simulated_nodes import host_names
-from bootstrap.handoff import SECRET_FILE, STOP_FILE
+from common.attempt import SECRET_FILE, STOP_FILE
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY, Attempt
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions

@@ -22,7 +22,7 @@ import ray
 folder, num_nodes, where = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 options = dict(log_to_driver=False, logging_level="ERROR")
 if where == "agent":
-    from bootstrap.handoff import Cluster
+    from common.cluster import Cluster
     cluster = Cluster.from_json(sys.stdin.readline())
     where, options["_node_ip_address"] = cluster.ray_address, cluster.nodes[0].ip
 elif where == "gate":

@@ -228,7 +228,7 @@ async def send_peer(bench: Bench, figures: Figures, make: Callable[[int], Sequen
         layout = Layout(num_ranks)
         parts, batch = await cost_of(made(layout))
         sent = bench.sent.total
-        _, sending = await cost_of(peers.send_references(workers.handles, parts, layout.data_ranks))
+        _, sending = await cost_of(peers.send_references(workers, parts, layout.data_ranks))
         figures.add_sent(num_ranks, batch, sending, bench.sent.total - sent, bench.millions)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.page import show
 from benchmarks.tables import machine, table
+from common.run_folder import RunFolder
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -40,7 +41,6 @@ from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine_side_weights import BroadcastMover, WeightUpdate
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, Bucket, EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
-from slurm.run_folder import RunFolder
 
 HEADING = "## Scale"
 NUM_ENGINES, NUM_NODES, GPUS_A_NODE = 512, 128, 8

@@ -24,10 +24,10 @@ from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.messages import Codec, Message
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import HEAD_FILE, NodeReport, installed_versions, join
-from bootstrap.handoff import SECRET_FILE
 from bootstrap.network.here import network_here
 from bootstrap.preflight.probe import raise_limits
 from bootstrap.preflight.shared_folder import ORDER, take_part
+from common.attempt import SECRET_FILE
 
 HEAD_S = 60.0
 

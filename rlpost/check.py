@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from rlpost.actor.architecture import mtp_problem
 from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
@@ -29,7 +30,9 @@ from rlpost.config.checks.missing import image_problems, is_there, missing_probl
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
-from rlpost.config.checks.sync import sync_problems
+from rlpost.config.checks.routes import route_problems
+from rlpost.config.checks.routing import routing_model_problems, routing_problems
+from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
@@ -45,7 +48,8 @@ from rlpost.hf_shape import hf_shape
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
-from rlpost.weights.files import file_problems
+from rlpost.weights.families import family
+from rlpost.weights.files import file_problems, tensor_files
 
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # an evaluation set may override these
 
@@ -88,13 +92,16 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *routing_problems(config),
         *function_problems(config),
         *whole_rollout_problems(config),
         *optimizer_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
+        *route_problems(config),
         *sync_problems(config),
+        *draft_problems(config),
         *observe_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *environment_problems(config),
@@ -232,7 +239,8 @@ def _model_folder_problems(config: Config) -> list[str]:
         return []  # ``missing_problems`` reports it
     problems = []
     try:
-        problems += model_problems(config, json.loads((path / "config.json").read_text()))
+        hf_config = json.loads((path / "config.json").read_text())
+        problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += _of_file("--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump())))
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
@@ -240,8 +248,28 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems.append(f"{key}: config.json is not valid JSON ({error}); fetch the model again")
     except OSError as error:
         problems.append(f"{key}: config.json cannot be read: {error.strerror}; ask its owner for chmod a+r")
-    problems += [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
+    broken = [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
+    problems += broken or _mtp_problems(config)
     return problems + _collect(lambda: check_tokenizer_folder(path))
+
+
+def _mtp_problems(config: Config) -> list[str]:
+    """A layer for multi-token prediction that is to be trained and that model or weights do not have."""
+    path = Path(config.checkpoint.hf_checkpoint)
+    if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
+        return []
+    hf = json.loads((path / "config.json").read_text())
+    try:
+        problem = mtp_problem(family((hf.get("architectures") or ["none given"])[0]), hf)
+        name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"
+        if problem is None and config.checkpoint.ref_load is None and name not in tensor_files(path):
+            problem = (
+                f"--enable-mtp-training: the weights in {path} have no tensor {name}, and training does not start "
+                "from random values; use a checkpoint that has the layer, or --enable-mtp-training false"
+            )
+    except (RlpostError, KeyError):
+        return []  # reported by ``read_description``
+    return [] if problem is None else [problem]
 
 
 def _reference_problems(config: Config) -> list[str]:

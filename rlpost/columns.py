@@ -6,6 +6,7 @@ store maps into a reader's memory without a copy (pickle protocol 5, PEP 574).
 
     IntColumn     int32: token ids, counts
     FloatColumn   float32: log-probs, advantages
+    DoubleColumn  float64: penalties, whose sums go into rewards
     RunColumn     run-length coded integers: loss masks
     RouteColumn   [tokens, layers, k] uint8 or uint16: the experts that a router chose
 
@@ -56,9 +57,16 @@ class _NumberColumn(Sequence[Any]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns."""
-        arrays = [column.array for column in columns]
-        return cls.view(np.concatenate(arrays)) if arrays else cls()
+        """Concatenate columns; one that holds all the values is returned as it is."""
+        filled = [column for column in columns if len(column.array)]
+        if len(filled) == 1:
+            return filled[0]
+        return cls.view(np.concatenate([column.array for column in filled])) if filled else cls()
+
+    @classmethod
+    def zeros(cls, length: int) -> Self:
+        """Return ``length`` zeros."""
+        return cls.view(np.zeros(length, dtype=cls.DTYPE))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -73,13 +81,24 @@ class _NumberColumn(Sequence[Any]):
     def __add__(self, other: Iterable[float]) -> Self:
         return self.joined([self, self.of(other)])
 
+    def __radd__(self, other: Iterable[float]) -> Self:
+        return self.joined([self.of(other), self])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Sequence | np.ndarray) and not isinstance(other, str | bytes):
-            if len(other) != len(self):
-                return False
-            same = other if isinstance(other, type(self)) else type(self)(other)
-            return bool(np.array_equal(self.array, same.array))
-        return NotImplemented
+        if not isinstance(other, Sequence | np.ndarray) or isinstance(other, str | bytes):
+            return NotImplemented
+        if len(other) != len(self):
+            return False
+        try:
+            given = np.asarray(other)
+        except ValueError:  # nested sequences of different lengths
+            return False
+        if self.DTYPE.kind == "f" and given.dtype.kind in "iuf":
+            given = given.astype(self.DTYPE)  # 0.1 equals the column that was made of it
+        return bool(np.array_equal(self.array, given))
 
     def __hash__(self) -> int:
         return hash(self.array.tobytes())
@@ -109,6 +128,13 @@ class FloatColumn(_NumberColumn):
     DTYPE = np.dtype(np.float32)
 
 
+class DoubleColumn(_NumberColumn):
+    """Numbers of 64 bits, for values that Python's arithmetic goes on with."""
+
+    __slots__ = ()
+    DTYPE = np.dtype(np.float64)
+
+
 class RunColumn(Sequence[int]):
     """Integers, stored as pairs (value, count) of equal neighbours."""
 
@@ -126,10 +152,14 @@ class RunColumn(Sequence[int]):
         self._length = sum(count for _, count in merged)
 
     @classmethod
-    def of(cls, values: Iterable[int]) -> RunColumn:
-        """Encode single values; a RunColumn is returned as it is."""
+    def of(cls, values: Any) -> RunColumn:
+        """Encode single values, an array or any iterable; a RunColumn is returned as it is."""
         if isinstance(values, cls):
             return values
+        if isinstance(values, np.ndarray):
+            ends = [*np.flatnonzero(np.diff(values)) + 1, len(values)] if len(values) else []
+            starts = [0, *ends[:-1]]
+            return cls((int(values[start]), int(end - start)) for start, end in zip(starts, ends, strict=False))
         return cls((int(value), len(list(equal))) for value, equal in itertools.groupby(values))
 
     @property
@@ -153,7 +183,7 @@ class RunColumn(Sequence[int]):
     def __getitem__(self, index: slice) -> RunColumn: ...
     def __getitem__(self, index: int | slice) -> int | RunColumn:
         if isinstance(index, slice):
-            return RunColumn.of(self.array[index].tolist())
+            return RunColumn.of(self.array[index])
         return int(self.array[index])
 
     def __iter__(self) -> Iterator[int]:
@@ -161,6 +191,12 @@ class RunColumn(Sequence[int]):
 
     def __add__(self, other: Iterable[int]) -> RunColumn:
         return RunColumn((*self.runs, *RunColumn.of(other).runs))
+
+    def __radd__(self, other: Iterable[int]) -> RunColumn:
+        return RunColumn((*RunColumn.of(other).runs, *self.runs))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.array, dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RunColumn):
@@ -215,7 +251,7 @@ class RouteColumn:
     @property
     def known(self) -> Any:
         """[tokens] bool: whether the routes of a token are known."""
-        return (self.array != np.iinfo(self.array.dtype).max).all(axis=(1, 2))
+        return self.array[:, 0, 0] != np.iinfo(self.array.dtype).max  # an unknown route has it everywhere
 
     def __len__(self) -> int:
         return len(self.array)

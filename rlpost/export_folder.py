@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.files import sync, write_atomic
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.files import sync, write_whole
 
 MARKER = ".rlpost-export"
 """Not *.json: an export that serves as --hf-checkpoint has those files copied into the next one."""
@@ -45,7 +45,7 @@ def export_id(run: Path, *, make: bool = False) -> str | None:
         if not make:
             return None
     identity = secrets.token_hex(_ID_BYTES)
-    write_whole(path, [identity + "\n"])
+    write_atomic(path, identity + "\n", mode=0o666)
     return identity
 
 

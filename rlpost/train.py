@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bootstrap.handoff import EXIT_CONFIG, Cluster
+from common.cluster import Cluster
+from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.run_folder import RunFolder, create_run_folder
 from rlpost.check import check, check_installed
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
@@ -23,10 +25,8 @@ from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.garbage import collect_between_steps_only
-from slurm.run_folder import RunFolder, create_run_folder
 
 FROM_AGENT = "--cluster-from-stdin"
-EXIT_NO_CLUSTER = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +53,14 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     config = _settled(run, loaded.config)
     check_installed(config)
     take_out(run, os.environ)
-    from rlpost.orchestration.driver import EXIT_FAILED, drive  # heavy, while Ray comes up
+    from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
     if owns_process:
         collect_between_steps_only()
     line = sys.stdin.readline()
     if not line:
         logging.error("the agents started no cluster; see their logs beside this one")
-        return EXIT_NO_CLUSTER
+        return EXIT_FAILED
     try:
         return drive(config, run, Cluster.from_json(line))
     except OSError:  # a bug: ``run_command`` would log no traceback

@@ -8,8 +8,9 @@ token are columns (``rlpost.columns``); the types accept any sequence for them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
@@ -47,8 +48,8 @@ class Sample:
     tokens) in order, which cover the response; empty if all tokens are of ``policy_version``, the version
     at its end. ``routes`` are the experts that the engine chose for the tokens of prompt and response in order; tokens
     at the end may be missing (the last token of an answer is never an engine's input), and None means that none were
-    recorded. ``extra`` holds JSON values that a custom generate function passes to its reward and filter
-    (``rlpost.compat``).
+    recorded. The version that routed a token is that of the token after it in the response. ``extra`` holds JSON values
+    that a custom generate function passes to its reward and filter (``rlpost.compat``).
     """
 
     prompt_id: int
@@ -213,6 +214,18 @@ class TrainBatch:
     num_samples: int
     num_tokens: int
     log_prob_groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def samples(self) -> tuple[TrainSample, ...]:
+        """The rank's samples in order of ``micro_batches``."""
+        return tuple(itertools.chain.from_iterable(self.micro_batches))
+
+    def with_advantages(self, advantages: Sequence[float | FloatColumn]) -> TrainBatch:
+        """The same batch with other advantages, one for each of ``samples``."""
+        pairs = zip(self.samples, advantages, strict=True)
+        changed = iter([replace(sample, advantage=advantage) for sample, advantage in pairs])
+        micro_batches = tuple(tuple(itertools.islice(changed, len(micro))) for micro in self.micro_batches)
+        return replace(self, micro_batches=micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

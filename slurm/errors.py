@@ -3,7 +3,6 @@
 SlurmError
   SpecError(ValueError)       a value of a job spec cannot go into a batch script
   NodelistError(ValueError)   a host list cannot be read
-  RunFolderError              a run folder is taken or is not one
   SnapshotError               the code cannot be copied
   SubmitError                 sbatch rejected the job
   JobError                    Slurm does not know the job, rejects a command, or does not answer
@@ -20,10 +19,6 @@ class SpecError(SlurmError, ValueError):
 
 class NodelistError(SlurmError, ValueError):
     """A host list cannot be read."""
-
-
-class RunFolderError(SlurmError):
-    """A run folder is taken or is not one."""
 
 
 class SnapshotError(SlurmError):

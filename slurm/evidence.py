@@ -8,17 +8,17 @@ is missing or unreadable is ignored. Only the standard library of Python 3.8 and
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence  # noqa: UP035
 
+from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from common.files import tail_text, write_atomic
 from slurm.causes import Finding, HostEnd, explain, last_words, task_ends, without_secrets
 from slurm.errors import NodelistError
 from slurm.nodelist import expand
 
-LAUNCH_LOG = "launch.log"  # as bootstrap/handoff.py calls it
 TAIL_BYTES = 1 << 16
 
 
@@ -51,9 +51,9 @@ def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
     content = {"verdict": finding.verdict, "cause": finding.cause, "exclude": list(finding.exclude)}
     try:
         if finding.exclude:
-            _write(attempt_dir / "exclude", "".join(f"{host}\n" for host in finding.exclude))
-        _write(attempt_dir / "verdict.json", json.dumps(content, indent=1) + "\n")
-        _write(attempt_dir / "verdict", finding.verdict + "\n")
+            write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in finding.exclude))
+        write_atomic(attempt_dir / VERDICT_JSON, json.dumps(content, indent=1) + "\n")
+        write_atomic(attempt_dir / VERDICT_FILE, finding.verdict + "\n")
     except OSError as error:  # a full disk: the ledger and the log still say it
         print(f"{attempt_dir}: the verdict cannot be written: {error}", file=sys.stderr)
 
@@ -62,7 +62,7 @@ def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:
     """The text without the secrets of this run and what looks like one."""
     lines = tail(run_folder / "secrets.env").splitlines()
     values = [line.partition("=")[2].strip().strip("'\"") for line in lines]
-    return without_secrets(text, [*values, tail(attempt_dir / "secret").strip()])
+    return without_secrets(text, [*values, tail(attempt_dir / SECRET_FILE).strip()])
 
 
 def resume_point(run_folder: Path, entries: Sequence[Mapping[str, Any]]) -> str:
@@ -80,9 +80,7 @@ def resume_point(run_folder: Path, entries: Sequence[Mapping[str, Any]]) -> str:
 def tail(path: Path) -> str:
     """The end of a file, at most TAIL_BYTES; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return tail_text(path, TAIL_BYTES)
     except OSError:
         return ""
 
@@ -93,13 +91,3 @@ def _save_folder(run_folder: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         save = None
     return Path(save) if isinstance(save, str) and save else run_folder / "checkpoints"
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(str(beside), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(str(beside), str(path))

@@ -20,11 +20,12 @@ from typing import Literal
 
 import submitit
 
+from common.files import write_atomic
+from common.run_folder import RunFolder
 from slurm.environment import for_script
 from slurm.errors import SlurmError, SubmitError
 from slurm.local import LocalAttempt
 from slurm.render import render_sbatch
-from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
 
 Where = Literal["slurm", "local", "debug"]

@@ -11,7 +11,7 @@ cache, named by the digest of its content. The registry sees one request, not on
 
 Invariants: an image appears atomically; of several jobs that need the same name, one imports and the others wait.
 Users who can read the cache folder can use its images, and users who can write to it can import: the files get the
-folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``ledger``.
+folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``common.ledger``.
 """
 
 from __future__ import annotations

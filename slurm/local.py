@@ -6,7 +6,6 @@ the STOP file and the verdict becomes an exit code. There is no requeue: submit 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -16,9 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.attempt import STOP_FILE, VERDICT_FILE
+from common.run_folder import RunFolder
+from common.stop_file import StopMessage, write_stop
 from slurm.errors import SlurmError
 from slurm.render import preparation
-from slurm.run_folder import RunFolder, write_atomic
 from slurm.spec import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,8 @@ def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:
 
 
 def request_stop(attempt_dir: Path, reason: str, *, deadline: float | None = None) -> None:
-    """Leave the STOP file unless somebody has; ``deadline`` in seconds since 1970."""
-    stop = attempt_dir / "STOP"
-    if not stop.exists():
-        write_atomic(stop, json.dumps({"reason": reason, "time": time.time(), "deadline": deadline}) + "\n")
+    """Write the STOP file unless it exists; ``deadline`` in seconds since 1970."""
+    write_stop(attempt_dir / STOP_FILE, StopMessage(reason, time.time(), deadline))
 
 
 def _named(number: int) -> str:
@@ -103,6 +102,6 @@ def _named(number: int) -> str:
 def read_verdict(attempt_dir: Path) -> str:
     """The agents' one word, or ``none``."""
     try:
-        return (attempt_dir / "verdict").read_text().strip() or "none"
+        return (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
     except FileNotFoundError:
         return "none"

@@ -4,7 +4,7 @@ Input: rendering parameters of the script (container, variables, recipe), its pa
 ``sbatch``; or exit code 78 and all problems with their remedies. If the project's environment is installed,
 ``rlpost check`` validates all settings; otherwise only the existence of the recipe's files is checked. Options of
 sbatch come from its own variables (SBATCH_ACCOUNT, SBATCH_PARTITION). Only the standard library of Python 3.8 and
-later, see ``ledger``.
+later, see ``common.ledger``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXIT_CONFIG = 78
 HOME = Path(__file__).resolve().parents[1]
+sys.path[0] = str(HOME)  # a script finds slurm/ there, whose queue.py hides that of the standard library
+
+from common.exit_codes import EXIT_CONFIG  # noqa: E402
+
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
 """Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks."""

@@ -3,7 +3,7 @@
 Input: a ``JobSpec``. Output: a script for ``sbatch``: bash 4.3 or later, at most 80 lines, ``shellcheck``-clean.
 
 The script starts one agent per node under one ``srun``, turns Slurm's signals into the STOP file, and passes the
-agents' verdict (``bootstrap/handoff.py``) to ``supervise``, which decides whether to requeue. On a batch host without
+agents' verdict (``common/attempt.py``) to ``supervise``, which decides whether to requeue. On a batch host without
 Python, only a preempted run is requeued. Constraints that only the batch script can handle:
 
 - Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's signal).
@@ -36,9 +36,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from common.attempt import STOP_FILE
+from common.exit_codes import EXIT_PREEMPTED
 from slurm.container import Container, container_removal, enroot_command, pyxis_options
 from slurm.spec import JobSpec
-from slurm.supervise import EXIT_PREEMPTED
 
 
 def render_sbatch(spec: JobSpec) -> str:
@@ -222,8 +223,8 @@ write_stop() {{
   stopped=1 now=$(date +%s)
   log "USR2: preemption, or the time limit is near; asking the run to stop"
   printf '{{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}}\\n' \\
-    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {spec.signal_lead_s})))\\"" >"$attempt_dir/.STOP"
-  mv -n "$attempt_dir/.STOP" "$attempt_dir/STOP"
+    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {spec.signal_lead_s})))\\"" >"$attempt_dir/.{STOP_FILE}"
+  mv -n "$attempt_dir/.{STOP_FILE}" "$attempt_dir/{STOP_FILE}"
 }}
 trap write_stop USR2; [ "$stopped" = early ] && write_stop
 """

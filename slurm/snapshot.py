@@ -15,10 +15,10 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.files import write_atomic
 from slurm.errors import SnapshotError
-from slurm.run_folder import write_atomic
 
-PACKAGES = ("rlpost", "bootstrap", "slurm", "jobs")
+PACKAGES = ("rlpost", "bootstrap", "slurm", "common", "jobs")
 
 
 @dataclass(frozen=True, slots=True)

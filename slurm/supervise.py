@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence  # noqa: UP035
 
+from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.ledger import Ledger
 from slurm.evidence import find_cause, leave_verdict, mask, resume_point
 from slurm.image import describe
-from slurm.ledger import Ledger
 from slurm.remaining_hosts import why_too_few
 
-EXIT_DONE = 0
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL
-EXIT_CONFIG = 78  # EX_CONFIG
 MAX_CAUSE_CHARS = 2000
 Entry = Mapping[str, Any]
 
@@ -142,7 +141,7 @@ def _reached(entry: Entry) -> int:
 def bad_hosts(run_folder: Path) -> list[str]:
     """Sorted hosts from the ``exclude`` files (one host per line) of all attempts."""
     hosts = set()
-    for path in run_folder.glob("attempts/*/exclude"):
+    for path in run_folder.glob(f"attempts/*/{EXCLUDE_FILE}"):
         for line in path.read_text(errors="replace").splitlines():
             if _HOST.fullmatch(line.strip()):
                 hosts.add(line.strip())
@@ -188,10 +187,10 @@ def end(options: argparse.Namespace) -> int:
     attempt_dir = run_folder / "attempts" / str(options.attempt)
     ledger = Ledger(run_folder / "ledger.jsonl")
     try:
-        verdict = (attempt_dir / "verdict").read_text().strip() or "none"
+        verdict = (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
     except OSError:
         verdict = "none"
-    cause = str((_json(attempt_dir / "verdict.json") or {}).get("cause", ""))
+    cause = str((_json(attempt_dir / VERDICT_JSON) or {}).get("cause", ""))
     entries = ledger.read()
     if verdict == "none" and not options.terminated:
         finding = find_cause(run_folder, attempt_dir, nodes_of(entries, options.attempt))

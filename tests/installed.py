@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools import build_meta as backend; print(backend.build_{kind}({folder!r}))"
 
 
-PACKAGES = ("rlpost", "slurm", "bootstrap", "jobs")
+PACKAGES = ("rlpost", "slurm", "bootstrap", "common", "jobs")
 
 
 def tracked() -> list[Path]:

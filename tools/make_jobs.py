@@ -28,7 +28,8 @@ PROJECT = Path(__file__).parents[1]
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] in which the script differs from its recipe
 LATE_FLAGS = PROJECT / "slurm/cluster_flags.sh"
 CONVERTED = "_torch_dist"
-CONVERSION_NODES = {"glm45_355b": 2}  # 16 GPUs of 80 GB: 45 GB of weights on each; the other models fit one node
+# 16 GPUs of 80 GB, at most 45 GB of weights on each; the other models fit one node.
+CONVERSION_NODES = {"glm45_355b": 2, "glm46_355b": 2, "glm47_355b": 2, "qwen3_235b_a22b": 2}
 VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE")
 
 

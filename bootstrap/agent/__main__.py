@@ -17,18 +17,18 @@ import sys
 from pathlib import Path
 
 from bootstrap.agent.deadline import JobClock
-from bootstrap.agent.files import write_first
 from bootstrap.agent.head import HeadAgent
 from bootstrap.agent.identity import Facts, FactsError, read_facts
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node import NodeAgent
 from bootstrap.agent.options import Options, parse_options
 from bootstrap.agent.ports import PortError
 from bootstrap.agent.rendezvous import BringupError
 from bootstrap.agent.verdict import Verdict, write_verdict
-from bootstrap.handoff import SECRET_FILE, VERDICT_FILE
 from bootstrap.network.here import NetworkError
 from bootstrap.preflight.probe import raise_limits
+from common.attempt import SECRET_FILE, VERDICT_FILE
+from common.files import write_first
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
 
 async def _run(facts: Facts, options: Options, secret: bytes) -> None:
     clock = JobClock(os.environ if facts.in_slurm else {}, lead_s=options.signal_lead_s)
-    stop = StopRequest(options.attempt_dir, facts.host, clock, is_head=facts.is_head)
+    stop = StopSignals(options.attempt_dir, facts.host, clock, is_head=facts.is_head)
     stop.listen_to(*_STOP_SIGNALS)
     role = HeadAgent if facts.is_head else NodeAgent
     await role(facts, options, secret, stop).run()

@@ -8,31 +8,16 @@ limit is changed, so a query at the signal takes precedence over the environment
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
 LEAVE_S = 10.0
 """Seconds before the deadline at which the agent writes its verdict, so that the batch script can requeue."""
-
-
-def stop_text(reason: str, *, now: float, deadline: float | None) -> str:
-    """Content of a STOP file, in the same format as the batch script writes it."""
-    return json.dumps({"reason": reason, "time": round(now, 3), "deadline": deadline}) + "\n"
-
-
-def deadline_of(stop_file: Path) -> float | None:
-    """The deadline in a STOP file; None without a file or without a deadline."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        deadline = float(json.loads(stop_file.read_text())["deadline"])
-        return deadline if deadline > 0 else None
-    return None
 
 
 def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: float) -> float:

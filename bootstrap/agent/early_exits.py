@@ -11,10 +11,10 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
-from bootstrap.agent.files import tail
 from bootstrap.agent.identity import FactsError, expand_hosts
 from bootstrap.agent.symptoms import with_likely_cause
-from bootstrap.handoff import LAUNCH_LOG
+from common.attempt import LAUNCH_LOG
+from common.files import tail
 
 POLL_S = 0.5
 # Failures with one cause arrive together, and logs of other nodes take a moment to become visible here.

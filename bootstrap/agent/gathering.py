@@ -17,18 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bootstrap.agent.files import write_atomic
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, installed_versions
 from bootstrap.agent.selection import choose_hosts
-from bootstrap.handoff import PREFLIGHT_JSON
+from bootstrap.check import Check, level_of
 from bootstrap.preflight.bandwidth import Survey
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.probe import CANARY_DIR, read_host
 from bootstrap.preflight.shared_folder import ANSWER, FolderTest
-from bootstrap.preflight.table import Check, HostFacts, Preflight, Seen, Wanted, level_of
+from bootstrap.preflight.table import HostFacts, Preflight, Seen, Wanted
+from common.attempt import PREFLIGHT_JSON
+from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

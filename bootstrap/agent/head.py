@@ -22,12 +22,11 @@ from pathlib import Path
 from bootstrap.agent.awaiting import all_or_first_error, first_of, look_at_error
 from bootstrap.agent.disks import places_of, until_full
 from bootstrap.agent.early_exits import failures_before_joining
-from bootstrap.agent.files import tail, write_atomic
 from bootstrap.agent.gathering import Gathering
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.monitor import Kept, StopRequest
+from bootstrap.agent.monitor import Kept, StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor, host_port
 from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
@@ -42,15 +41,6 @@ from bootstrap.agent.rendezvous import (
     installed_versions,
 )
 from bootstrap.agent.verdict import Loss, Outcome, Verdict, decide, write_verdict
-from bootstrap.handoff import (
-    DRIVER_LOG,
-    EXIT_CONFIG,
-    EXIT_DONE,
-    EXIT_PREEMPTED,
-    SECRET_FILE,
-    Cluster,
-    Node,
-)
 from bootstrap.network.here import (
     LOOPBACK_IFNAME,
     LOOPBACK_IP,
@@ -62,6 +52,10 @@ from bootstrap.network.here import (
     reachable_addresses,
 )
 from bootstrap.preflight.comparison import comparison_table, network_row
+from common.attempt import DRIVER_LOG, SECRET_FILE
+from common.cluster import Cluster, Node
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.files import tail, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +69,7 @@ _DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
 class HeadAgent:
     """Runs one attempt on its first node."""
 
-    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopSignals) -> None:
         self._facts = facts
         self._options = options
         self._stop = stop

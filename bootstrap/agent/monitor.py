@@ -20,9 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from bootstrap.agent.deadline import JobClock, deadline_of, seconds_for_the_driver, stop_text
-from bootstrap.agent.files import write_first
-from bootstrap.handoff import STOP_FILE, is_there
+from bootstrap.agent.deadline import JobClock, seconds_for_the_driver
+from common.attempt import STOP_FILE
+from common.files import is_there
+from common.stop_file import StopMessage, read_deadline, write_stop
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def kill_session(session_id: int) -> None:
                 process.kill()
 
 
-class StopRequest:
+class StopSignals:
     """Stop request for the run: the attempt's STOP file, and the signals on which the agent writes it.
 
     The first writer of the file sets the reason and the deadline. The driver polls the file; this class kills nothing.
@@ -154,11 +155,11 @@ class StopRequest:
         """Ask the driver to stop for an internal reason; ``requested`` stays unset."""
         self._poll.cancel()
         now = self._clock.now()
-        await self._write(stop_text(reason, now=now, deadline=now + within_s))
+        await self._write(StopMessage(reason, now, deadline=now + within_s))
 
     async def seconds_for_the_driver(self, grace_s: float) -> float:
         """Seconds that the driver has to stop: until the STOP file's deadline, or ``grace_s`` without one."""
-        deadline = await asyncio.to_thread(deadline_of, self._path)
+        deadline = await asyncio.to_thread(read_deadline, self._path)
         left_s = None if deadline is None else deadline - self._clock.now()
         return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
 
@@ -172,13 +173,13 @@ class StopRequest:
         deadline = await self._clock.end_after_signal(ask=self._is_head)
         if not self._is_head:
             await asyncio.sleep(_HEAD_FIRST_S)  # the head gets the signal too, and knows the deadline
-        await self._write(stop_text(reason, now=now, deadline=deadline))
+        await self._write(StopMessage(reason, now, deadline))
         self.requested.set()  # even if the file cannot be written: the job ends anyway
 
-    async def _write(self, text: str) -> None:
+    async def _write(self, message: StopMessage) -> None:
         # In a thread, because a stalled shared file system must not stop the agent's heartbeats.
         try:
-            await asyncio.to_thread(write_first, self._path, text)
+            await asyncio.to_thread(write_stop, self._path, message)
         except OSError as error:
             logger.error("the driver cannot be asked to stop: %s cannot be written: %s", self._path, error.strerror)
 

@@ -19,13 +19,12 @@ from typing import Any, NoReturn
 
 from bootstrap.agent.disks import DiskFull, places_of, until_full
 from bootstrap.agent.early_exits import describe, read_failed_tasks
-from bootstrap.agent.files import write_atomic, write_first
 from bootstrap.agent.gathering import read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.messages import Message
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
 from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
@@ -37,12 +36,13 @@ from bootstrap.agent.rendezvous import (
     installed_versions,
     join,
 )
-from bootstrap.handoff import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from bootstrap.network.here import NetworkError, ifname_of, ip_of, local_addresses, logged_network_here
 from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.shared_folder import ORDER, take_part
 from bootstrap.preflight.table import HostFacts
+from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
+from common.files import write_atomic, write_first
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _SHARED_FOLDER_POLL_S = 0.25
 class NodeAgent:
     """Runs one attempt on a node other than the head."""
 
-    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopRequest) -> None:
+    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopSignals) -> None:
         self._facts = facts
         self._options = options
         self._secret = secret

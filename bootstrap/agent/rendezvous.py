@@ -23,13 +23,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bootstrap.agent.files import tail
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.messages import Codec, hello_key, new_nonce, session_key
 from bootstrap.agent.packages import fingerprint
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.network.here import Address
+from common.files import tail
 
 logger = logging.getLogger(__name__)
 

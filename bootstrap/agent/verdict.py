@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bootstrap.agent.files import write_atomic
-from bootstrap.handoff import EXCLUDE_FILE, EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, VERDICT_FILE, VERDICT_JSON
+from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.files import write_atomic
 
 Word = Literal["done", "requeue", "failed", "config"]
 

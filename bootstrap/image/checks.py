@@ -1,8 +1,8 @@
 """Checks of a container image, from facts read inside it. Pure.
 
-Input: ``ImageFacts`` and the requirements. Output: ``Finding`` values with a level: OK; WARN (works, but may be slow
-or behave unexpectedly); LACKS (a run would fail). Facts that cannot be read, e.g. without a GPU here, are not
-faults.
+Input: ``ImageFacts`` and the requirements. Output: ``Check`` values: FATAL_CONFIG where a run would fail for what the
+image lacks, WARN where it would be slow or behave unexpectedly. Facts that cannot be read, e.g. without a GPU here, are
+not faults.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Mapping, Sequence  # noqa: UP035
 
+from bootstrap.check import GIB, UNLIMITED, Check, Level
 from bootstrap.image.pins import Requirement, parse
 
-GIB = 1 << 30
 TE_USES = "optimizer_cpu_offload, the precision-aware optimizer with other types, grouped experts and fused permutation"
-UNLIMITED = -1
 RDMA_LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1")
 # Kernel drivers of RDMA devices and the part of rdma-core (or the vendor's) that speaks to them from a program.
 PROVIDERS = {
@@ -68,15 +67,6 @@ class ImageFacts:
     entrypoints: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One row of the table."""
-
-    what: str
-    level: str  # OK, WARN, LACKS
-    said: str
-
-
 def check_image(
     facts: ImageFacts,
     python: Requirement,
@@ -85,7 +75,7 @@ def check_image(
     cpu: bool = False,
     compiled: Sequence[Requirement] = (),
     te_reasons: Sequence[str] = (),
-) -> tuple[Finding, ...]:
+) -> tuple[Check, ...]:
     """Every check, in the order of the table; for nodes without GPUs those that matter there.
 
     On a CPU SGLang runs without what it asks for: those are packages of CUDA (tools/no_deps.txt).
@@ -109,25 +99,27 @@ def check_image(
     )
 
 
-def _python(facts: ImageFacts, python: Requirement) -> Finding:
+def _python(facts: ImageFacts, python: Requirement) -> Check:
     said = f"{facts.python} ({facts.executable})"
     if python.allows(facts.python):
-        return Finding("python", "OK", said)
-    return Finding("python", "LACKS", f"{said}, {python.text} needed: install one and name it with cluster.python")
+        return Check("python", "OK", said)
+    return Check("python", "FATAL_CONFIG", f"{said}, {python.text} needed: install one and name it with cluster.python")
 
 
-def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Finding:
+def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
     missing = [one for one in wanted if one.name not in facts.packages]
     other = [one for one in wanted if one.name in facts.packages and not one.allows(facts.packages[one.name])]
     if not missing and not other:
-        return Finding("packages", "OK", f"all {len(wanted)} that are wanted")
+        return Check("packages", "OK", f"all {len(wanted)} that are wanted")
     parts = [f"without {', '.join(one.text for one in missing)}"] if missing else []
     if other:
         parts.append(", ".join(f"{one.name} {facts.packages[one.name]} ({one.text} wanted)" for one in other))
-    return Finding("packages", "LACKS", f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image")
+    return Check(
+        "packages", "FATAL_CONFIG", f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image"
+    )
 
 
-def _needs(facts: ImageFacts) -> Finding:
+def _needs(facts: ImageFacts) -> Check:
     """What the large packages ask for themselves: a server without its kernels starts and fails at the first answer."""
     unmet = []
     for package, lines in sorted(facts.needs.items()):
@@ -137,114 +129,114 @@ def _needs(facts: ImageFacts) -> Finding:
                 unmet.append(f"{package} wants {one.text}" + (f" (here {have})" if have else ""))
     if unmet:
         more = f" and {len(unmet) - 6} more" if len(unmet) > 6 else ""
-        return Finding("their needs", "LACKS", "; ".join(unmet[:6]) + more)
-    return Finding("their needs", "OK", f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}")
+        return Check("their needs", "FATAL_CONFIG", "; ".join(unmet[:6]) + more)
+    return Check("their needs", "OK", f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}")
 
 
-def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Finding:
+def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Check:
     """Both halves at one version that Megatron-core accepts; whether anything else is a lack depends on the recipe."""
     name, half = "transformer-engine", "transformer-engine-torch"
     pin = next((one for one in compiled if one.name == name), None)
     accepted = parse(facts.te_range) or pin
     have, torch_half = facts.packages.get(name), facts.packages.get(half)
     needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
-    level = "LACKS" if reasons else "WARN"
+    level: Level = "FATAL_CONFIG" if reasons else "WARN"
     build = f"build jobs/container/Dockerfile, which compiles {pin.text}" if pin else "build jobs/container/Dockerfile"
     if have is None:
-        return Finding("TransformerEngine", level, f"not installed; {needed}: {build}")
+        return Check("TransformerEngine", level, f"not installed; {needed}: {build}")
     if torch_half != have:
         said = f"{have} with {half} {torch_half or 'missing'}; {needed}: {build}"
-        return Finding("TransformerEngine", level, said)
+        return Check("TransformerEngine", level, said)
     if accepted is not None and not accepted.allows(have):
         said = f"{have}, Megatron-core accepts {_bounds(accepted)}; {needed}: {build}"
-        return Finding("TransformerEngine", level, said)
-    return Finding("TransformerEngine", "OK", have)
+        return Check("TransformerEngine", level, said)
+    return Check("TransformerEngine", "OK", have)
 
 
 def _bounds(one: Requirement) -> str:
     return ",".join(sign + version for sign, version in one.bounds)
 
 
-def _commands(facts: ImageFacts) -> Finding:
+def _commands(facts: ImageFacts) -> Check:
     absent = [name for name, place in facts.commands.items() if place is None]
     if "bash" in absent:
-        return Finding("commands", "LACKS", "no bash, which runs setup commands")
+        return Check("commands", "FATAL_CONFIG", "no bash, which runs setup commands")
     if absent:
-        return Finding(
-            "commands", "WARN", f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)"
-        )
-    return Finding("commands", "OK", ", ".join(facts.commands))
+        return Check("commands", "WARN", f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)")
+    return Check("commands", "OK", ", ".join(facts.commands))
 
 
-def _driver(facts: ImageFacts) -> Finding:
+def _driver(facts: ImageFacts) -> Check:
     asked = facts.environment.get("NVIDIA_VISIBLE_DEVICES", "")
     hint = "set NVIDIA_VISIBLE_DEVICES=all and NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image"
     if facts.libraries.get("libcuda.so.1"):
-        return Finding("GPU driver", "OK", "libcuda.so.1 loads")
+        return Check("GPU driver", "OK", "libcuda.so.1 loads")
     if facts.has_gpu_devices:
         why = f"NVIDIA_VISIBLE_DEVICES={asked or 'unset'}"
-        return Finding(
-            "GPU driver", "LACKS", f"GPUs are here and libcuda.so.1 is not ({why}): enroot's hook 98-nvidia; {hint}"
+        return Check(
+            "GPU driver",
+            "FATAL_CONFIG",
+            f"GPUs are here and libcuda.so.1 is not ({why}): enroot's hook 98-nvidia; {hint}",
         )
     if asked in ("", "void", "none"):
         said = f"no GPU here to look at, and NVIDIA_VISIBLE_DEVICES is {asked or 'unset'}: {hint}"
-        return Finding("GPU driver", "WARN", said)
-    return Finding("GPU driver", "OK", "no GPU here to look at; the image asks for the driver")
+        return Check("GPU driver", "WARN", said)
+    return Check("GPU driver", "OK", "no GPU here to look at; the image asks for the driver")
 
 
-def _rdma(facts: ImageFacts) -> Finding:
+def _rdma(facts: ImageFacts) -> Check:
     absent = [name for name in RDMA_LIBRARIES if not facts.libraries.get(name)]
     wanted = {PROVIDERS.get(driver, driver) for driver in facts.rdma_drivers} or {"mlx5"}
     missing = sorted(wanted - set(facts.providers))
     if not absent and not missing:
-        return Finding("RDMA", "OK", f"libraries load; providers: {', '.join(facts.providers)}")
+        return Check("RDMA", "OK", f"libraries load; providers: {', '.join(facts.providers)}")
     parts = [f"without {', '.join(absent)}"] if absent else []
     parts += [f"no provider for {', '.join(missing)}"] if missing else []
     fix = "apt-get install libibverbs1 ibverbs-providers librdmacm1, or the vendor's; else NCCL takes TCP"
-    return Finding("RDMA", "LACKS" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}")
+    return Check("RDMA", "FATAL_CONFIG" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}")
 
 
-def _nccl(facts: ImageFacts) -> Finding:
+def _nccl(facts: ImageFacts) -> Check:
     if not facts.nccl:
-        level = "LACKS" if facts.has_gpu_devices else "WARN"
-        return Finding("NCCL", level, "no libnccl.so.2: a torch without CUDA?")
+        level: Level = "FATAL_CONFIG" if facts.has_gpu_devices else "WARN"
+        return Check("NCCL", level, "no libnccl.so.2: a torch without CUDA?")
     listed = ", ".join(f"{version} ({path})" for path, version in facts.nccl.items())
     if len(set(facts.nccl.values())) > 1:
-        return Finding("NCCL", "WARN", f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others")
+        return Check("NCCL", "WARN", f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others")
     version = next(iter(facts.nccl.values()))
     if tuple(int(part) for part in version.split(".")[:2]) < _NCCL_GID:
-        return Finding("NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE")
-    return Finding("NCCL", "OK", listed)
+        return Check("NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE")
+    return Check("NCCL", "OK", listed)
 
 
-def _limits(facts: ImageFacts) -> Finding:
+def _limits(facts: ImageFacts) -> Check:
     bad = []
     if facts.memlock not in (None, UNLIMITED):
         bad.append(f"memlock {facts.memlock} bytes (RDMA needs unlimited: ulimit -l)")
     if facts.nofile is not None and facts.nofile != UNLIMITED and facts.nofile < _WANTED_NOFILE:
         bad.append(f"{facts.nofile} open files ({_WANTED_NOFILE} wanted: ulimit -n)")
     if not bad:
-        return Finding("limits", "OK", "memlock unlimited, enough open files")
-    return Finding("limits", "LACKS" if facts.rdma_drivers and "memlock" in bad[0] else "WARN", "; ".join(bad))
+        return Check("limits", "OK", "memlock unlimited, enough open files")
+    return Check("limits", "FATAL_CONFIG" if facts.rdma_drivers and "memlock" in bad[0] else "WARN", "; ".join(bad))
 
 
-def _shm(facts: ImageFacts) -> Finding:
+def _shm(facts: ImageFacts) -> Check:
     if facts.shm_bytes is None:
-        return Finding("/dev/shm", "LACKS", "not there: NCCL, Ray and SGLang need it")
+        return Check("/dev/shm", "FATAL_CONFIG", "not there: NCCL, Ray and SGLang need it")
     said = f"{facts.shm_bytes / GIB:.2f} GiB"
     if facts.shm_bytes >= _NEEDED_SHM:
-        return Finding("/dev/shm", "OK", said)
-    return Finding("/dev/shm", "LACKS" if facts.has_gpu_devices else "WARN", f"{said}: docker run --shm-size=16g")
+        return Check("/dev/shm", "OK", said)
+    return Check("/dev/shm", "FATAL_CONFIG" if facts.has_gpu_devices else "WARN", f"{said}: docker run --shm-size=16g")
 
 
-def _folders(facts: ImageFacts) -> Finding:
+def _folders(facts: ImageFacts) -> Check:
     if not facts.unwritable:
-        return Finding("folders", "OK", f"HOME={facts.home} and the temporary folder can be written")
+        return Check("folders", "OK", f"HOME={facts.home} and the temporary folder can be written")
     fix = "caches of Triton and flashinfer lie there; set HOME in [cluster.environment], or make the image writable"
-    return Finding("folders", "LACKS", f"cannot be written: {', '.join(facts.unwritable)}: {fix}")
+    return Check("folders", "FATAL_CONFIG", f"cannot be written: {', '.join(facts.unwritable)}: {fix}")
 
 
-def _variables(facts: ImageFacts) -> Finding:
+def _variables(facts: ImageFacts) -> Check:
     set_here = [name for name in _HARMFUL if facts.environment.get(name)]
     if "CUDA_VISIBLE_DEVICES" in set_here and _shows_what_slurm_gave(facts.environment):
         set_here.remove("CUDA_VISIBLE_DEVICES")
@@ -254,9 +246,9 @@ def _variables(facts: ImageFacts) -> Finding:
         if name.startswith(("NCCL_DEBUG_", "TORCH_NCCL_")) and facts.environment[name]
     ]
     if not set_here:
-        return Finding("variables", "OK", "none that change a run")
+        return Check("variables", "OK", "none that change a run")
     said = "; ".join(f"{name}={facts.environment[name]}: {_HARMFUL.get(name, 'changes NCCL')}" for name in set_here)
-    return Finding("variables", "WARN", said)
+    return Check("variables", "WARN", said)
 
 
 def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
@@ -269,7 +261,7 @@ def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
     return given == str(len(visible))
 
 
-def _entrypoint(facts: ImageFacts) -> Finding:
+def _entrypoint(facts: ImageFacts) -> Check:
     if not facts.entrypoints:
-        return Finding("entrypoint", "OK", "none")
-    return Finding("entrypoint", "OK", f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot")
+        return Check("entrypoint", "OK", "none")
+    return Check("entrypoint", "OK", f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot")

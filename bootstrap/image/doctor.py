@@ -11,10 +11,12 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Sequence  # noqa: UP035
 
-from bootstrap.image.checks import Finding, check_image
+from bootstrap.check import Check, level_of
+from bootstrap.image.checks import check_image
 from bootstrap.image.facts import read_image
 from bootstrap.image.pins import Requirement, parse, python_required, requirements
 
@@ -37,11 +39,12 @@ def compiled_packages(code: Path) -> list[Requirement]:
     return [one for one in requirements(text, COMPILED) if one not in always]
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """A line for each finding, those of the worst level marked."""
-    width = max(len(finding.what) for finding in findings)
-    lines = [f"{finding.level:<6} {finding.what:<{width}}  {finding.said}" for finding in findings]
-    lacking = sum(finding.level == "LACKS" for finding in findings)
+def table(checks: Sequence[Check]) -> str:
+    """A line for each check, and what they come to."""
+    width = max(len(check.name) for check in checks)
+    level_width = max(len(check.level) for check in checks)
+    lines = [f"{check.level:<{level_width}}  {check.name:<{width}}  {check.found}" for check in checks]
+    lacking = sum(check.level == "FATAL_CONFIG" for check in checks)
     return "\n".join([*lines, f"{lacking} lacking" if lacking else "a run would work in this image"])
 
 
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     python = python_required((CODE / "setup.cfg").read_text())
     facts = read_image({name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)})
-    findings = check_image(
+    checks = check_image(
         facts,
         python,
         wanted_packages(CODE, cpu=options.cpu),
@@ -80,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiled=compiled_packages(CODE),
         te_reasons=[reason for reason in options.te_for.split(",") if reason],
     )
-    text = json.dumps([finding.__dict__ for finding in findings], indent=1) if options.json else table(findings)
+    text = json.dumps([asdict(check) for check in checks], indent=1) if options.json else table(checks)
     if options.output is None:
         print(text)
     else:
         options.output.write_text(text + "\n")
-    return 1 if any(finding.level == "LACKS" for finding in findings) else 0
+    return 1 if level_of(checks) == "FATAL_CONFIG" else 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Iterator, Mapping  # noqa: UP035
 
-from bootstrap.image.checks import RDMA_LIBRARIES, UNLIMITED, ImageFacts
+from bootstrap.check import UNLIMITED
+from bootstrap.image.checks import RDMA_LIBRARIES, ImageFacts
 from bootstrap.image.pins import canonical
 
 COMMANDS = ("bash", "gcc", "ninja")

@@ -19,6 +19,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SCHEMA = "netlayout/1"
+CXI_HINT = "libfabric provider cxi"
+TCPXO_HINT = "GPUDirect-TCPXO plug-in"
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -105,6 +107,9 @@ class Gpu:
 class NetworkFacts:
     """One host; ``num_gpus`` is None where nobody counted, ``gpus`` lists only those whose place is known.
 
+    ``slurm_addr`` is the address behind the host's own name, ``example_peer`` that of another node of its job.
+    ``hints`` are remarks; those that begin with CXI_HINT or TCPXO_HINT tell a fabric.
+
     ``interfaces_complete``: an interface that is not listed is not in the host's, or container's, network namespace.
     """
 
@@ -113,7 +118,6 @@ class NetworkFacts:
     default_route: str | None = None
     hints: tuple[str, ...] = ()
     slurm_addr: str | None = None
-    slurm_subnet: str | None = None
     example_peer: str | None = None
     num_gpus: int | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -250,7 +254,6 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
         default_route=route.get("iface"),
         hints=tuple(str(hint) for hint in document.get("provider_hints") or ()),
         slurm_addr=_legible(peers, "slurm_addr"),
-        slurm_subnet=_legible(peers, "slurm_subnet"),
         example_peer=_legible(peers, "example_peer"),
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from bootstrap.agent.files import write_atomic
 from bootstrap.agent.link import plain_ip
 from bootstrap.network.detect import Detection, detect, socket_settings
 from bootstrap.network.facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from bootstrap.network.host import read_document, read_host
+from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

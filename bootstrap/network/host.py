@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from bootstrap.network.facts import SCHEMA, NetworkFacts, parse_facts
+from bootstrap.agent.identity import FactsError, expand_hosts
+from bootstrap.network.facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 
 _ARP_TYPES = {
     "1": "ether",
@@ -46,6 +47,9 @@ _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
 _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D controller, other display, processing accelerator
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
+# Where the prolog of Google's Slurm clusters installs it for each job, and from where containers mount it
+# (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
+_TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
 _LIBRARY_FOLDERS = (
@@ -67,12 +71,14 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
     """Facts of a host in the public schema.
 
     Args:
-        ask_names: look up the host's own name, for the address under which others know it.
+        ask_names: look up the host's own name, for the address under which others know it, and in a job the name of
+            another of its nodes.
     """
     interfaces = [_interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)]
     devices = read_rdma_devices(root)
     gpus = [gpu for path in sorted(_entries(root / "sys/bus/pci/devices")) if (gpu := _gpu(path))]
     known = own_address(interfaces) if ask_names else None
+    peer = peer_address(os.environ) if ask_names else None
     return {
         "schema": SCHEMA,
         "vantage": "container" if (root / ".dockerenv").exists() else "host",
@@ -83,7 +89,7 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
         "default_route": {"iface": default_route(root), "basis": "quoted"},
         "rdma_devices": devices,
         "provider_hints": list(_hints(root, has_rdma=bool(devices))),
-        "peers": {"slurm_addr": known},
+        "peers": {"slurm_addr": known, "example_peer": peer},
     }
 
 
@@ -117,6 +123,24 @@ def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
                 ip = str(address[0]).split("%")[0]
                 if ip in held and not ipaddress.ip_address(ip).is_loopback:
                     return ip
+    return None
+
+
+def peer_address(environ: Mapping[str, str]) -> str | None:
+    """The address of another node of this Slurm job, by its name; None outside a job of several nodes."""
+    try:
+        hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
+    except FactsError:
+        return None
+    own = {environ.get("SLURMD_NODENAME"), socket.gethostname(), socket.gethostname().partition(".")[0]}
+    other = next((host for host in hosts if host not in own), None)
+    if other is None:
+        return None
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(other, None, type=socket.SOCK_STREAM):
+            ip = str(address[0]).split("%")[0]
+            if not ipaddress.ip_address(ip).is_loopback:
+                return ip
     return None
 
 
@@ -252,7 +276,9 @@ def _gpu(path: Path) -> dict[str, Any] | None:
 def _hints(root: Path, *, has_rdma: bool) -> Iterable[str]:
     """What is no interface and no port, but tells about the fabric."""
     if _entries(root / "sys/class/cxi"):
-        yield "libfabric provider cxi (class cxi)"
+        yield f"{CXI_HINT} (class cxi)"
+    if (root / _TCPXO_PLUG_IN).exists():
+        yield f"{TCPXO_HINT} in /{_TCPXO_PLUG_IN}"
     pci = _entries(root / "sys/bus/pci/devices")
     if not has_rdma and any(_text(path / "class").startswith(_INFINIBAND_CONTROLLER) for path in pci):
         yield "no RDMA device although there is an InfiniBand controller: is a kernel module such as mlx5_ib missing?"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.network.elsewhere import drop_elsewhere
-from bootstrap.network.facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
+from bootstrap.network.facts import CXI_HINT, TCPXO_HINT, Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
 from bootstrap.network.narrowing import Narrowing
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
@@ -23,15 +23,10 @@ _NUM_TCPX_DATA_NICS = 4
 # The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
-_TCPX_REMARK = re.compile(r"tcpxo?\b|fastrak", re.IGNORECASE)
 # Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
 # rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
 _NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
 _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
-
-_DENIAL = re.compile(r"\b(no|not|without|missing|lacks?|mismatch|fails?|failed|cannot|absent|only)\b", re.IGNORECASE)
-_RDMA_REMARK = re.compile(r"\b(roce|gib|mlx[45]|rdma|bnxt_re|irdma|erdma)\b", re.IGNORECASE)
-_ABSENCE = re.compile(r"\b(no|not|without|missing|cannot|absent)\b", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -52,7 +47,7 @@ class RdmaChoice:
 def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
     """Kind, ports and GID index for the collectives of this host."""
     choice = RdmaChoice()
-    choice.warnings += [f"the host says: {hint}" for hint in facts.hints if _DENIAL.search(hint)]
+    choice.warnings += [f"the host says: {hint}" for hint in facts.hints if hint.startswith("no ")]
     choice.kind = _provider_kind(facts, choice)
     if choice.kind == "gpudirect-tcpx":
         choice.data_ifnames = tuple(sorted(one.name for one in _gvnics(facts) if one.name != socket_ifname))
@@ -70,51 +65,39 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     """Fabrics that are reached through a plug-in of NCCL and not through verbs; ``none`` where there is none."""
     drivers = {one.driver for one in facts.interfaces} | {one.driver for one in facts.rdma_ports}
 
-    def hinted(pattern: str) -> bool:
-        return any(re.search(pattern, hint, re.IGNORECASE) and not _denies(hint, pattern) for hint in facts.hints)
-
     def named(provider: str) -> bool:
         unknown = [port for port in facts.rdma_ports if port.driver is None and link_layer(facts, port) is None]
         return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
 
-    if "efa" in drivers or named("efa") or hinted(r"\befa(?![a-z])"):
-        choice.why.append("efa: driver or libfabric provider efa (NCCL reaches it through libfabric, not verbs)")
+    if "efa" in drivers or named("efa"):
+        choice.why.append("efa: driver efa (NCCL reaches it through libfabric, not verbs)")
         return "efa"
-    if any(str(driver).startswith("cxi") for driver in drivers) or named("cxi") or hinted(r"\bcxi\d*\b|\bslingshot\b"):
+    if any(str(driver).startswith("cxi") for driver in drivers) or named("cxi") or _has_hint(facts, CXI_HINT):
         choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
         return "cxi"
-    gvnics, is_said = _gvnics(facts), hinted(_TCPX_REMARK.pattern)
-    # Without the plug-in more than four are NICs like others; its remark is needed to tell (A3 Mega).
-    is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (is_said and len(gvnics) > 1)
+    gvnics = _gvnics(facts)
+    # Without the plug-in more than four are NICs like others (A3 Mega).
+    has_plug_in = _has_hint(facts, TCPXO_HINT)
+    is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (has_plug_in and len(gvnics) > 1)
     if is_tcpx and facts.num_gpus and not facts.rdma_ports:
         choice.why.append(f"gpudirect-tcpx: {len(gvnics)} gVNICs, all but one for the data of the GPUs")
         return "gpudirect-tcpx"
     return "none"
 
 
-def _denies(hint: str, pattern: str) -> bool:
-    before = rf"\b(no|not|without)\b[^,;:.]{{0,20}}(?:{pattern})"
-    after = rf"(?:{pattern})[^,;:.]{{0,20}}\b(not|absent|missing)\b"
-    return re.search(f"{before}|{after}", hint, re.IGNORECASE) is not None
+def _has_hint(facts: NetworkFacts, beginning: str) -> bool:
+    return any(hint.startswith(beginning) for hint in facts.hints)
 
 
 def _gvnics(facts: NetworkFacts) -> list[Interface]:
-    wires = [one for one in facts.interfaces if one.state != "down" and one.type == "ether"]
-    if any(one.driver for one in wires):
-        return [one for one in wires if one.driver == "gve"]
-    said = any(_TCPX_REMARK.search(hint) for hint in facts.hints)
-    return wires if said else []
+    return [one for one in facts.interfaces if one.driver == "gve" and one.type == "ether" and one.state != "down"]
 
 
 def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
-    """No device is listed: interfaces and remarks may still show that there are some."""
+    """No device is listed: interfaces may still show that there are some."""
     if any(one.type == "infiniband" for one in facts.interfaces):
         choice.kind = "ib"
         choice.why.append("ib: there are InfiniBand interfaces")
-    elif any(_RDMA_REMARK.search(hint) and not _ABSENCE.search(hint) for hint in facts.hints):
-        choice.kind = "roce"
-        choice.why.append("roce: remarks speak of RDMA devices, and every interface is Ethernet")
-    if choice.kind != "none":
         choice.warnings.append("no RDMA device is listed, so that NCCL chooses among them by itself")
     else:
         choice.why.append("none: no RDMA device")

@@ -71,7 +71,7 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
     if loopback and not any(one.routable or one.is_unlisted for one in wires):
         choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
         return loopback.name
-    if not (facts.example_peer or facts.slurm_subnet):
+    if not facts.example_peer:
         # Slingshot's own NICs carry what a job sends; the default route leads to the machine's management.
         candidates.keep(lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot")
     _follow_routes(facts, candidates)
@@ -118,21 +118,21 @@ def _is_faster_twin(one: Interface, route: Interface) -> bool:
 
 
 def _reach(facts: NetworkFacts, one: Interface) -> int:
-    """Prefix length of the network that ties the interface to the peers; 0 when none does."""
+    """Prefix length of the network that ties the interface to a peer; 0 when none does."""
+    if facts.example_peer is None:
+        return 0
     lengths = [0]
-    subnet = ipaddress.ip_interface(facts.slurm_subnet).network if facts.slurm_subnet else None
-    peer = address_of(facts.example_peer) if facts.example_peer else None
+    peer = address_of(facts.example_peer)
     # Two hosts on one cable may have 169.254 addresses only; every fe80 network looks the same and says nothing.
-    by_cable = peer is not None and peer.version == 4 and peer.is_link_local
+    by_cable = peer.version == 4 and peer.is_link_local
     for text in (one.ipv4 or ()) if by_cable else one.routable:
         address, network = address_of(text), network_of(text)
-        if peer is not None and peer.version == address.version:
-            if network is None:
-                network = ipaddress.ip_network((address, _USUAL_PREFIX[address.version]), strict=False)
-            if peer in network:
-                lengths.append(network.prefixlen)
-        if subnet is not None and subnet.version == address.version and address in subnet:
-            lengths.append(subnet.prefixlen)
+        if peer.version != address.version:
+            continue
+        if network is None:
+            network = ipaddress.ip_network((address, _USUAL_PREFIX[address.version]), strict=False)
+        if peer in network:
+            lengths.append(network.prefixlen)
     return max(lengths)
 
 

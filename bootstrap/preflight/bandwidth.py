@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bootstrap.agent.files import tail
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import ifname_of, local_addresses, network_here
+from common.files import tail
 
 logger = logging.getLogger(__name__)
 

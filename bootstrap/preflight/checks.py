@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from bootstrap.check import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
-from bootstrap.preflight.table import GIB, UNLIMITED, Check, HostFacts, Level, Seen, Wanted
+from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
 # Network file systems by their names in /proc/mounts; sockets and memory maps in them fail or crawl.
 _REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.", "afs", "panfs")

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import starmap
 from pathlib import Path
 
-from bootstrap.agent.files import write_atomic, write_first
 from bootstrap.agent.gathering import Gathering, read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
@@ -34,10 +33,12 @@ from bootstrap.agent.rendezvous import (
     join,
     odd_versions,
 )
-from bootstrap.handoff import SECRET_FILE
+from bootstrap.check import Check
 from bootstrap.network.here import NetworkError, ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
-from bootstrap.preflight.table import Check, HostFacts, Preflight
+from bootstrap.preflight.table import HostFacts, Preflight
+from common.attempt import SECRET_FILE
+from common.files import write_atomic, write_first
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from bootstrap.agent.files import write_atomic
 from bootstrap.agent.link import plain_ip
+from bootstrap.check import UNLIMITED
 from bootstrap.network.host import read_rdma_devices
 from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
-from bootstrap.preflight.table import UNLIMITED, Hca, HostFacts
+from bootstrap.preflight.table import Hca, HostFacts
+from common.files import write_atomic
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.handoff import is_there
-from bootstrap.preflight.table import Check, Level
+from bootstrap.check import Check, Level
+from common.files import is_there
 
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02

@@ -2,9 +2,6 @@
 
 Input: the ``Check`` values and facts of each host. Output: a table, JSON, and the usable hosts. A fact that could not
 be read is None and never excludes a host. The checks are in ``preflight.checks``.
-
-Levels: OK; WARN (continues, but may be slow or fail later); EXCLUDE_NODE (this host is unfit, another may be fit);
-FATAL_CONFIG (no host can be fit because the request is wrong: the same check excludes all of several hosts).
 """
 
 from __future__ import annotations
@@ -12,15 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
+from bootstrap.check import LEVELS, Check, level_of
 from bootstrap.preflight.gpus import GpuReading
-
-Level = Literal["OK", "WARN", "EXCLUDE_NODE", "FATAL_CONFIG"]
-_LEVELS = get_args(Level)  # from the best to the worst
-
-GIB = 1 << 30
-UNLIMITED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +77,6 @@ class Seen:
     head_ip: str = ""
     canary_seen: bool | None = None
     via: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One question about one host. ``found`` says what was got and, unless OK, what is needed and how to get it."""
-
-    name: str
-    level: Level
-    found: str
-
-
-def level_of(checks: Sequence[Check]) -> Level:
-    """The worst of them."""
-    return max((check.level for check in checks), key=_LEVELS.index, default="OK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +147,7 @@ def _worst_of_each_name(checks: Sequence[Check]) -> tuple[Check, ...]:
     worst: dict[str, Check] = {}
     for check in checks:
         known = worst.get(check.name)
-        if known is None or _LEVELS.index(check.level) > _LEVELS.index(known.level):
+        if known is None or LEVELS.index(check.level) > LEVELS.index(known.level):
             worst[check.name] = check
     return tuple(worst.values())
 

@@ -28,10 +28,12 @@ from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
+from rlpost.actor.mtp import LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
     as_trained,
+    joined_columns,
     log_prob_micro_batches,
     pack,
     unpack,
@@ -40,10 +42,12 @@ from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.report import global_metrics
+from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
+from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, StepResult, TrainBatch
@@ -56,7 +60,7 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
 
-Logprobs = list[list[tuple[float, ...]]]
+Logprobs = list[list[FloatColumn]]
 """Log-probs of the response tokens, per micro-batch and per sample."""
 
 
@@ -104,6 +108,12 @@ class Actor:
             sequence_multiple=settings.sequence_multiple,
             context_rank=parallel.context_parallel_group().rank(),
             context_size=settings.context_parallel_size,
+        )
+        self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
+        self.mtp = (
+            MtpTraining(self.chunks, scaling_factor=settings.mtp_loss_scaling_factor)
+            if settings.enable_mtp_training
+            else None
         )
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
@@ -175,7 +185,11 @@ class Actor:
 
         Empty on all pipeline stages but the last.
         """
-        packed = self._pack(log_prob_micro_batches(batch))
+        return self._compute_logprobs(batch, records_routes=True)
+
+    def _compute_logprobs(self, batch: TrainBatch, *, records_routes: bool) -> Logprobs:
+        micro_batches = log_prob_micro_batches(batch)
+        packed = self._pack(micro_batches)
         loss = self._micro_batch_loss(batch)
 
         def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
@@ -183,17 +197,31 @@ class Actor:
             return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
 
         self._set_mode(training=False)
-        with torch.no_grad():
-            found = step.run(self.model, packed, loss_of=collect, forward_only=True, stop_points=self.stop_points)
+        recorded = micro_batches if records_routes else ()
+        with torch.no_grad(), self.routing.passing(is_training=False, micro_batches=recorded):
+            found = step.run(
+                self.model,
+                packed,
+                loss_of=collect,
+                forward_only=True,
+                stop_points=self.stop_points,
+                routing=self.routing,
+            )
         return as_trained(found, batch)
 
-    def train_step(self, batch: TrainBatch, old_logprobs: Logprobs | None = None) -> StepResult:
+    def train_step(
+        self,
+        batch: TrainBatch,
+        old_logprobs: Logprobs | None = None,
+        advantages: Sequence[float | FloatColumn] | None = None,
+    ) -> StepResult:
         """Run one optimizer step on this rank's part of the batch.
 
         Args:
             batch: this rank's micro-batches.
             old_logprobs: as ``compute_logprobs`` returns them. Without them the ratio is 1 and only
                 its gradient counts (one step per rollout).
+            advantages: replace those of the batch, see ``TrainBatch.with_advantages``.
 
         Returns:
             The metrics of the objective, train/grad_norm (before clipping) and train/lr; equal on
@@ -204,26 +232,36 @@ class Actor:
             Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
                 unchanged.
         """
+        if advantages is not None:
+            batch = batch.with_advantages(advantages)
         packed = self._pack(batch.micro_batches)
         old = _held(old_logprobs, packed)
         ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
         loss = self._micro_batch_loss(batch)
+        loss_of = self._with_mtp(
+            lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits), loss, batch
+        )
         self._set_mode(training=True)
         self._zero_grad()
         before = random_state.collect()
         try:
-            stats = step.run(
-                self.model,
-                packed,
-                loss_of=lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits),
-                forward_only=False,
-                stop_points=self.stop_points,
-            )
+            with self.routing.passing(is_training=True):
+                stats = step.run(
+                    self.model,
+                    packed,
+                    loss_of=loss_of,
+                    forward_only=False,
+                    stop_points=self.stop_points,
+                    routing=self.routing,
+                )
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
             raise
-        metrics = global_metrics(stats)
+        finally:
+            if self.mtp is not None:
+                self.mtp.finish()
+        metrics = global_metrics(stats) | self.routing.metrics()
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
@@ -238,7 +276,7 @@ class Actor:
         self._finish_param_sync()
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
-            return self.compute_logprobs(batch)
+            return self._compute_logprobs(batch, records_routes=False)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
@@ -427,7 +465,17 @@ class Actor:
                 chunk.start_param_sync(force_sync=True)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        return [pack(micro, self.row_layout).to(device.current()) for micro in micro_batches]
+        packed = [self.routing.attached(pack(micro, self.row_layout), micro) for micro in micro_batches]
+        return [each.to(device.current()) for each in packed]
+
+    def _with_mtp(self, loss_of: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
+        """The policy's loss with that of multi-token prediction, if it is trained. Collective."""
+        if self.mtp is None:
+            return loss_of
+        self._finish_param_sync()
+        # Without routes: the layer's own router decides.
+        later = [pack(shifted(micro), self.row_layout).to(device.current()) for micro in batch.micro_batches]
+        return self.mtp.beside(loss_of, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(
@@ -448,9 +496,5 @@ def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list
     """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
     if not logprobs:
         return [None] * len(packed)
-    return [_flat(samples)[part.held] for samples, part in zip(logprobs, packed, strict=True)]
-
-
-def _flat(samples: Sequence[Sequence[float]]) -> torch.Tensor:
-    values = [value for sample in samples for value in sample]
-    return torch.tensor(values, dtype=torch.float32, device=device.current())
+    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
+    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]

@@ -46,6 +46,24 @@ def rotary_percent(hf: HfConfig) -> float:
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
 
 
+def mtp_layers(family: Family, hf: HfConfig) -> int:
+    """Layers for multi-token prediction in the checkpoint."""
+    return (hf.get("num_nextn_predict_layers") or 0) if family.carries_extra_layers else 0
+
+
+def mtp_problem(family: Family, hf: HfConfig) -> str | None:
+    """Why ``--enable-mtp-training`` cannot train this model; None if it can."""
+    count = mtp_layers(family, hf)
+    if count == 1:
+        return None
+    if not family.carries_extra_layers:
+        return "--enable-mtp-training: this architecture has no layers for multi-token prediction here; use false"
+    return (
+        f"--enable-mtp-training: the model's config.json says num_nextn_predict_layers = {count}, and exactly one "
+        "layer for multi-token prediction can be trained; use false, or a checkpoint with one"
+    )
+
+
 def architecture(family: Family, hf: HfConfig) -> dict[str, Any]:
     """What a correct recipe would say, by the names of [model]; None for what such a model does not have."""
     fields = family.fields(hf)
@@ -73,6 +91,7 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, Any]:
         "post_self_attn_layernorm": family.sandwich_norms,
         "post_mlp_layernorm": family.sandwich_norms,
         "swiglu": True,
+        "mtp_num_layers": mtp_layers(family, hf) or None,
     }
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
 

@@ -8,19 +8,46 @@ Collective: all ranks call the same methods in the same order.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.architecture import mtp_problem
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
+from rlpost.actor.mtp import CHECKPOINT_KEY
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist.reader import Stored
+from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.exporter import Exporter, export_folder
+from rlpost.weights.files import tensor_files
 from rlpost.weights.importer import import_weights
+from rlpost.weights.inventory import MTP_MARK
 
 logger = logging.getLogger(__name__)
+
+
+def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
+    """The settings with the layer for multi-token prediction built where ``source`` holds it.
+
+    Converted once, it is there when it is to be trained; a run that does not train it ignores it.
+
+    Raises:
+        WeightError: ``source`` is a Hugging Face folder that cannot be read.
+    """
+    description = read_description(settings.hf_checkpoint, settings.model_args)
+    if mtp_problem(description.family, description.hf_config) is not None:
+        return settings
+    folder = find_checkpoint(source)
+    if folder is None:
+        names = tensor_files(Path(source))
+        has_layer = any(MTP_MARK in name for name in names)
+    else:
+        has_layer = CHECKPOINT_KEY in Stored(folder)
+    return replace(settings, enable_mtp_training=has_layer)
 
 
 class Converter:

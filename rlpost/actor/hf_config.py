@@ -48,6 +48,8 @@ def hf_config(words: Mapping[str, Any]) -> dict[str, Any]:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"] = share
     if name.startswith("Glm"):
         hf["attention_bias"] = bool(words.get("add_qkv_bias"))
+    if name == "Glm4MoeForCausalLM" and words.get("mtp_num_layers"):
+        hf["num_nextn_predict_layers"] = words["mtp_num_layers"]
     if words.get("num_experts"):
         hf |= _experts(name, words)
     given = {key: value for key, value in words.items() if value is not None and key != "override_hf_config"}

@@ -65,6 +65,8 @@ METADATA = {
     "singleton_local_shards": False,
 }
 """Pass copies to Megatron: it stores the current process groups in them."""
+MTP_KEYS = "mtp.layers."
+"""What the error of a missing layer for multi-token prediction names."""
 UNREADABLE = (
     CheckpointingException,
     torch_checkpoint.CheckpointException,
@@ -322,6 +324,11 @@ def _read(read: Callable[[], Any], folder: str | Path) -> Any:
     try:
         return read()
     except UNREADABLE as error:
+        if isinstance(error, torch_checkpoint.CheckpointException) and MTP_KEYS in str(error):
+            raise CheckpointError(
+                f"{folder} has no layer for multi-token prediction, which --enable-mtp-training trains; use "
+                "--enable-mtp-training false, or weights that have it (convert the Hugging Face folder again)"
+            ) from error
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
 
 

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
-from rlpost.actor import device, parallel
+from rlpost.actor import device, mtp, parallel
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.layer_specs import (
     TRANSFORMER_ENGINE,
@@ -50,6 +50,8 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
     for stage in [None] if num_stages is None else range(num_stages):
         spec = block_spec(config, description.family, implementation=implementation, stage=stage)
         chunks.append(_chunk(config, description, spec, stage))
+        if settings.enable_mtp_training and chunks[-1].post_process:
+            mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
         _settle(chunks[-1], config.params_dtype)
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])

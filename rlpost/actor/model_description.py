@@ -80,8 +80,10 @@ class ModelDescription:
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings) -> None:
-        """Raises ConfigError when the model cannot be cut so."""
+        """Raises ConfigError when the model cannot be sharded or trained this way."""
         fields, hf = self.fields, self.hf_config
+        if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
+            raise ConfigError(problem)
         tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         sizes: list[tuple[str, int, str, int | None]] = [
             (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS

@@ -1,4 +1,4 @@
-"""Pack a micro-batch of samples into one row of tokens. Pure torch.
+"""Pack a micro-batch of samples into one row of tokens.
 
 Input: a tuple of TrainSample. Output: PackedMicroBatch on the CPU; ``to`` moves it. T is the number
 of tokens in the row, R the number of response tokens in the micro-batch (masked ones included).
@@ -15,14 +15,16 @@ as Megatron expects it). T and R then count what this rank holds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from rlpost.columns import FloatColumn
 from rlpost.errors import DataError
-from rlpost.types import MicroBatch, TrainBatch
+from rlpost.types import MicroBatch, TrainBatch, TrainSample
 
 T = TypeVar("T")
 
@@ -47,6 +49,10 @@ class PackedMicroBatch:
     rollout_logprobs: torch.Tensor  # [R] float32
     max_length: int  # of the longest sequence
     response_lengths: tuple[int, ...]  # [N], of the whole samples, over all context-parallel ranks
+    # With experts, for the rows that this rank's routers see: T / tensor-parallel size of them with
+    # sequence parallelism, else T. See ``rlpost.actor.routes``.
+    routes: torch.Tensor | None = None  # [rows, this rank's MoE layers, k] int16, -1: unknown
+    is_token: torch.Tensor | None = None  # [rows] bool, False at padding
 
     def to(self, device: torch.device) -> PackedMicroBatch:
         """Copy to ``device``."""
@@ -85,14 +91,12 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
                 f"{sample.response_length} response tokens; both must be at least 1"
             )
     sequences = [_up(len(sample.token_ids), layout.sequence_multiple) for sample in micro_batch]
-    ids = [
-        sample.token_ids + (0,) * (length - len(sample.token_ids))
-        for sample, length in zip(micro_batch, sequences, strict=True)
-    ]
     if padding := -sum(sequences) % layout.row_multiple:
         sequences.append(padding)
-        ids.append((0,) * padding)
     starts = [0, *itertools.accumulate(sequences)]
+    input_ids = np.zeros(starts[-1], dtype=np.int64)
+    for start, sample in zip(starts, micro_batch, strict=False):
+        input_ids[start : start + len(sample.token_ids)] = sample.token_ids.array
     rows = torch.cat([_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)])
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
@@ -102,29 +106,67 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     response_index = torch.cat(index)
     held = (response_index >= 0).nonzero()[:, 0]
 
-    def of_response(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype)[held]
+    def of_response(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
+        return _joined(arrays, dtype)[held]
 
     def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[held]
 
-    chain = itertools.chain.from_iterable
     return PackedMicroBatch(
-        input_ids=torch.tensor(list(chain(ids)))[rows].unsqueeze(0),
+        input_ids=torch.from_numpy(input_ids)[rows].unsqueeze(0),
         positions=torch.cat([torch.arange(length) for length in sequences])[rows].unsqueeze(0),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         response_index=response_index[held],
         held=held,
-        targets=of_response(chain(s.token_ids[s.prompt_length :] for s in micro_batch), torch.int64),
+        targets=of_response([s.token_ids.array[s.prompt_length :] for s in micro_batch], np.int64),
         sample_index=of_sample(range(len(micro_batch)), torch.int64),
-        sample_lengths=of_sample((sum(s.loss_mask) for s in micro_batch), torch.int64),
+        sample_lengths=of_sample((s.loss_mask.total() for s in micro_batch), torch.int64),
         sample_weights=of_sample((s.weight for s in micro_batch), torch.float32),
-        loss_mask=of_response(chain(s.loss_mask for s in micro_batch), torch.float32),
-        advantages=of_response(chain(s.advantages for s in micro_batch), torch.float32),
-        rollout_logprobs=of_response(chain(s.rollout_logprobs for s in micro_batch), torch.float32),
+        loss_mask=of_response([s.loss_mask.array for s in micro_batch], np.float32),
+        advantages=of_response([_advantages(s) for s in micro_batch], np.float32),
+        rollout_logprobs=of_response([s.rollout_logprobs.array for s in micro_batch], np.float32),
         max_length=max(sequences),
         response_lengths=tuple(responses),
     )
+
+
+def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
+    """Which token each row of this rank's part holds.
+
+    Args:
+        lengths: tokens of each sample of the micro-batch.
+        layout: as for ``pack``.
+
+    Returns:
+        [T] int64: indices among the tokens of all samples, in order; -1 at padding.
+    """
+    sequences = [_up(length, layout.sequence_multiple) for length in lengths]
+    if padding := -sum(sequences) % layout.row_multiple:
+        sequences.append(padding)
+    held, token = [], 0
+    for length, padded in itertools.zip_longest(lengths, sequences, fillvalue=0):
+        whole = torch.full((padded,), -1)
+        whole[:length] = torch.arange(token, token + length)
+        held.append(whole[_zigzag(padded, layout)])
+        token += length
+    return torch.cat(held)
+
+
+def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
+    """Concatenate columns, for example the log-probs of the samples of a micro-batch; [R] float32."""
+    return _joined([column.array for column in columns], np.float32)
+
+
+def _joined(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
+    # ``concatenate`` always copies, so the tensor does not write into the memory of a column.
+    return torch.from_numpy(np.concatenate(arrays, dtype=dtype))
+
+
+def _advantages(sample: TrainSample) -> Any:
+    """[response_length] float32."""
+    if isinstance(sample.advantage, FloatColumn):
+        return sample.advantage.array
+    return np.full(sample.response_length, sample.advantage, dtype=np.float32)
 
 
 def _up(length: int, multiple: int) -> int:
@@ -161,7 +203,10 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
     return [list(itertools.islice(values, len(micro_batch))) for micro_batch in batch.micro_batches]
 
 
-def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[tuple[float, ...]]:
-    """Split values per response token into one tuple per sample, in order."""
-    flat = iter(values_R.tolist())
-    return [tuple(itertools.islice(flat, length)) for length in packed.response_lengths]
+def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn]:
+    """Split values per response token into one float32 column per sample, in order."""
+    array = values_R.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
+    ends = itertools.accumulate(packed.response_lengths)
+    return [
+        FloatColumn.view(array[end - length : end]) for end, length in zip(ends, packed.response_lengths, strict=True)
+    ]

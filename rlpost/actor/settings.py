@@ -41,6 +41,8 @@ class ActorSettings(LossSettings):
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
+    enable_mtp_training: bool = False
+    mtp_loss_scaling_factor: float = 0.1
     lr: float = 1e-6
     min_lr: float = 0.0
     lr_decay_style: str = "constant"
@@ -66,6 +68,8 @@ class ActorSettings(LossSettings):
     main_params_dtype: str = "fp32"
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    use_rollout_routing_replay: bool = False
+    use_routing_replay: bool = False
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10

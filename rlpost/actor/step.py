@@ -12,6 +12,7 @@ would then do. The result is the gradient of the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlpost.actor import parallel
 from rlpost.actor.logprobs import Rows, response_logprobs
 from rlpost.actor.packing import PackedMicroBatch
+from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.algorithm.loss import token_weights
@@ -97,6 +99,12 @@ class MicroBatchLoss:
             sample_sums=partial(_sample_sums, packed=packed),
         )
         loss_R, per_token = self.objective(tokens, self.settings)
+        loss = (loss_R * self.weights(packed)).sum()
+        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
+
+    def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
+        """[R]: what each response token's loss is multiplied by; contains the global denominators."""
         weight_R = packed.loss_mask * token_weights(
             packed.sample_lengths,
             num_samples=self.num_samples,
@@ -105,9 +113,7 @@ class MicroBatchLoss:
         )
         if not self.settings.calculate_per_token_loss:  # per-token loss weights all tokens equally
             weight_R = weight_R * packed.sample_weights
-        loss = (loss_R * weight_R).sum()
-        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
+        return weight_R
 
     def _term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
         """This micro-batch's term of a metric; a maximum is at least 0."""
@@ -132,8 +138,11 @@ def run(
     loss_of: Callable[[int, PackedMicroBatch, torch.Tensor], Any],
     forward_only: bool,
     stop_points: StopPoints | None = None,
+    routing: RoutingReplay | None = None,
 ) -> list[Any]:
     """Run Megatron's schedule over the micro-batches.
+
+    With ``routing``, call it within one of its passes.
 
     Returns:
         The results of ``loss_of(index, micro_batch, logits)`` on the last pipeline stage; an empty
@@ -150,9 +159,10 @@ def run(
         index, micro_batch = next(batches)
         if not is_one_unit:
             stop_points.cross(index)
-        logits = chunk(
-            micro_batch.input_ids, micro_batch.positions, None, packed_seq_params=_packed_params(micro_batch)
-        )
+        with nullcontext() if routing is None else routing.forward(index, micro_batch):
+            logits = chunk(
+                micro_batch.input_ids, micro_batch.positions, None, packed_seq_params=_packed_params(micro_batch)
+            )
         return logits, partial(loss_of, index, micro_batch)
 
     batches = [iter(list(enumerate(packed))) for _ in chunks]

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.algorithm.plugin import blamed_on, load_function
+from rlpost.columns import FloatColumn, RunColumn
 from rlpost.errors import ConfigError
 from rlpost.types import SampleGroup
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
-Advantage = float | tuple[float, ...]
+Advantage = float | FloatColumn
 """Advantage of a sample: one for the whole response, or one for each of its tokens."""
-Masks = Sequence[Sequence[Sequence[int]]]
+Masks = Sequence[Sequence[RunColumn]]
 """Loss mask of the response, by group and sample."""
 Penalties = Sequence[Sequence[Sequence[float]]]
 """Penalty of each response token, by group and sample: kl_coef x KL; 0 where the mask is 0."""
@@ -141,7 +142,7 @@ def estimate(
     found = [known.of_group(rewards, normalize_std) for rewards in groups]
     if not known.whitens:
         return list(found)
-    num_tokens = [sum(mask) for group in masks for mask in group]
+    num_tokens = [mask.total() for group in masks for mask in group]
     flat = iter(whiten([advantage for group in found for advantage in group], num_tokens))
     return [tuple(next(flat) for _ in group) for group in found]
 
@@ -159,7 +160,7 @@ def _whitened_returns(
     ]
     chain = itertools.chain.from_iterable
     flat = iter(whiten(list(chain(chain(returns))), list(chain(chain(masks)))))
-    return [tuple(tuple(itertools.islice(flat, len(tokens))) for tokens in group) for group in returns]
+    return [tuple(FloatColumn(itertools.islice(flat, len(tokens))) for tokens in group) for group in returns]
 
 
 def custom_advantages(
@@ -167,14 +168,16 @@ def custom_advantages(
 ) -> list[tuple[Advantage, ...]]:
     """Advantages by a user function, ``function(groups, penalties)``, by group and sample.
 
-    For each group, in order, it returns an advantage per sample: a number, or one per response token.
+    ``penalties`` holds a tuple per sample. For each group, in order, the function returns an advantage
+    per sample: a number, or one per response token.
 
     Raises:
         ConfigError: the function cannot be imported, or returns something else.
     """
     key = "custom_advantage_function_path"
+    of_tokens = None if penalties is None else [[tuple(own) for own in group] for group in penalties]
     with blamed_on(path, key=key):
-        found = load_function(path, key=key)(groups, penalties)
+        found = load_function(path, key=key)(groups, of_tokens)
     try:
         by_group = [tuple(_advantage(value) for value in group) for group in found]
     except (TypeError, ValueError) as error:
@@ -183,7 +186,7 @@ def custom_advantages(
             "a number, or a list of numbers, for each sample"
         ) from error
     wanted = [[len(scored.sample.response_ids) for scored in group.samples] for group in groups]
-    got = [[len(a) if isinstance(a, tuple) else None for a in group] for group in by_group]
+    got = [[len(a) if isinstance(a, FloatColumn) else None for a in group] for group in by_group]
     if [len(group) for group in got] != [len(group) for group in wanted]:
         raise ConfigError(
             f"custom_advantage_function_path = {path}: got {[len(group) for group in got]} advantages by group for "
@@ -205,4 +208,4 @@ def _advantage(value: Any) -> Advantage:
         tokens = iter(value)
     except TypeError:
         return float(value)
-    return tuple(float(token) for token in tokens)
+    return FloatColumn(float(token) for token in tokens)

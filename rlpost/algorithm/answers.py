@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlpost.algorithm.advantage import Advantage, Masks, Penalties
+from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.types import SampleGroup
 
 T = TypeVar("T")
@@ -38,7 +39,11 @@ def estimate_by_answer(
     sizes = [answer_sizes(group) for group in groups]
     rewards = [[_mean(own) for own in _parts(group.rewards, of)] for group, of in zip(groups, sizes, strict=True)]
     masks = [[scored.sample.mask for scored in group.samples] for group in groups]
-    found = estimate(rewards, _joined(masks, sizes), None if penalties is None else _joined(penalties, sizes))
+    of_answers = [
+        [RunColumn(run for mask in part for run in mask.runs) for part in _parts(own, of)]
+        for own, of in zip(masks, sizes, strict=True)
+    ]
+    found = estimate(rewards, of_answers, None if penalties is None else _joined(penalties, sizes))
     return [
         tuple(
             part
@@ -52,7 +57,7 @@ def estimate_by_answer(
 def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
     """(weight, count) of each sample, see ``TrainSample``: its share of the answer's loss-masked tokens, and 1 for the
     first sample of an answer."""
-    lengths = [sum(scored.sample.mask) for scored in group.samples]
+    lengths = [scored.sample.mask.total() for scored in group.samples]
     found: list[tuple[float, int]] = []
     for own in _parts(lengths, answer_sizes(group)):
         total = max(1, sum(own))
@@ -60,11 +65,11 @@ def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
     return found
 
 
-def _joined(values: Sequence[Sequence[Sequence[float]]], sizes: Sequence[Sequence[int]]) -> list[list[tuple[Any, ...]]]:
-    """Values of tokens by group and sample -> by group and answer."""
+def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[DoubleColumn]]:
+    """Penalties of tokens by group and sample -> by group and answer."""
     return [
-        [tuple(itertools.chain.from_iterable(part)) for part in _parts(own, of)]
-        for own, of in zip(values, sizes, strict=True)
+        [DoubleColumn.joined(map(DoubleColumn.of, part)) for part in _parts(own, of)]
+        for own, of in zip(penalties, sizes, strict=True)
     ]
 
 
@@ -74,8 +79,9 @@ def _parts(values: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 
 
 def _dealt_out(advantage: Advantage, lengths: Sequence[int]) -> list[Advantage]:
-    if isinstance(advantage, tuple):
-        return [tuple(part) for part in _parts(advantage, lengths)]
+    if isinstance(advantage, FloatColumn):
+        ends = itertools.accumulate(lengths)
+        return [advantage[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     return [advantage] * len(lengths)
 
 

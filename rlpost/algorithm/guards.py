@@ -92,7 +92,7 @@ def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
             "look at what sets the masks, with --save-debug-rollout-data"
         )
     micro_batches = [micro for batch in batches for micro in batch.micro_batches]
-    empty = sum(not any(any(sample.loss_mask) for sample in micro) for micro in micro_batches)
+    empty = sum(not any(sample.loss_mask.total() for sample in micro) for micro in micro_batches)
     if not empty:
         return None
     return (

@@ -7,7 +7,9 @@ Schulman, "Approximating KL divergence" (2020), which names them k1, k2 and k3.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
 
 if TYPE_CHECKING:  # the driver needs numbers only
     from torch import Tensor
@@ -37,10 +39,19 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
     raise ValueError(f"kl_loss_type={kind!r} is not known; choose {', '.join(get_args(Estimator))}")
 
 
-def kl_value(difference: float, kind: str) -> float:
-    """``estimate_kl`` of one token, a number from a number: d = policy - reference, cut at +-20 for every kind.
+def kl_values(difference_T: Any, kind: str) -> Any:
+    """``estimate_kl`` of float64 arrays [T]: d = policy - reference, cut at +-20 for every kind.
 
     Raises KeyError for another kind."""
-    d = min(max(difference, -MAX_DIFFERENCE), MAX_DIFFERENCE)
-    k3 = math.exp(-d) + d - 1
-    return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(k3, LOW_VAR_BOUND)}[kind]
+    d = np.clip(difference_T, -MAX_DIFFERENCE, MAX_DIFFERENCE)
+    return {"k1": lambda: d, "k2": lambda: d * d / 2, "k3": lambda: _k3(d), "low_var_kl": lambda: _low_var(d)}[kind]()
+
+
+def _k3(d_T: Any) -> Any:
+    # numpy's exp differs from the C library's in the last bit, and between processors.
+    exp_T = np.fromiter(map(math.exp, (-d_T).tolist()), dtype=np.float64, count=len(d_T))
+    return exp_T + d_T - 1
+
+
+def _low_var(d_T: Any) -> Any:
+    return np.minimum(_k3(d_T), LOW_VAR_BOUND)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
+from common.files import sync
 from rlpost.assets import store
 from rlpost.assets.hub import Hub
 from rlpost.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
-from rlpost.files import sync
 
 STALE_S = 180.0
 BEAT_S = 20.0  # NFS may show a heartbeat a minute late

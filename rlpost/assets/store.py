@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.files import write_atomic
 from rlpost.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
-from rlpost.files import write_whole
 
 RECORD = ".rlpost-asset.json"
 STAGES = ".fetch"
@@ -121,7 +121,7 @@ def write_record(folder: Path, asset: Asset, listing: Listing) -> None:
     """Write or replace the record atomically."""
     files = {file.path: {"size": file.size, "digest": file.digest} for file in listing.files}
     content = {"repository": asset.repository, "kind": asset.kind, "commit": listing.commit, "files": files}
-    write_whole(folder / RECORD, [json.dumps(content, indent=1) + "\n"])
+    write_atomic(folder / RECORD, json.dumps(content, indent=1) + "\n", mode=0o666)
 
 
 def staged_bytes(stage: Path, listing: Listing) -> int:

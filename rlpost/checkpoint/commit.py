@@ -36,8 +36,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.files import sync, write_atomic, write_within
 from rlpost.errors import CheckpointError
-from rlpost.files import sync, write_whole, write_within
 
 logger = logging.getLogger(__name__)
 
@@ -394,7 +394,8 @@ def write_durably(path: Path, text: str, *, beside: Path | None = None) -> None:
 
     The temporary file is in the same folder, or in ``beside`` on the same file system.
     """
-    write_whole(path, [text], through=(beside or path.parent) / f".{path.name}.tmp")
+    temporary = (beside or path.parent) / f".{path.name}.tmp"
+    write_atomic(path, text, mode=0o666, through=temporary)
 
 
 def _file_digest(path: Path) -> str:

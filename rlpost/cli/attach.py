@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.attempt import SECRET_FILE
+from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
 from rlpost.config.keys import without_keys
@@ -22,7 +24,6 @@ from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.environment import outside_any_job
 from slurm.nodelist import expand
-from slurm.run_folder import RunFolder
 from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
@@ -88,7 +89,7 @@ def tunnel_main(arguments: Sequence[str]) -> int:
     else:
         _, nodes = running_nodes(run)
         print(tunnel_command(login, head_of(run, nodes), *dashboard_address(run), options.port))
-    secret = (run.attempts / "latest").resolve() / "secret"
+    secret = (run.attempts / "latest").resolve() / SECRET_FILE
     print(f"then open http://localhost:{options.port}; it asks for the token in {secret}")
     return 0
 
@@ -152,7 +153,7 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
     # Ray's own commands ask for the attempt's secret; this is its place.
-    secret = (run.attempts / "latest").resolve() / "secret"
+    secret = (run.attempts / "latest").resolve() / SECRET_FILE
     variables = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret)}
     inside = Inside(run.root, home_of(run), environment=tuple(variables.items()))
     if container is None:

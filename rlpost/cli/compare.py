@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.files import write_atomic
 from rlpost.arguments import Parser
 from rlpost.cli.runs import add_runs_dir, find_run
 from rlpost.errors import ConfigError
 from rlpost.report.compare import compare_page, comparison
 from rlpost.report.run_facts import read_facts
-from slurm.run_folder import write_atomic
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.attempt import VERDICT_FILE
+from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.runs import (
     LOCAL,
@@ -20,7 +22,6 @@ from rlpost.errors import ConfigError
 from slurm.client import ask_to_requeue, cancel
 from slurm.local import request_stop
 from slurm.queue import queue
-from slurm.run_folder import RunFolder
 
 
 def cancel_main(arguments: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def cancel_main(arguments: Sequence[str]) -> int:
         if not local_is_alive(job_id):
             raise ConfigError(f"{run.root.name}: {job_id} has already ended; nothing to cancel")
         latest = run.attempts / "latest"
-        if not latest.exists() or (latest / "verdict").exists():  # no attempt yet, or the one before
+        if not latest.exists() or (latest / VERDICT_FILE).exists():  # no attempt yet, or the one before
             raise ConfigError(f"{run.root.name}: {job_id} is starting or ending; try again in a moment")
         run.ledger.append("cancelled", job_id=job_id)
         request_stop(latest.resolve(), "rlpost cancel")

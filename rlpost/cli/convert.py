@@ -146,11 +146,12 @@ def _main(
         config = _prepared(loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size)
         folder = target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
-        from rlpost.actor.conversion import Converter  # from here on: torch and Megatron
+        from rlpost.actor.conversion import Converter, with_mtp_layer  # from here on: torch and Megatron
         from rlpost.actor.parallel import Rendezvous
 
         meeting = Rendezvous(here.rank, here.world_size, here.master_addr, here.master_port)
-        converter = Converter(actor_settings(config), meeting)
+        source = getattr(namespace, "input_dir", config.checkpoint.hf_checkpoint)
+        converter = Converter(with_mtp_layer(actor_settings(config), source), meeting)
         try:
             convert(namespace, config, converter, folder)
         finally:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from common.run_folder import RunFolderError
 from rlpost.errors import ConfigError, DataError
 from slurm.errors import SlurmError
 
@@ -37,7 +38,7 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         if len(lines) > MOST_LINES:
             print(f"error: and {len(lines) - MOST_LINES} more; fix these to see them", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except SlurmError as error:
+    except (SlurmError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # e.g. ``head`` closed the pipe

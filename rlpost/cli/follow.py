@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from common.attempt import VERDICT_FILE, VERDICT_JSON
+from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from common.run_folder import RunFolder
 from rlpost.cli.log_lines import Wanted, merged, prefixed
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.queue import queue
-from slurm.run_folder import RunFolder
 
 LOG_POLL_S = 0.5
 ENDING_POLL_S = 3.0
-EXIT_CODES = {"done": 0, "requeue": 75, "config": 2}
+EXIT_CODES = {"done": EXIT_DONE, "requeue": EXIT_PREEMPTED, "config": 2}
 
 
 def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False) -> int:
@@ -92,7 +94,7 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
 
     def is_over() -> bool:
         nonlocal asked, over
-        poll_s = ENDING_POLL_S if (run.attempts / "latest" / "verdict").exists() else POLL_S
+        poll_s = ENDING_POLL_S if (run.attempts / "latest" / VERDICT_FILE).exists() else POLL_S
         if time.monotonic() - asked >= poll_s:
             newest = newest_job(run) or job_id
             asked, over = time.monotonic(), queue([newest])[newest].is_over
@@ -103,14 +105,14 @@ def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
 
 def conclude(run: RunFolder) -> int:
     """Print how a finished run ended and its results; return its exit code."""
-    verdict_file = run.attempts / "latest" / "verdict"
+    verdict_file = run.attempts / "latest" / VERDICT_FILE
     if not verdict_file.exists():
         logs = run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
         print(f"ended: failed, and the agents left no verdict; see {logs} and {run.attempts / 'latest'}")
         return 1
     verdict = verdict_file.read_text().strip()
     if verdict != "done":
-        cause = run.attempts / "latest" / "verdict.json"
+        cause = run.attempts / "latest" / VERDICT_JSON
         print(f"ended: {verdict}" + (f"\n{cause.read_text().strip()}" if cause.exists() else ""))
         return EXIT_CODES.get(verdict, 1)
     print("\n".join(summary(run)))

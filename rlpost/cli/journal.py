@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.checkpoint.commit import newest_committed
 from rlpost.checkpoint.state import RunState
@@ -16,7 +17,6 @@ from rlpost.errors import CheckpointError, ConfigError
 from rlpost.orchestration.checkpoints import STATE_FILE
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import BATCH, EVALUATION, GROUP, Record, Segment, Unreadable
-from slurm.run_folder import RunFolder
 
 COLUMNS = (
     "segment",

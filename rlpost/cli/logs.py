@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.follow import follow
 from rlpost.cli.log_lines import LEVELS, Wanted, merged, prefixed
 from rlpost.cli.runs import add_run_options, current_job, find_run
 from rlpost.errors import ConfigError
-from slurm.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:

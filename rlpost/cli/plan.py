@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
 WRITE_GBPS = 2.0
 NUM_SUGGESTED = 5
+SGLANG_BYTES_PER_EXPERT = 4
+"""Of the table that each process of an engine keeps for its KV cache: all layers, dense ones included."""
 WIDTH, BAR = 110, 60
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
 GLYPHS = {
@@ -182,6 +184,11 @@ def on_gpus(config: Config, gpus: int) -> Config:
 
 def model_of(config: Config) -> tuple[Shape, int]:
     """The model's shape and the bytes of a weight in its engines: from config.json, or from [model]."""
+    shape, width = _model_of(config)
+    return replace(shape, mtp=config.grpo.enable_mtp_training), width
+
+
+def _model_of(config: Config) -> tuple[Shape, int]:
     folder = Path(config.checkpoint.hf_checkpoint)
     path = folder / "config.json"
     if not path.is_file():
@@ -230,6 +237,8 @@ def table(made: Estimate, write_gbps: float) -> Table:
         answers = max(0, engine.kv_tokens) // made.longest
         text = f"{max(0, engine.kv_tokens):,} tokens an engine: {answers} answers of {made.longest} tokens at once"
         rows.append(("KV cache", text))
+        if config.grpo.use_rollout_routing_replay:
+            rows.append(("routes", route_words(made, max(0, engine.kv_tokens))))
     seconds = made.checkpoint_bytes / (write_gbps * 1e9 * config.actor_num_nodes)
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
@@ -241,6 +250,19 @@ def table(made: Estimate, write_gbps: float) -> Table:
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def route_words(made: Estimate, kv_tokens: int) -> str:
+    """Memory of the experts that engines choose: what the driver holds of a step at most, and each GPU of an engine."""
+    shape, config = made.shape, made.config
+    bytes_per_expert = 1 if shape.num_experts <= 255 else 2
+    per_token = sum(shape.sparse) * shape.topk * bytes_per_expert
+    of_step = per_token * config.samples_per_rollout * made.longest
+    of_engine = len(shape.sparse) * shape.topk * SGLANG_BYTES_PER_EXPERT * kv_tokens
+    return (
+        f"{per_token} bytes a token: at most {_gb(of_step)} a step in the driver, "
+        f"{_gb(of_engine)} of host memory for each GPU of an engine"
+    )
 
 
 def save_words(made: Estimate, seconds: float) -> str:

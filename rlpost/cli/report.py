@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from common.files import write_atomic
+from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.follow import summary
 from rlpost.cli.run_status import statuses
@@ -16,7 +18,6 @@ from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.write import write_report
-from slurm.run_folder import RunFolder, write_atomic
 
 
 def main(arguments: Sequence[str]) -> int:

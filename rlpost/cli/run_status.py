@@ -15,12 +15,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, newest_job, settings_of
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from rlpost.report.panels import mean_phases
 from slurm.queue import QueueEntry, queue
-from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 MAX_WARNINGS = 4
@@ -82,7 +83,7 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
 def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
     """The status of a run; ``entry`` is its job's queue entry."""
     latest = run.attempts / "latest"
-    verdict = _text(latest / "verdict")
+    verdict = _text(latest / VERDICT_FILE)
     entry = entry or QueueEntry("", _local_state(job_id, verdict))
     events = run.ledger.read()
     attempt = latest.resolve().name if latest.exists() else None
@@ -101,7 +102,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         time_left_s=entry.time_left_s,
         attempt=attempt,
         verdict=verdict or ended.get("verdict"),
-        cause=ended.get("cause") or _cause(latest / "verdict.json") or _refusal(run, attempt, entry.state),
+        cause=ended.get("cause") or _cause(latest / VERDICT_JSON) or _refusal(run, attempt, entry.state),
         decision=str(ended.get("reason", "")),
         checkpoint=committed.get("checkpoint"),
         checkpoint_step=committed.get("step"),
@@ -109,7 +110,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         checkpoint_age_s=_age(committed.get("time")),
         num_attempts=sum(event.get("event") == "started" for event in events),
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
-        warnings=warnings_in(_tail(latest / "driver.log")),
+        warnings=warnings_in(_tail(latest / DRIVER_LOG)),
         **_progress(run, is_over=entry.state.is_over),
     )
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
+from common.run_folder import RunFolder
 from rlpost.errors import ConfigError, suggestion
 from slurm.queue import QueueEntry, queue
-from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 LOCAL = "local-"  # begins the job id of a run on this machine

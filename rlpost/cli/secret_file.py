@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from common.files import write_atomic
+from common.run_folder import RunFolder
 from rlpost.config.keys import KEYS, WANDB
 from rlpost.errors import ConfigError
-from slurm.run_folder import RunFolder, write_atomic
 
 
 def secrets_path(run: RunFolder) -> Path:

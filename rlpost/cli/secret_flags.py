@@ -1,7 +1,7 @@
-"""``--wandb-key KEY`` on a command line: out of it, into the environment, before anything else happens.
+"""Move ``--wandb-key KEY`` from the command line into the environment, before anything else happens.
 
-Everybody on a machine can read the words of a process, and only its owner the environment. From there the key goes the
-way of all keys (``rlpost.cli.secret_file``). Standard library alone: this runs first.
+Every user of a machine can read the command line of a process; only its owner can read its environment. From there the
+key is treated like every key (``rlpost.cli.secret_file``). Standard library alone: this runs first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[s
 
 
 def hide_keys() -> None:
-    """Start this process anew without the keys of its command line. Returns when there are none."""
+    """Replace this process by one without the keys on its command line. Returns when there are none."""
     words = sys.argv[1:]
     if not any(word.partition("=")[0] in KEY_FLAGS for word in words):
         return
     try:
         rest = take_keys(words, os.environ)
     except ConfigError:
-        return  # whoever parses the words says so
+        return  # the parser reports it
+    # Python cannot change what /proc/PID/cmdline shows; only exec replaces it. The flag is that of published command
+    # lines, so refusing it is no way out.
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]
     os.execv(sys.executable, [sys.executable, *before, *rest])

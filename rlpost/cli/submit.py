@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from rlpost.check import check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
@@ -36,7 +37,6 @@ from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
 from slurm.queue import queue
 from slurm.render import render_sbatch
-from slurm.run_folder import RunFolder, create_run_folder
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec
 from slurm.states import JobState
@@ -88,7 +88,7 @@ def submit_main(arguments: Sequence[str]) -> int:
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
         where: Where = "debug" if options.debug else "local" if local else "slurm"
         job_id = submit(spec, run, home=run.code, where=where)
-    except SlurmError as error:
+    except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     print(f"submitted {job_id}\nrun folder {run.root}")
     if options.debug:

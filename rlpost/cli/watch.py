@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from common.run_folder import RunFolder
 from rlpost.cli.run_status import PACE_STEPS, STATE_COLOURS, Status, ago, status_of
 from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.errors import ConfigError
@@ -29,7 +30,6 @@ from rlpost.report.series import points, short
 from rlpost.report.timeline import Timeline, timeline
 from slurm.client import POLL_S
 from slurm.queue import FORGOTTEN, QueueEntry, queue
-from slurm.run_folder import RunFolder
 from slurm.states import JobState
 
 REFRESH_S = 5.0

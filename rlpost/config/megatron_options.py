@@ -38,6 +38,7 @@ OURS = {
     "gated_linear_unit": "the model's config.json",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "layernorm_epsilon": "the model's config.json (--norm-epsilon)",
+    "moe_enable_routing_replay": "--use-rollout-routing-replay and --use-routing-replay",
     "moe_z_loss_coeff": "the trainer's loss, a sum with which Megatron would count that term once a token",
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",

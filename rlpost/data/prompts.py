@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from rlpost.columns import IntColumn
 from rlpost.data.rows import Rows
 from rlpost.data.tokenizer import Content, Tools
 from rlpost.errors import DataError
@@ -141,7 +142,8 @@ class PromptSet:
         if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
             self._skip(LONG, f"{where}: {len(token_ids)} tokens, and {self._max_prompt_len} are the most ({LIMITS})")
             return None
-        return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, label=row.label, metadata=row.metadata)
+        column = IntColumn(token_ids)
+        return Prompt(prompt_id=prompt_id, text=text, token_ids=column, label=row.label, metadata=row.metadata)
 
     def all(self) -> list[Prompt]:
         """Every prompt that is not skipped, once, its position for a name.

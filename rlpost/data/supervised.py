@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.data.tokenizer import Content, PromptTokenizer, Tools
 from rlpost.errors import DataError
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
@@ -35,18 +36,19 @@ class SupervisedTokenizer(PromptTokenizer):
         reads. Raises DataError for a prompt with neither a label nor a message of an assistant."""
         if prompt.label is not None:
             prompt_ids = prompt.token_ids
-            response_ids = (*self.encode(prompt.label), self._end())
-            mask: tuple[int, ...] = (1,) * len(response_ids)
+            response_ids = IntColumn([*self.encode(prompt.label), self._end()])
+            mask = RunColumn([(1, len(response_ids))])
         else:
             ids, whole = self._conversation(_messages(prompt))
             first = whole.index(1)
-            prompt_ids, response_ids, mask = ids[:first], ids[first:], whole[first:]
+            prompt_ids, response_ids = IntColumn(ids[:first]), IntColumn(ids[first:])
+            mask = RunColumn.of(whole[first:])
         sample = Sample(
             prompt_id=prompt.prompt_id,
             index=0,
             prompt_ids=prompt_ids,
             response_ids=response_ids,
-            rollout_logprobs=(0.0,) * len(response_ids),
+            rollout_logprobs=FloatColumn.zeros(len(response_ids)),
             text=self.decode(response_ids),
             finish_reason="stop",
             policy_version=0,

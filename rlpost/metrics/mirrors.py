@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.config.tree import Config
 from rlpost.metrics.prometheus import PrometheusServer
 from rlpost.metrics.tensorboard import TensorBoardWriter

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common.files import write_atomic
 from rlpost.config.groups.wandb import WandbConfig
 from rlpost.errors import ConfigError, Preempted
 
@@ -118,7 +118,5 @@ def run_id(run_folder: Path) -> str:
     made = (run_folder / "run.json").stat().st_mtime_ns
     identity = f"{name}-{hashlib.sha256(f'{run_folder}:{made}'.encode()).hexdigest()[:8]}"
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(identity + "\n")
-    os.replace(temporary, path)
+    write_atomic(path, identity + "\n")
     return identity

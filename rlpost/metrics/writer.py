@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlpost.files import sync
+from common.files import sync
 from rlpost.run_files import RunFile
 from rlpost.types import SampleGroup
 

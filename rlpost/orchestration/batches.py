@@ -10,13 +10,14 @@ import math
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from rlpost.algorithm.advantage import Advantage, Masks, Penalties, custom_advantages, estimate
 from rlpost.algorithm.answers import answer_weights, estimate_by_answer
 from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
+from rlpost.columns import RunColumn
 from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
@@ -27,6 +28,18 @@ from rlpost.types import SampleGroup, TrainBatch, TrainSample
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
 REPETITION_WINDOW, REPETITION_LEAST = 4096, 256  # characters at the end of an answer
 REPETITIVE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DealtStep:
+    """One optimizer step of a rollout.
+
+    ``positions`` has for each data-parallel rank, in the order of ``TrainBatch.samples``, the position of each sample
+    among those of the rollout; None for the copies that ``filled_up`` adds.
+    """
+
+    batches: StepBatches
+    positions: tuple[tuple[int | None, ...], ...]
 
 
 def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False) -> list[TrainSample]:
@@ -41,6 +54,7 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_ans
             advantage=advantage,
             weight=weight,
             count=count,
+            routes=scored.sample.routes,
         )
         for scored, advantage, (weight, count) in zip(group.samples, advantages, weights, strict=True)
     ]
@@ -49,14 +63,25 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_ans
 def rollout_samples(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[TrainSample]:
-    """All samples of a rollout with their advantages, in order of groups. ``penalties`` are taken off the rewards,
-    token by token."""
+    """All samples of a rollout with their advantages, in order of groups; see ``rollout_advantages``."""
+    return samples_with(rollout_advantages(groups, grpo, penalties), groups, grpo)
+
+
+def rollout_advantages(
+    groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
+) -> list[tuple[Advantage, ...]]:
+    """Advantages by group and sample. ``penalties`` are taken off the rewards, token by token."""
     if grpo.loss_type == "sft_loss":
-        advantages: list[tuple[Advantage, ...]] = [(1.0,) * len(group.samples) for group in groups]
-    elif grpo.custom_advantage_function_path is not None:
-        advantages = custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
-    else:
-        advantages = _estimated(groups, grpo, penalties)
+        return [(1.0,) * len(group.samples) for group in groups]
+    if grpo.custom_advantage_function_path is not None:
+        return custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
+    return _estimated(groups, grpo, penalties)
+
+
+def samples_with(
+    advantages: Sequence[Sequence[Advantage]], groups: Sequence[SampleGroup], grpo: GrpoConfig
+) -> list[TrainSample]:
+    """All samples of a rollout, in order of groups, with the given advantages."""
     by_answer = grpo.loss_unit == "answer"
     pairs = zip(groups, advantages, strict=True)
     return [sample for group, own in pairs for sample in train_samples(group, own, by_answer=by_answer)]
@@ -85,17 +110,22 @@ def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: f
 
 def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
     """``make_batches`` of samples that are made already; those that count as one stay in one step."""
+    return [step.batches for step in deal(samples, config, break_even=break_even)]
+
+
+def deal(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[DealtStep]:
+    """``batch_samples``, with the positions of the samples."""
     num_steps = config.num_steps_per_rollout
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
     ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
-    return [_step_batches(samples[start:end], config, break_even) for start, end in pairwise(ends)]
+    return [_deal_step(samples[start:end], start, config, break_even) for start, end in pairwise(ends)]
 
 
 def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSample]:
     """The samples, and as many as they lack to be a multiple: copies of the shortest that the loss leaves out. They
     lack some where a function of the user's own makes a varying number of them."""
     shortest = min(samples, key=lambda sample: len(sample.token_ids))
-    filler = replace(shortest, loss_mask=(0,) * shortest.response_length, advantage=0.0)
+    filler = replace(shortest, loss_mask=RunColumn([(0, shortest.response_length)]), advantage=0.0)
     return [*samples, *[filler] * (-len(samples) % multiple_of)]
 
 
@@ -117,9 +147,11 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
     return round(count.dense - looked_up + count.expert * used)
 
 
-def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: float) -> StepBatches:
+def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break_even: float) -> DealtStep:
+    """The batches of one step; ``first`` is the position of its first sample in the rollout."""
     padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
     num_samples = sum(sample.count for sample in samples)
+    positions = range(first, first + len(samples))
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)
     lengths = [len(sample.token_ids) + -len(sample.token_ids) % padded_to for sample in samples]
     dealt = schedule(
@@ -130,8 +162,8 @@ def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: fl
         multiple_of=config.micro_batch_multiple,
         work=[sequence_work(length, break_even) for length in lengths] if config.perf.balance_data else None,
     )
-    num_tokens = sum(sum(sample.loss_mask) for sample in samples)
-    return tuple(
+    num_tokens = sum(sample.loss_mask.total() for sample in samples)
+    batches = tuple(
         TrainBatch(
             micro_batches=tuple(tuple(samples[i] for i in indices) for indices in micro_batches),
             num_samples=num_samples,
@@ -140,6 +172,8 @@ def _step_batches(samples: Sequence[TrainSample], config: Config, break_even: fl
         )
         for micro_batches, groups in zip(dealt, _log_prob_groups(dealt, lengths, config), strict=True)
     )
+    in_rollout: list[int | None] = [*positions, *[None] * (len(samples) - len(positions))]
+    return DealtStep(batches, tuple(tuple(in_rollout[i] for micro in rank for i in micro) for rank in dealt))
 
 
 def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[list[list[int]]]:
@@ -168,6 +202,22 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
             is_repetitive(scored.sample.text) for group in groups for scored in group.samples
         ),
         "rollout/num_tokens": sum(lengths),
+        **route_metrics(groups),
+    }
+
+
+def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Memory of routes and the share of tokens without one, where engines return routes. The last token of a response
+    never has one and does not count."""
+    samples = [scored.sample for group in groups for scored in group.samples]
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    num_read = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
+    if not routes or not num_read:
+        return {}
+    num_known = sum(int(column.known.sum()) for column in routes)
+    return {
+        "rollout/routes_bytes_per_token": sum(column.array.nbytes for column in routes) / num_read,
+        "rollout/routes_unknown_frac": max(0.0, 1 - num_known / num_read),
     }
 
 

@@ -24,8 +24,8 @@ from rlpost.checkpoint.ownership import Claim, claim
 from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
-from rlpost.files import in_daemon
 from rlpost.metrics.spans import SPANS
 
 logger = logging.getLogger(__name__)

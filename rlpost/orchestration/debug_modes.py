@@ -1,7 +1,7 @@
-"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only).
+"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only), and the choice of the mode.
 
-Input: that of ``ClusterStages``. Output: the same stages, with no-ops for the side that is not started. The placement
-of workers is that of a full run.
+Input: that of ``RunStages``. Output: stages with no-ops for the side that is not started. The placement of workers is
+that of a full run.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
 
-def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> ClusterStages:
+def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> RunStages:
     """Create the stages: full, rollout-only or train-only."""
-    kind = ClusterStages
+    kind: type[RunStages] = ClusterStages
     if config.debug.debug_rollout_only:
         kind = RolloutOnly
     elif config.debug.debug_train_only or config.grpo.loss_type == "sft_loss":
@@ -35,21 +36,22 @@ def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, s
     return kind(config, cluster, checkpoints=checkpoints, stop=stop)
 
 
-class RolloutOnly(ClusterStages):
+class RolloutOnly(RunStages):
     """Generates with the weights of --hf-checkpoint, without training. Each step still increments the version."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start engines and router."""
-        placement, ports = self._layout()
-        self._fleet = Fleet(self._config, self._cluster, placement, ports)
-        await self._within_deadline(self._fleet.start([""] * len(placement.actors)))
-        await self._generation.connect(self._fleet.router)
-        await self._observation.attach(None, self._fleet, None)
+        placement, ports = self.startup.layout()
+        self._fleet = Fleet(self.config, self.cluster, placement, ports)
+        self.closing.callback(self._fleet.close)
+        await self.startup.within_deadline(self._fleet.start([""] * len(placement.actors)))
+        await self.generation.connect(self._fleet.router)
+        await self.observation.attach(None, self._fleet, None)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches."""
-        self._observation.step = state.step
-        return self._generation.rollouts(state, journal, contextlib.nullcontext)
+        self.observation.step = state.step
+        return self.generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Do nothing."""
@@ -62,7 +64,7 @@ class RolloutOnly(ClusterStages):
 
     async def evaluate(self) -> Mapping[str, float]:
         """Metrics on held-out prompts; an engine that dies ends the run: no trainer can update it."""
-        return await self._generation.evaluate()
+        return await self.generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Do nothing: the weights are those of --hf-checkpoint."""
@@ -72,31 +74,41 @@ class RolloutOnly(ClusterStages):
         return ""
 
 
-class TrainOnly(ClusterStages):
+class TrainOnly(RunStages):
     """Trains on recorded groups, or on the responses of the data; nothing is generated or evaluated."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
-        placement, ports = self._layout()
-        self._actors = self._actor_workers(placement)
-        await self._within_deadline(self._start_actors(placement, ports, checkpoint))
-        await self._observation.attach(self._actors, None, None)
+        placement, ports = self.startup.layout()
+        self._actors = self.startup.actor_workers(placement)
+        await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
+        await self.observation.attach(self._actors, None, None)
+
+    async def _start_trainer(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
+        self._training = await self.startup.trainer(
+            self._actors, placement, ports, checkpoint, break_even=self.break_even
+        )
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the recorded batches."""
-        self._observation.step = state.step
-        return self._generation.rollouts(state, journal, contextlib.nullcontext)
+        self.observation.step = state.step
+        return self.generation.rollouts(state, journal, contextlib.nullcontext)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""
-        return await self._observation.around(groups, self._training.train(groups))
+        return await self.observation.around(groups, self._training.train(groups))
 
     async def sync(self, policy_version: int) -> None:
-        """Nothing: nobody generates."""
+        """Do nothing: there are no engines."""
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Nothing: nobody generates."""
+        """Do nothing: there are no engines."""
         return {}
 
-    def _at_rest(self, *, is_last: bool) -> AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext()
+    async def save(self, state: RunState, *, wait: bool) -> None:
+        """Commit; the trainer is never offloaded."""
+        await self.save_actors(self._actors, state, wait=wait, at_rest=contextlib.nullcontext())
+
+    async def weights_hash(self) -> str:
+        """Return a hash of the trainer's weights under their Hugging Face names."""
+        return await self._actors.weights_hash()

@@ -1,7 +1,7 @@
 """The driver: runs one attempt on a cluster that is up, and returns its exit code.
 
 Input: the settings, the run's folder and the cluster that the agents started. Output: one of the exit codes of
-``bootstrap.handoff``; metrics, checkpoints and a reward curve in the run's folder.
+``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster
+from common.cluster import Cluster
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.run_folder import RunFolder
 from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon, started
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
-from rlpost.files import in_daemon, started
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -38,13 +40,11 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.run_files import LAST_S, storage_words
-from slurm.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-EXIT_FAILED = 1
 PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 
@@ -132,7 +132,7 @@ async def _train(
     checkpoints = Checkpoints(config.checkpoint, run.checkpoints, committed=committed, provenance=provenance)
     await _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
     checkpoint, state = await _off_loop(stop, checkpoints.newest)
-    journal = await _off_loop(stop, lambda: _journal(config, checkpoints.save_folder, checkpoint, state))
+    journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
     logger.info("starting from %s", checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint)
     ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
     await ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
@@ -221,14 +221,20 @@ def _provenance(config: Config, run: RunFolder) -> Provenance:
     return Provenance.of(config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None)
 
 
-def _journal(config: Config, save_folder: Path, checkpoint: Path | None, state: RunState) -> Journal:
+async def _journal(config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState) -> Journal:
     """Open the journal beside the checkpoints; --debug-rollout-only has none.
 
     For a checkpoint of --load the journal holds no records.
     """
     if config.debug.debug_rollout_only:
         return Journal.off()
-    is_own = checkpoint is None or checkpoint.parent == save_folder
-    base = state.journal if is_own else 0
-    settings, data = settings_hash(config), data_fingerprint(config.rollout.prompt_data)
-    return Journal.resume(save_folder / "journal", base, step=state.step, settings=settings, data=data)
+    folder = checkpoints.save_folder
+    is_own = checkpoint is None or checkpoint.parent == folder
+    return await Journal.open(
+        folder / "journal",
+        state.journal if is_own else 0,
+        step=state.step,
+        settings=settings_hash(config),
+        data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),
+        check=checkpoints.check_owner,
+    )

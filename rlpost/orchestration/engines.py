@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.bounded import for_each
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
@@ -50,6 +50,12 @@ class Fleet:
         self._deadline_s = float(config.cluster.bringup_deadline_s)
         self._external = config.sglang.rollout_external_engine_addrs
         self.api_key = os.environ.get(EXTERNAL_ENGINES, "") if self._external else cluster.secret
+        self._router = Router(
+            policy=config.sglang.router_policy,
+            api_key=self.api_key,
+            log_path=self._log_dir / "router.log",
+            metrics_port=ports.router_metrics,
+        )
         self.addresses: tuple[EngineAddress, ...] = ()
         self._workers: list[EngineWorkers] = []
         self._released: dict[int, set[str]] = {}
@@ -71,12 +77,6 @@ class Fleet:
             await asyncio.gather(*(self._start_engine(index) for index in range(len(self._workers))))
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
         await self._check_versions()
-        self._router = Router(
-            policy=config.sglang.router_policy,
-            api_key=self.api_key,
-            log_path=self._log_dir / "router.log",
-            metrics_port=self._ports.router_metrics,
-        )
         urls = tuple(address.url for address in self.addresses)
         await self._start_router(range(len(urls)))
         self.router = RouterAddress(
@@ -140,9 +140,12 @@ class Fleet:
         """How to pause engines for new weights while they generate.
 
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry take SGLang a
-        second, so only older engines without "retract" use it.
+        second, so it is only used by older engines without "retract", and where engines return the experts that they
+        chose: "retract" would replace those of all earlier tokens by the choice of the new weights, while an abort
+        returns them first.
         """
-        return "retract" if self.can_retract else "abort"
+        loses_routes = self._config.grpo.use_rollout_routing_replay
+        return "retract" if self.can_retract and not loses_routes else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return engines that do not answer in time, except dismissed ones. A bounded number is asked at a time.
@@ -264,8 +267,7 @@ class Fleet:
 
     def close(self) -> None:
         """Stop the router; engines end with their workers."""
-        if hasattr(self, "_router"):
-            self._router.stop()
+        self._router.stop()
 
     def _present(self) -> list[int]:
         return [index for index in range(len(self.addresses)) if index not in self.dismissed]
@@ -282,7 +284,8 @@ class Fleet:
         """The workers of one engine, one a node."""
         config, parts = self._config, self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
-        memory = {"enable_memory_saver": True} if config.offload_rollout else {}
+        extra = {"enable_memory_saver": True} if config.offload_rollout else {}
+        extra |= {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
         several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         if several or config.sglang.shares_attention:  # else from a port of its own choice come those of other engines
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
@@ -292,7 +295,7 @@ class Fleet:
                 Engine,
                 model_path=config.checkpoint.hf_checkpoint,
                 api_key=self.api_key,
-                server_args={"nccl_port": meeting, **several, **memory, **config.sglang.server_args},
+                server_args={"nccl_port": meeting, **several, **extra, **config.sglang.server_args},
                 log_path=self._log_dir / f"{name}-server.log",
                 num_gpus=sum(part.num_gpus for part in parts),
                 node_rank=part,

@@ -6,6 +6,7 @@ on held-out prompts. With --load-debug-rollout-data batches come from files, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompt_settings import longest_prompt, prompt_fields
 from rlpost.data.prompts import PromptSet
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
-from rlpost.files import in_daemon
+from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.grading import StoppableGrader
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
@@ -37,6 +39,7 @@ from rlpost.rollout.generate import COUNTED, GroupWriter, together
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.response_builder import write_answer
+from rlpost.rollout.routes import RouteFormat
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.supervised import Supervised
 from rlpost.run_files import RunFile
@@ -115,7 +118,8 @@ class Generation:
         """Requests go there from now on."""
         self._router = router
         self._args.connected(router.url, router.api_key)
-        self._connection = await self._closing.enter_async_context(Connection(router))
+        connection = Connection(router, routes=route_format(self._config))
+        self._connection = await self._closing.enter_async_context(connection)
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
         """Return the source of batches, resumed from ``state`` and from the journal records after it;
@@ -213,6 +217,15 @@ class Generation:
     def _closed_at_the_end(self, grader: Grader) -> Grader:
         self._closing.push_async_callback(grader.close)
         return grader
+
+
+def route_format(config: Config) -> RouteFormat | None:
+    """What the engines' choice of experts looks like; None without --use-rollout-routing-replay."""
+    if not config.grpo.use_rollout_routing_replay:
+        return None
+    shape = hf_shape(json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text()))
+    layers = tuple(number for number, is_sparse in enumerate(shape.sparse) if is_sparse)
+    return RouteFormat(layers, num_layers=len(shape.sparse), num_experts=shape.num_experts, topk=shape.topk)
 
 
 def rules(config: Config) -> Rules:

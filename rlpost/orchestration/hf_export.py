@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.files import sync
 from rlpost.config.groups.checkpoint import CheckpointConfig
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError, Fenced, WeightError
 from rlpost.export_folder import export_id, folder_of, kept_folders, mark, names_a_step, refusal
-from rlpost.files import in_daemon, sync
 
 logger = logging.getLogger(__name__)
 

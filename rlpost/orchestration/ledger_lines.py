@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from common.ledger import Ledger
 from rlpost.run_files import RunFile
-from slurm.run_folder import Ledger
 
 logger = logging.getLogger(__name__)
 

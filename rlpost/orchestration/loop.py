@@ -221,10 +221,10 @@ class Loop:
         return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
 
     async def _save(self, *, wait: bool) -> None:
-        await self._journal.durable()  # has a deadline; the fsync in ``begin`` has none
+        await self._journal.durable()
         self.state = self.state.holding(*self._rollouts.in_hand())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
-            self.state = replace(self.state, journal=await self._journal.begin_off_loop(self.state.step))
+            self.state = replace(self.state, journal=await self._journal.begin(self.state.step))
             with span("save"):
                 await self._stages.save(self.state, wait=wait)
             self._saved = self.state

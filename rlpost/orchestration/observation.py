@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import RlpostError
-from rlpost.files import in_daemon
 from rlpost.metrics import memory
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, trace

@@ -1,8 +1,6 @@
 """Preemption: the stop file of an attempt, and the choice of what to save in the time left.
 
-The first process that learns of the end of the run writes the file: the batch script at USR2, an agent at TERM or, if
-no signal came, by its own clock, a local run at Ctrl-C. The file holds a reason, the time of the signal and the
-deadline at which the run is killed. Every phase of the loop polls the file in a thread: if the storage hangs, one poll
+Every phase of the loop polls the file in a thread: if the storage hangs, one poll
 waits ANSWER_S and later polls return at once.
 
 The writer's clock belongs to another host. Its time is clamped to what this process observed: the file appeared between
@@ -14,20 +12,18 @@ A pure function decides what to save: a full checkpoint when it fits into the ti
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from bootstrap.handoff import is_there
+from common.files import is_there
+from common.stop_file import StopMessage, parse_stop
+from rlpost.daemon_threads import started
 from rlpost.errors import HalfTrained, Preempted
-from rlpost.files import started
 
 logger = logging.getLogger(__name__)
 
@@ -47,37 +43,6 @@ CLOCK_SLACK_S = 2.0
 """Tolerance in seconds for late polls and rounded times before the writer's clock is clamped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The content of the stop file; times in seconds since 1970, None where unknown."""
-
-    reason: str
-    time: float | None = None
-    deadline: float | None = None
-
-
-def parse_request(text: str) -> Request:
-    """Parse a stop file: JSON from a program, or plain text that a user wrote.
-
-    >>> parse_request('{"reason": "USR2", "time": 100, "deadline": "N/A"}')
-    Request(reason='USR2', time=100.0, deadline=None)
-    """
-    text = text.strip()
-    try:
-        raw = json.loads(text)
-        return Request(str(raw["reason"]), _seconds(raw.get("time")), _seconds(raw.get("deadline")))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Request(text or "no reason given")
-
-
-def _seconds(value: Any) -> float | None:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        return None
-    return seconds if math.isfinite(seconds) and seconds > 0 else None
-
-
 def leave_with(time_left_s: float | None, save_s: float) -> Saved:
     """Decide what to save ``time_left_s`` before the run is killed, if a checkpoint takes ``save_s``.
 
@@ -87,7 +52,7 @@ def leave_with(time_left_s: float | None, save_s: float) -> Saved:
     return "checkpoint" if fits else "journal"
 
 
-class SaveTimes:
+class SaveEstimate:
     """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -149,9 +114,9 @@ class StopRequest:
         self._poll: Future[None] | None = None
         self._absent_at: float | None = None  # start of the last poll that did not find the file
         self._present_at: float | None = None  # end of the first poll that did
-        self._request: Request | None = None
+        self._message: StopMessage | None = None
         self._poll_task: asyncio.Task[None] | None = None
-        self.saves = SaveTimes()
+        self.saves = SaveEstimate()
         self.left_with: Saved | None = None
         """The decision on what to save, once the loop has to stop."""
         self.at_step: int | None = None
@@ -183,12 +148,12 @@ class StopRequest:
         """Seconds until the run is killed; None without a request or without a known deadline."""
         if not self.requested():
             return None
-        request = self._read()
-        if request.deadline is None:
+        message = self._read()
+        if message.deadline is None:
             return None
-        if request.time is None:
-            return request.deadline - self._clock()
-        return request.deadline - request.time - self._since(request.time)
+        if message.time is None:
+            return message.deadline - self._clock()
+        return message.deadline - message.time - self._since(message.time)
 
     def seconds_from_signal(self) -> float | None:
         """Seconds since the signal; None without a request."""
@@ -247,18 +212,18 @@ class StopRequest:
         while not self.requested():
             await asyncio.sleep(POLL_S)
 
-    def _read(self) -> Request:
-        if self._request is None:
+    def _read(self) -> StopMessage:
+        if self._message is None:
             try:
                 text = self._path.read_text(errors="replace")
-                request = parse_request(text)
-                written = request.time
-                if written is None and request.deadline is None:
+                message = parse_stop(text)
+                written = message.time
+                if written is None and message.deadline is None:
                     written = self._path.stat().st_mtime  # a plain text file of a user
             except OSError as error:  # the next poll may read the deadline
-                return Request(f"its reason cannot be read: {error}")
-            request = Request(request.reason, written, request.deadline)
+                return StopMessage(f"its reason cannot be read: {error}")
+            message = StopMessage(message.reason, written, message.deadline)
             if not text.strip():  # without hard links the file appears before its content
-                return request
-            self._request = request
-        return self._request
+                return message
+            self._message = message
+        return self._message

@@ -6,18 +6,23 @@ KL penalty in the reward, the log-probs under the rollout's weights are computed
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rlpost.algorithm.advantage import Advantage
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
-from rlpost.algorithm.kl import kl_value
+from rlpost.algorithm.kl import kl_values
+from rlpost.columns import DoubleColumn, FloatColumn
+from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
-from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
+from rlpost.orchestration.batches import DealtStep, deal, rollout_advantages, rollout_samples, samples_with
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.worker_groups import ActorGroup, RankLogprobs
+from rlpost.orchestration.worker_groups import ActorGroup, RankLogprobs, StoredBatches, StoredLogprobs
+from rlpost.orchestration.workers import Stored
 from rlpost.types import SampleGroup, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -54,69 +59,105 @@ class Training:
             Preempted: a stop was requested before the first optimizer step was made: nothing has happened.
             HalfTrained: the deadline of a stop came after it; without one that is near, all steps are made.
         """
-        config = self._config
-        samples = rollout_samples(groups, config.grpo)
-        steps = batch_samples(samples, config, break_even=self._break_even)
-        self._warn(check_tokens(batches) for batches in steps)
-        old: list[Sequence[RankLogprobs | None]] = [[None] * len(self._data_ranks) for _ in steps]
+        grpo = self._config.grpo
+        steps = await asyncio.to_thread(self._deal, groups)
+        self._warn(check_tokens(step.batches) for step in steps)
+        # Stored once for all passes. The store frees them with these lists, at the end of the rollout's training.
+        batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
+        old: list[StoredLogprobs] = [self._nothing] * len(steps)
+        advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(steps)
         metrics: dict[str, float] = {}
-        if len(steps) > 1 or config.grpo.kl_coef:
-            current = [await self._logprobs(batches) for batches in steps]
-            old = list(current)
-        if config.grpo.kl_coef:
-            ref = [await self._ref_logprobs(batches) for batches in steps]
-            of_sample = self._penalties(steps, current, ref)
-            of_rollout = iter([of_sample[id(sample)] for sample in samples])
-            penalties = [[next(of_rollout) for _ in group.samples] for group in groups]
-            metrics["train/reward_kl"] = sum(map(sum, of_sample.values())) / config.grpo.kl_coef / num_tokens(steps)
-            samples = rollout_samples(groups, config.grpo, penalties)
-            steps = batch_samples(samples, config, break_even=self._break_even)
-        for number, (batches, old_logprobs) in enumerate(zip(steps, old, strict=True)):
-            step = partial(self._actors.train_step, self._of_ranks(batches), old_logprobs)
-            results = await self._calls.make(step, what="train_step", may_leave=number == 0)
+        if len(steps) > 1 or grpo.kl_coef:
+            old = [await self._logprobs(own) for own in batches]
+        if grpo.kl_coef:
+            ref = [await self._ref_logprobs(own) for own in batches]
+            penalties = [await self._penalties(*of_step) for of_step in zip(steps, old, ref, strict=True)]
+            of_position = {position: penalty for of_step in penalties for position, penalty in of_step.items()}
+            total = await asyncio.to_thread(lambda: sum(map(sum, of_position.values())))
+            metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
+            by_step = await asyncio.to_thread(self._penalised, groups, steps, of_position)
+            advantages = [await self._actors.send(own, self._data_ranks) for own in by_step]
+        for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
+            call = partial(self._actors.train_step, *arguments)
+            results = await self._calls.make(call, what="train_step", may_leave=number == 0)
             metrics |= results[0].metrics
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
         return metrics
 
-    async def _logprobs(self, batches: StepBatches) -> list[RankLogprobs]:
-        call = partial(self._actors.compute_logprobs, self._of_ranks(batches))
+    @property
+    def _nothing(self) -> list[None]:
+        """An argument that no rank receives."""
+        return [None] * len(self._data_ranks)
+
+    def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
+        """The batches of a rollout. With a penalty in the reward their advantages are 0 and replaced later."""
+        grpo = self._config.grpo
+        if grpo.kl_coef:
+            samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
+        else:
+            samples = rollout_samples(groups, grpo)
+        return deal(samples, self._config, break_even=self._break_even)
+
+    async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        call = partial(self._actors.compute_logprobs, batches)
         return await self._calls.make(call, what="compute_logprobs", may_leave=True)
 
-    async def _ref_logprobs(self, batches: StepBatches) -> list[RankLogprobs]:
-        call = partial(self._actors.compute_ref_logprobs, self._of_ranks(batches))
+    async def _ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        call = partial(self._actors.compute_ref_logprobs, batches)
         return await self._calls.make(call, what="compute_ref_logprobs", may_leave=True)
-
-    def _of_ranks(self, batches: StepBatches) -> list[TrainBatch]:
-        return [batches[rank] for rank in self._data_ranks]
 
     def _warn(self, warnings: Any) -> None:
         for warning in warnings:
             if warning is not None:
                 logger.warning("%s", warning)
 
-    def _penalties(
-        self,
-        steps: Sequence[StepBatches],
-        old: Sequence[Sequence[RankLogprobs]],
-        ref: Sequence[Sequence[RankLogprobs]],
-    ) -> dict[int, tuple[float, ...]]:
-        """By the identity of a sample kl_coef x KL of each of its response tokens; 0 where the loss mask is 0."""
-        grpo = self._config.grpo
-        found = {}
-        for batches, old_ranks, ref_ranks in zip(steps, old, ref, strict=True):
-            for rank, ours, theirs in zip(self._data_ranks, old_ranks, ref_ranks, strict=True):
-                samples = [sample for micro in batches[rank].micro_batches for sample in micro]
-                for sample, own, reference in zip(samples if ours else (), _flat(ours), _flat(theirs), strict=True):
-                    tokens = zip(own, reference, sample.loss_mask, strict=True)
-                    kl = [kl_value(a - b, grpo.kl_loss_type) * mask for a, b, mask in tokens]
-                    found[id(sample)] = tuple(grpo.kl_coef * value for value in kl)
+    async def _penalties(self, step: DealtStep, old: StoredLogprobs, ref: StoredLogprobs) -> dict[int, DoubleColumn]:
+        """kl_coef x KL of each response token, by the position of its sample in the rollout.
+
+        All model-parallel ranks with log-probs have the same ones; those of one are fetched.
+        """
+        found: dict[int, DoubleColumn] = {}
+        for data_rank, (batch, positions) in enumerate(zip(step.batches, step.positions, strict=True)):
+            ours, theirs = next(
+                (own, reference)
+                for rank, own, reference in zip(self._data_ranks, old, ref, strict=True)
+                if rank == data_rank and own is not None and reference is not None
+            )
+            own_logprobs, ref_logprobs = await self._actors.fetch(ours), await self._actors.fetch(theirs)
+            of_samples = await asyncio.to_thread(kl_penalties, batch, own_logprobs, ref_logprobs, self._config.grpo)
+            pairs = zip(positions, of_samples, strict=True)
+            found |= {position: penalty for position, penalty in pairs if position is not None}
         return found
 
+    def _penalised(
+        self, groups: Sequence[SampleGroup], steps: Sequence[DealtStep], of_position: Mapping[int, DoubleColumn]
+    ) -> list[list[tuple[Advantage, ...]]]:
+        """Advantages of the rewards less the penalties: by step, data-parallel rank and sample, as ``steps``."""
+        in_order = iter([of_position[position] for position in range(len(of_position))])
+        penalties = [[next(in_order) for _ in group.samples] for group in groups]
+        by_group = rollout_advantages(groups, self._config.grpo, penalties)
+        of_samples = [advantage for group in by_group for advantage in group]
 
-def num_tokens(steps: Sequence[StepBatches]) -> int:
+        def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
+            return tuple(0.0 if position is None else of_samples[position] for position in positions)
+
+        return [[of_rank(positions) for positions in step.positions] for step in steps]
+
+
+def kl_penalties(batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig) -> list[DoubleColumn]:
+    """kl_coef x KL of each response token; 0 where the loss mask is 0. In order of the batch's samples."""
+    found = []
+    for sample, own, reference in zip(batch.samples, _flat(old), _flat(ref), strict=True):
+        difference = own.array.astype("float64") - reference.array.astype("float64")
+        kl = kl_values(difference, grpo.kl_loss_type) * sample.loss_mask.array
+        found.append(DoubleColumn.view(grpo.kl_coef * kl))
+    return found
+
+
+def num_tokens(steps: Sequence[DealtStep]) -> int:
     """Loss-masked tokens of all steps."""
-    return sum(batches[0].num_tokens for batches in steps)
+    return sum(step.batches[0].num_tokens for step in steps)
 
 
-def _flat(logprobs: RankLogprobs) -> list[tuple[float, ...]]:
+def _flat(logprobs: RankLogprobs) -> list[FloatColumn]:
     return [sample for micro_batch in logprobs for sample in micro_batch]

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import in_daemon
 from rlpost.errors import ConfigError, RlpostError, SyncError
-from rlpost.files import in_daemon
 from rlpost.metrics.spans import span
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rlpost.actor.stop_points import StopPoint
+from rlpost.algorithm.advantage import Advantage
+from rlpost.columns import FloatColumn
 from rlpost.metrics.trace import ProcessSpans
-from rlpost.orchestration.workers import WorkerGroup
+from rlpost.orchestration.workers import Stored, WorkerGroup
 from rlpost.types import Bucket, StepResult, TrainBatch
 from rlpost.weights.delta import Written
 
-RankLogprobs = list[list[tuple[float, ...]]]
-"""Of one rank's batch: per micro-batch, per sample; empty on all pipeline stages but the last."""
+T = TypeVar("T")
+
+RankLogprobs = list[list[FloatColumn]]
+"""Of one rank's batch: per micro-batch, per sample."""
+StoredBatches = Sequence[Stored[TrainBatch]]
+"""The batch of each rank; the model-parallel ranks of a data-parallel rank have the same one."""
+StoredLogprobs = Sequence[Stored[RankLogprobs] | None]
+"""Those that each rank computed; None on all pipeline stages but the last."""
 BroadcastPlace = tuple[str, int, int, str]
 """Master address and port, number of engine ranks, name of the group."""
 
@@ -68,19 +77,32 @@ class ActorGroup:
 
     # -- train ------------------------------------------------------------------------------------------------------
 
-    async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[RankLogprobs]:
-        """Log-probs of the response tokens under the current weights; ``batches[rank]``."""
-        return await self._workers.call_each("compute_logprobs", [(batch,) for batch in batches])
+    async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
+        """Store one value for each data-parallel rank, once; ``data_ranks`` says which one each rank receives."""
+        stored = [await self._workers.put(value) for value in values]
+        return [stored[data_rank] for data_rank in data_ranks]
 
-    async def compute_ref_logprobs(self, batches: Sequence[TrainBatch]) -> list[RankLogprobs]:
+    async def fetch(self, stored: Stored[T]) -> T:
+        """Return what a rank computed."""
+        return await self._workers.get(stored)
+
+    async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        """Log-probs of the response tokens under the current weights; they stay where they were computed."""
+        return await self._workers.call_each_stored("compute_logprobs", [(batch,) for batch in batches])
+
+    async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """The same under the reference weights."""
-        return await self._workers.call_each("compute_ref_logprobs", [(batch,) for batch in batches])
+        return await self._workers.call_each_stored("compute_ref_logprobs", [(batch,) for batch in batches])
 
     async def train_step(
-        self, batches: Sequence[TrainBatch], old_logprobs: Sequence[RankLogprobs | None]
+        self,
+        batches: StoredBatches,
+        old_logprobs: StoredLogprobs,
+        advantages: Sequence[Stored[Sequence[Advantage]] | None],
     ) -> list[StepResult]:
-        """One optimizer step; both arguments have one entry a rank."""
-        return await self._workers.call_each("train_step", list(zip(batches, old_logprobs, strict=True)))
+        """One optimizer step; all arguments have one entry a rank."""
+        arguments = list(zip(batches, old_logprobs, advantages, strict=True))
+        return await self._workers.call_each("train_step", arguments)
 
     async def hold(self) -> list[StopPoint]:
         """Stop every rank at the next stop point that it reaches, and say which."""

@@ -2,7 +2,8 @@
 
 Input: factories of objects and the slots to create them in. Output: a group that is called like one object and returns
 one result per worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the
-worker and shows the end of its log.
+worker and shows the end of its log. A value that several workers or calls need is put into Ray's object store once:
+each node fetches it once, and its workers read the arrays in it from the same memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.errors import PlacementError, RlpostError
 from rlpost.metrics.spans import SPANS, Span, span, told
 from rlpost.metrics.trace import ProcessSpans, clock_offset
@@ -28,10 +30,14 @@ from rlpost.orchestration.placement import Offer, Slot
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LOG_TAIL_LINES = 15
 ASIDE = "aside"
 """More threads of a worker, for what has to be asked while it computes: one may wait for the end of a save."""
 NUM_ASIDE = 2
+CALLS_AT_ONCE = 64
+"""Calls that are submitted before the event loop runs again; one takes about 0.1 ms."""
 
 
 def connect(cluster: Cluster) -> list[Offer]:
@@ -56,6 +62,16 @@ def connect(cluster: Cluster) -> list[Offer]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[T]):
+    """A value in Ray's object store. As an argument of a call the worker receives the value itself.
+
+    The store frees the value when no ``Stored`` of it is left and no call that received it is running.
+    """
+
+    reference: Any
+
+
 class _Worker:
     """Holds one plain object in a separate process with a separate log file."""
 
@@ -76,14 +92,20 @@ class _Worker:
         os.dup2(log, 2)
         os.close(log)
 
-    def call(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def call(self, method: str, keywords: Mapping[str, Any], *arguments: Any) -> Any:
+        # Ray replaces references by their values only where they are arguments, not inside of one.
         with span(method):
             found = operator.attrgetter(method)(self._target)
             return found(*arguments, **keywords) if callable(found) else found
 
+    @ray.method(num_returns=2)
+    def call_stored(self, method: str, *arguments: Any) -> tuple[bool, Any]:
+        found = self.call(method, {}, *arguments)
+        return bool(found), found
+
     @ray.method(concurrency_group=ASIDE)
-    def call_aside(self, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        return self.call(method, arguments, keywords)
+    def call_aside(self, method: str, keywords: Mapping[str, Any], *arguments: Any) -> Any:
+        return self.call(method, keywords, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
     def told(self, since: float) -> tuple[float, list[Span]]:
@@ -107,6 +129,7 @@ class WorkerGroup:
         self._logs = [log_dir / f"{name}.log" for name in names]
         # Made once: Ray stores each class that it makes and loads it in the workers.
         worker_class = ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
+        self._submitting = asyncio.Lock()
         self._workers = [
             worker_class.options(
                 num_cpus=0,
@@ -135,13 +158,44 @@ class WorkerGroup:
         return await self.call_each(method, [arguments] * len(self))
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
-        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order."""
-        pairs = zip(self._workers, arguments, strict=True)
-        return await self._all([worker.call.remote(method, own, keywords) for worker, own in pairs])
+        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order.
+        Arguments may be ``Stored``."""
+        pairs = list(zip(self._workers, arguments, strict=True))
+
+        def submit(index: int) -> Any:
+            worker, own = pairs[index]
+            return worker.call.remote(method, keywords, *_references(own))
+
+        return await self._results(await self._submitted(submit))
+
+    async def call_each_stored(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Stored[Any] | None]:
+        """``call_each``, whose results stay in the object store of the workers' nodes; None for empty ones."""
+        pairs = list(zip(self._workers, arguments, strict=True))
+
+        def submit(index: int) -> Any:
+            worker, own = pairs[index]
+            return worker.call_stored.remote(method, *_references(own))
+
+        made = await self._submitted(submit)
+        has_result = await self._results([has for has, _ in made])
+        return [Stored(value) if has else None for has, (_, value) in zip(has_result, made, strict=True)]
+
+    async def put(self, value: T) -> Stored[T]:
+        """Put a value into the object store; another thread copies it, so that the event loop goes on."""
+        return Stored(await asyncio.to_thread(ray.put, value))
+
+    async def get(self, stored: Stored[T]) -> T:
+        """Return a value from the object store. Raises RlpostError when its node was lost."""
+        try:
+            return await stored.reference
+        except ray.exceptions.RayError as error:
+            raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
         """``call``, beside whatever the workers are computing: it must touch nothing that they compute with."""
-        return await self._all([worker.call_aside.remote(method, arguments, {}) for worker in self._workers])
+        return await self._results(
+            await self._submitted(lambda index: self._workers[index].call_aside.remote(method, {}, *arguments))
+        )
 
     async def spans(self, since: float) -> list[ProcessSpans]:
         """What each worker did after a moment of this process's clock."""
@@ -154,9 +208,31 @@ class WorkerGroup:
 
         return await asyncio.gather(*map(asked, range(len(self))))
 
-    async def _all(self, references: Sequence[Any]) -> list[Any]:
-        tasks = [asyncio.ensure_future(self._one(i, reference)) for i, reference in enumerate(references)]
+    async def _submitted(self, submit: Callable[[int], Any]) -> list[Any]:
+        """Submit a call to every worker.
+
+        All workers receive it even if the caller is cancelled, and all receive calls in the same order: they wait for
+        each other in collectives.
+        """
+
+        async def submit_all() -> list[Any]:
+            made = []
+            async with self._submitting:
+                for index in range(len(self)):
+                    if index and index % CALLS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                    made.append(submit(index))
+            return made
+
+        return await asyncio.shield(submit_all())
+
+    async def _results(self, references: Sequence[Any]) -> list[Any]:
+        tasks: list[asyncio.Task[Any]] = []
         try:
+            for index, reference in enumerate(references):
+                if index and index % CALLS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                tasks.append(asyncio.ensure_future(self._one(index, reference)))
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -176,3 +252,7 @@ class WorkerGroup:
         path = self._logs[index]
         lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
+
+
+def _references(arguments: Sequence[Any]) -> list[Any]:
+    return [each.reference if isinstance(each, Stored) else each for each in arguments]

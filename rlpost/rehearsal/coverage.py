@@ -34,6 +34,8 @@ def stage_of(name: str, layout: Layout, num_layers: int) -> int:
     if found is None:
         return 0 if name == EMBEDDING else layout.pipeline - 1
     layer = int(found[1])
+    if layer >= num_layers:  # multi-token prediction
+        return layout.pipeline - 1
     return next(stage for stage in range(layout.pipeline) if layer in layers_of(layout, num_layers, stage))
 
 

@@ -5,6 +5,7 @@ Nothing of it comes from this project's tables of names, so the two can be compa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,15 @@ class Published:
     """Those of the tensors that are not trained."""
 
 
-def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None) -> Published:
-    """The model of a config.json. Args: ``fp8_block``: rows and columns of a block where its weights are in FP8."""
+def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None, with_mtp: bool = False) -> Published:
+    """The model of a config.json.
+
+    Args:
+        hf: config.json.
+        fp8_block: rows and columns of a block where its weights are in FP8.
+        with_mtp: add the layer for multi-token prediction, which transformers leaves out: a layer like the last one,
+            and what joins it to the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -44,7 +52,21 @@ def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None
     tensors = revert_weight_conversion(model, model.state_dict())
     tied = set(model.all_tied_weights_keys)
     shapes = {key: tuple(one.shape) for key, one in tensors.items() if key not in tied}
-    return Published(shapes, num_parameters, frozenset(key for key, _ in model.named_buffers() if key in shapes))
+    buffers = frozenset(key for key, _ in model.named_buffers() if key in shapes)
+    if not with_mtp:
+        return Published(shapes, num_parameters, buffers)
+    mtp = _mtp_layer(shapes, hf)
+    more_buffers = {key for key in mtp if key.endswith(tuple(key.rpartition(".")[2] for key in buffers))}
+    trained = sum(math.prod(shape) for key, shape in mtp.items() if key not in more_buffers)
+    return Published(shapes | mtp, num_parameters + trained, buffers | more_buffers)
+
+
+def _mtp_layer(shapes: Mapping[str, Shape], hf: Mapping[str, Any]) -> dict[str, Shape]:
+    count, hidden = hf["num_hidden_layers"], hf["hidden_size"]
+    last, behind = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    made = {behind + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    norms: dict[str, Shape] = {f"{behind}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return made | norms | {f"{behind}eh_proj.weight": (hidden, 2 * hidden)}
 
 
 def _to_fp8(model: Any, block: tuple[int, int]) -> None:

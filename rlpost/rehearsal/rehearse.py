@@ -6,7 +6,7 @@ Input: the settings and, where it is known, config.json of the model as publishe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpost.actor.settings import ActorSettings
@@ -49,4 +49,6 @@ def rehearse(config: Config, settings: ActorSettings, *, hf: Mapping[str, Any] |
     ranks = {rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)}
     plans = update_plans(ranks, config)
     compared = description.hf_config if hf is None else hf
-    return Rehearsal(ranks, plans, Expected(config, hf_shape(compared), published(compared)))
+    has_mtp = settings.enable_mtp_training
+    shape = replace(hf_shape(compared), mtp=has_mtp)
+    return Rehearsal(ranks, plans, Expected(config, shape, published(compared, with_mtp=has_mtp)))

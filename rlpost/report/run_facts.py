@@ -14,12 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bootstrap.handoff import PREFLIGHT_JSON
+from common.attempt import PREFLIGHT_JSON
+from common.run_folder import RunFolder
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
 from rlpost.metrics.samples import FILE_NAME, MAX_ANSWER, cut
 from rlpost.metrics.writer import read_metrics
-from slurm.run_folder import RunFolder
 
 MAX_SAMPLE_STEPS = 60
 RECORDED_GROUPS = 2  # of each recorded step, with the best and the worst answer of each

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.files import write_atomic
+from common.run_folder import RunFolder
 from rlpost.config.show import toml_value
 from rlpost.report.page import report_page
 from rlpost.report.run_facts import Setting, read_facts
-from slurm.run_folder import RunFolder, write_atomic
 
 logger = logging.getLogger(__name__)
 

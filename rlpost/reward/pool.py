@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from rlpost.config.keys import without_keys
@@ -162,7 +163,9 @@ class _Worker:
     def ask(self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]) -> dict[str, Any]:
         """The answer to one request; without samples the function is only loaded."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = pickle.dumps((what, timeout_s, prompt, tuple(samples)))
+        # Routes are most of an answer's bytes, and no reward reads them.
+        sent = tuple(sample if sample.routes is None else replace(sample, routes=None) for sample in samples)
+        request = pickle.dumps((what, timeout_s, prompt, sent))
         too_late = threading.Event()
 
         def give_up() -> None:

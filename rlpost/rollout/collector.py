@@ -115,7 +115,7 @@ class Collector:
         """
         if self._stop_requested():
             await self._stopped()
-        groups = self._replayed_batch()
+        groups = await self._replayed_batch()
         if groups is None:
             self._open()
             await self._until_batch()
@@ -132,7 +132,7 @@ class Collector:
             and not self._journal.num_batches
             and self._buffer.step + 1 < self._buffer.rules.num_steps
         ):
-            self._replayed_batch()
+            await self._replayed_batch()
             self._open()
         return groups
 
@@ -172,14 +172,15 @@ class Collector:
             self._choices.counters()  # discard counts of rows that the copy skipped
         self._journal.end_at(found.position, step=found.step, why=found.why)
 
-    def _replayed_batch(self) -> list[SampleGroup] | None:
+    async def _replayed_batch(self) -> list[SampleGroup] | None:
         """Replay finished groups into the buffer; return the batch taken at this step before a crash, or None."""
-        taken = None
-        for record in self._journal.again():
+        taken, records = None, list(self._journal.again())
+        groups = iter(await self._journal.groups(records))
+        for record in records:
             while self._buffer.newest_id < newest_fetched(record):
                 self._buffer.fetched(self._cursor.take(1))
             if record.kind == GROUP:
-                self._buffer.replayed(record.group(), wanted=record.meta["wanted"])
+                self._buffer.replayed(next(groups), wanted=record.meta["wanted"])
             else:
                 self._choices.counters()  # discard: the record has them
                 taken = self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])

@@ -6,86 +6,103 @@ again. Checkpoint and journal together work as the recovery of a database does: 
 
     resume    read the records that provably follow the checkpoint, copy them to a new segment, keep them for replay
     end_at    replay only up to a given record (``rlpost.rollout.replay`` found that the next one does not match)
-    append    write a record to the file at once: it survives a crash of the process
-    durable   fsync all records appended so far (group commit): they survive a crash of the machine
+    append    queue a record, before anything uses the event; a thread writes the queue to the file, in order
+    durable   wait until all records appended so far are written and synced: they survive a crash of the machine
     begin     before a new state is saved: start a new segment for later events, with the records still to be replayed
     compact   after the state is committed: delete segments older than the oldest one that is kept
 
-A segment appears under the next number as a whole and never replaces another; a resume, too, writes to a new number. An
-earlier attempt that is still alive therefore writes to segments that are no longer read, or ends because its next
-segment exists already. Each header seals the previous segment (``journal_chain``). A storage failure alone never ends a
-run: it continues without a journal until the next checkpoint, and logs that a crash would repeat generation.
+A record that a crash takes from the queue is an event that did not happen: it is generated again. What must not happen
+twice waits for ``durable``: a batch is trained, and a state is saved, only after it.
+
+A segment appears under the next free number as a whole and never replaces another; a resume, too, writes to a new
+number. An earlier attempt that is still alive therefore writes to segments that are no longer read. If it takes a
+number first, the attempt that owns the run takes the next one; the other one ends. Each header seals the previous
+segment (``journal_chain``). A storage failure alone never ends a run: it continues without a journal until the next
+checkpoint, and logs that a crash would repeat generation (``segment_writer``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import hashlib
 import json
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rlpost.config.tree import Config
-from rlpost.errors import CheckpointError, Fenced
-from rlpost.files import in_daemon
+from rlpost.daemon_threads import in_daemon
+from rlpost.errors import CheckpointError
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,
     EVALUATION,
     FORMAT,
     GROUP,
-    Framing,
     Header,
     Record,
-    Seal,
     batch_content,
     evaluation_content,
     group_content,
-    header_content,
     read_header,
-    segment_path,
     segment_paths,
 )
-from rlpost.rollout.segment_file import create, make_folder, write_all
+from rlpost.rollout.segment_file import make_folder
+from rlpost.rollout.segment_writer import SegmentWriter, deadline_s
 from rlpost.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
 
-FSYNC_DEADLINE_S = 60.0
+T = TypeVar("T")
 
 
 class Journal:
-    """The journal of one attempt; create it with ``resume``."""
+    """The journal of one attempt; create it with ``open``."""
 
-    def __init__(self, folder: Path | None, settings: str, *, data: str | None = None, next_number: int) -> None:
-        self._folder, self._settings, self._data, self._next_number = folder, settings, data, next_number
+    def __init__(self, folder: Path | None, segment: SegmentWriter | None) -> None:
+        self._folder, self._segment = folder, segment
         self._waiting: deque[Record] = deque()
         self._newest_batch: tuple[int, bytes] = (-1, b"")  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
-        self._file: int | None = None
-        self._header: Header | None = None  # of the segment that is written
-        self._framing = Framing()
-        self._lock = asyncio.Lock()
-        self._appended = self._synced = 0  # records
-        self._unbroken = True
-        self._held: list[bytes] | None = None  # records appended while a new segment is created
         self._spent_s = 0.0
 
     @classmethod
-    def resume(cls, folder: Path, base: int, *, step: int, settings: str, data: str | None = None) -> Journal:
+    async def open(
+        cls,
+        folder: Path,
+        base: int,
+        *,
+        step: int,
+        settings: str,
+        data: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Journal:
+        """Run ``resume`` in a thread, within a deadline. Raises CheckpointError also when that is missed."""
+        num_bytes = await _within(0, partial(_size, folder), f"the journal folder {folder} was not listed")
+        named = {"step": step, "settings": settings, "data": data, "check": check}
+        resume = partial(cls.resume, folder, base, **named)  # type: ignore[arg-type]
+        return await _within(num_bytes, resume, f"the journal in {folder} was not read and continued")
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        base: int,
+        *,
+        step: int,
+        settings: str,
+        data: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Journal:
         """Continue from the checkpoint state of ``step`` steps that names segment ``base``; 0 is the start of a run.
 
-        ``data`` is a fingerprint of the prompt files. Raises CheckpointError when another attempt is writing there, or
-        the folder cannot be listed.
+        ``data`` is a fingerprint of the prompt files; ``check`` raises Fenced when another attempt owns the run.
+        Raises CheckpointError when the folder cannot be listed. Blocks.
         """
         make_folder(folder)
         try:
@@ -96,11 +113,20 @@ class Journal:
         found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
-        journal = cls(folder, settings, data=data, next_number=max([base - 1, *numbers]) + 1)
+        header = Header(
+            number=max([base - 1, *numbers]) + 1,
+            base=base,
+            step=step,
+            settings=settings,
+            format=FORMAT,
+            data=data,
+            previous=found.previous,
+        )
+        journal = cls(folder, SegmentWriter(folder, header, check=check))
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
-        journal._evaluations = {each["step"]: each["metrics"] for each in evaluations}
-        journal._start_again(base, step, found.previous)
+        journal._evaluations = {each["step"]: each["metrics"] for each in evaluations if each["step"] >= step}
+        journal._create()
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -113,7 +139,7 @@ class Journal:
     @classmethod
     def off(cls) -> Journal:
         """A journal that writes nothing and holds no records."""
-        return cls(None, "", next_number=0)
+        return cls(None, None)
 
     @property
     def num_batches(self) -> int:
@@ -123,7 +149,7 @@ class Journal:
     @property
     def is_written(self) -> bool:
         """False when storage failed, until the next ``begin``."""
-        return self._file is not None
+        return self._segment is not None and self._segment.is_written
 
     @property
     def waiting(self) -> Sequence[Record]:
@@ -134,7 +160,7 @@ class Journal:
         """Replay only the first ``position`` of the ``waiting`` records, which bring the run to ``step``.
 
         ``why`` says what is wrong with the next record. The first ``position`` records are copied to a new segment, so
-        that later events follow the last of them. Raises CheckpointError when another attempt writes the journal.
+        that later events follow the last of them; nothing waits for that.
         """
         lost, later = self.waiting[position:], [at for at in self._evaluations if at > step]
         for at in later:
@@ -146,22 +172,34 @@ class Journal:
                 *(lost[0].path, lost[0].offset, why, contents(lost)),
             )
         if lost or later:
+            assert self._segment is not None, "what waits was read from a journal"
             self._waiting = deque(self.waiting[:position])
-            assert self._header is not None, "what waits was read from a journal"
-            self._start_again(self._header.base, self._header.step, self._header.previous)
+            self._segment = self._segment.next()
+            self._segment.create_soon(self._first(), self.waiting)
 
     def again(self) -> Iterator[Record]:
         """Yield finished groups in order up to and including the next batch, or all when no batch follows.
 
-        Each record is yielded once. Raises CheckpointError for a batch that became unreadable.
+        Each record is yielded once.
         """
         while self._waiting:
             record = self._waiting.popleft()
             if record.kind == BATCH:
-                self._newest_batch = record.meta["step"], record.content()
+                meta = record.meta
+                content = batch_content(meta["step"], meta["prompt_ids"], meta["counts"], meta.get("newest_id"))
+                self._newest_batch = meta["step"], content
             yield record
             if record.kind == BATCH:
                 return
+
+    async def groups(self, records: Iterable[Record]) -> Sequence[SampleGroup]:
+        """Read the groups of those ``records`` that are groups, in a thread. Raises CheckpointError."""
+        wanted = [record for record in records if record.kind == GROUP]
+        if not wanted:
+            return []
+        num_bytes = sum(record.size for record in wanted)
+        what = f"{len(wanted)} groups of the journal in {self._folder} were not read"
+        return await _within(num_bytes, lambda: [record.group() for record in wanted], what)
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
         """Return the metrics of the evaluation of ``step``; None if none is recorded since the checkpoint."""
@@ -169,7 +207,7 @@ class Journal:
 
     def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
         """Append a complete group, the answers to ``prompt``."""
-        if self._file is not None or self._held is not None:
+        if self.is_written:
             with self._timed():
                 self._append(group_content(group, wanted=wanted, prompt=prompt))
 
@@ -185,54 +223,19 @@ class Journal:
         self._evaluations[step] = metrics
         self._append(evaluation_content(step, metrics))
 
-    def begin(self, step: int) -> int:
+    async def begin(self, step: int) -> int:
         """Start a segment for a state of ``step`` steps that will be saved; return the segment's number.
 
-        The state must name that number.
-        Raises Fenced when a newer attempt writes the journal.
+        The state must name that number. Later events go to the new segment, also while it is created.
+        Raises Fenced when another attempt owns the run, CheckpointError when a waiting record cannot be read.
         """
-        if self._folder is None:
+        if self._segment is None:
             return 0
-        if self._file is not None and self._synced < self._appended:
-            self._guarded(os.fsync, self._file)  # the new segment does not repeat these records
-        number, previous = self._next_number, None
-        if self._file is not None and self._header is not None:
-            previous = self._framing.seal(self._header.number)
-        try:
-            self._start(number, step, previous)
-        except FileExistsError as error:
-            raise Fenced(
-                f"{error.filename2} exists: another attempt of this run is writing its journal; this one ends"
-            ) from None
-        return number
-
-    async def begin_off_loop(self, step: int) -> int:
-        """Run ``begin`` in a thread, within FSYNC_DEADLINE_S. Later events go to the new segment."""
-        if self._folder is None:
-            return 0
-        async with self._lock:
-            attempt = copy.copy(self)  # a hung thread must not change this object later
-            attempt._waiting = deque(self._waiting)
-            number, self._held = self._next_number, []
-            self._next_number += 1
-            try:
-                async with asyncio.timeout(FSYNC_DEADLINE_S):
-                    await in_daemon(partial(attempt.begin, step))
-            except TimeoutError:
-                self._file = None  # the thread closes the file
-                self._give_up(f"a new segment took more than {FSYNC_DEADLINE_S:.0f} s")
-            except BaseException:  # also cancellation: the thread may close the file at any moment
-                self._file, self._unbroken = None, False
-                raise
-            else:
-                self._file, self._header, self._framing = attempt._file, attempt._header, attempt._framing
-                self._waiting, self._evaluations = attempt._waiting, attempt._evaluations
-                self._unbroken, self._synced = attempt._unbroken, self._appended
-            finally:
-                held, self._held = self._held, None
-            for content in held:
-                self._append(content)
-        return number
+        self._segment = segment = self._segment.next(step)
+        self._evaluations = {at: found for at, found in self._evaluations.items() if at >= step}
+        await segment.start(self._first(), self.waiting)
+        self._waiting = deque(segment.copies or self._waiting)  # segments before it may be deleted
+        return segment.header.number
 
     def compact(self, oldest_step: int) -> None:
         """Delete segments that only checkpoints before ``oldest_step`` need."""
@@ -246,29 +249,16 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     async def durable(self) -> None:
-        """Return when all records appended so far survive a crash of the machine."""
-        target = self._appended
-        async with self._lock:
-            if self._file is None or self._synced >= target:
-                return
+        """Return when all records appended so far survive a crash of the machine, or the journal is not written any
+        more. Raises Fenced when another attempt owns the run."""
+        if self._segment is not None:
             with self._timed():
-                await self._sync(self._file)
+                await self._segment.durable()
 
     def seconds(self) -> float:
         """Return the seconds spent since the last call, on the CPU and waiting for the disk."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
-
-    async def _sync(self, file: int) -> None:
-        reached = self._appended
-        try:
-            async with asyncio.timeout(FSYNC_DEADLINE_S):
-                await in_daemon(partial(os.fsync, file))
-        except TimeoutError:
-            self._give_up(f"an fsync took more than {FSYNC_DEADLINE_S:.0f} s")
-        except OSError as error:
-            self._give_up(str(error))
-        self._synced = reached
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -277,86 +267,53 @@ class Journal:
         self._spent_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Close the file; later records are not written."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Write pending records and close the file; later records are not written. Blocks for a few seconds at most."""
+        if self._segment is not None:
+            self._segment.close()
 
-    def _start_again(self, base: int, step: int, previous: Seal | None) -> None:
-        """Start the segment of a resume. Raises CheckpointError when another attempt has created it."""
-        try:
-            self._start(base, step, previous)
-        except FileExistsError as error:
-            raise CheckpointError(f"{error.filename2} was just created by another attempt of this run") from None
+    def _create(self) -> None:
+        """Create the first segment."""
+        assert self._segment is not None
+        self._segment.create(self._first(), self.waiting)
+        self._waiting = deque(self._segment.copies or self._waiting)
 
-    def _start(self, base: int, step: int, previous: Seal | None) -> None:
-        """Start a segment with the records still to be replayed. Raises FileExistsError when it exists."""
-        assert self._folder is not None
-        self.close()
-        path = segment_path(self._folder, self._next_number)
-        self._next_number += 1
-        self._evaluations = {at: found for at, found in self._evaluations.items() if at >= step}
-        self._header = Header(
-            number=int(path.stem),
-            base=base,
-            step=step,
-            settings=self._settings,
-            unbroken=self._unbroken,
-            format=FORMAT,
-            data=self._data,
-            previous=previous,
-        )
-        self._framing = Framing()
-        copies: list[Record] = []
-        try:
-            create(path, self._first_frames(path, self._header, copies))
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            self._give_up(str(error))
-            return
-        self._waiting = deque(copies)
-        self._unbroken = True
-
-    def _first_frames(self, path: Path, header: Header, copies: list[Record]) -> Iterator[bytes]:
-        """Yield the first frames of a new segment at ``path``; add copies of waiting records to ``copies``."""
-        framing = self._framing
-        yield framing.frame(header_content(header))
+    def _first(self) -> Sequence[bytes]:
+        """The records that begin a segment, apart from those that wait."""
+        assert self._segment is not None
         of_step, batch = self._newest_batch
-        if of_step >= header.step:
-            yield framing.frame(batch)
-        for at, metrics in self._evaluations.items():
-            yield framing.frame(evaluation_content(at, metrics))
-        for record in self._waiting:
-            offset, seed = framing.num_bytes, framing.checksum
-            frame = framing.frame(record.content())
-            copies.append(replace(record, path=path, offset=offset, size=len(frame), seed=seed))
-            yield frame
+        taken = [batch] if of_step >= self._segment.header.step else []
+        return [*taken, *(evaluation_content(at, metrics) for at, metrics in self._evaluations.items())]
 
     def _append(self, content: bytes) -> None:
-        if self._held is not None:
-            self._held.append(content)
-            return
-        if self._file is None:
-            return
-        self._appended += 1
-        self._guarded(write_all, self._file, self._framing.frame(content))
+        if self._segment is not None:
+            self._segment.append(content)
 
-    def _guarded(self, act: Callable[..., object], *arguments: Any) -> None:
-        try:
-            act(*arguments)
-        except OSError as error:
-            self._give_up(str(error))
 
-    def _give_up(self, why: str) -> None:
-        logger.error(
-            "journal: %s is no longer written (%s); a crash before the next checkpoint would repeat generation",
-            self._folder,
-            why,
-        )
-        self._unbroken = False
-        self.close()
+async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:
+    """Return the result of ``act``, run in a thread; raise CheckpointError where that takes too long.
+
+    ``num_bytes`` is how much it reads and copies.
+    """
+    seconds = deadline_s(num_bytes)
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await in_daemon(act)
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a TimeoutError of the storage
+        raise CheckpointError(
+            f"{what} within {seconds:.0f} s: the storage hangs; repair the storage or the mount. A requeue resumes "
+            "from the same checkpoint and journal"
+        ) from None
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all segments; 0 when that is unknown."""
+    try:
+        return sum(path.stat().st_size for path in segment_paths(folder))
+    except OSError:
+        return 0  # ``resume`` says why
 
 
 _ADDED = {("grpo", "loss_unit"): "sample"}

@@ -12,8 +12,9 @@ Segments of format 1 (up to November 2026) have neither: each checksum covers on
 between two others goes unnoticed.
 
 A crash truncates a segment anywhere: reading ends before the first record that is incomplete or does not match its
-checksum. Token ids and log-probs are arrays of 4 and 8 bytes per entry after a short JSON text, so that writing is
-cheap and log-probs are restored bit for bit.
+checksum. The columns of a group follow a short JSON text (``records.Behind``): 8 bytes a token for ids and log-probs,
+which are restored bit for bit. Segments of formats 1 and 2 hold log-probs as doubles and a byte per entry of a mask;
+a resume copies such records as they are, so that a segment of format 3 may hold them too.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ import json
 import os
 import struct
 import zlib
-from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from rlpost.errors import CheckpointError
-from rlpost.records import group_from, group_record
+from rlpost.records import Behind, group_from, group_record
 from rlpost.types import Prompt, SampleGroup
 
-FORMAT = 2  # of the segments that this program writes
+FORMAT = 3  # of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
-_ARRAYS = {"prompt_ids": "i", "response_ids": "i", "rollout_logprobs": "d", "loss_mask": "b"}
-assert [array(code).itemsize for code in "idb"] == [4, 8, 1]
+_OLD_ARRAYS = {"prompt_ids": "<i4", "response_ids": "<i4", "rollout_logprobs": "<f8", "loss_mask": "<i1"}
+"""Columns of a record of formats 1 and 2: the JSON text has the number of entries, the arrays follow in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +186,13 @@ class Framing:
 
 def group_content(group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> bytes:
     """Encode a finished group, the answers to ``prompt``; not ``wanted`` if a filter dropped it."""
-    record, arrays = group_record(group), []
-    for scored in record["samples"]:
-        sample = scored["sample"]
-        for name, code in _ARRAYS.items():
-            if name in sample:
-                arrays.append(array(code, sample[name]).tobytes())
-                sample[name] = len(sample[name])
+    columns = Behind()
+    record = group_record(group, columns)
     meta = {"prompt_id": group.prompt_id, "wanted": wanted, "num_tokens": group.num_tokens, "group": record}
     if prompt is not None:
         meta["prompt"] = prompt_digest(prompt)
     text = _json(meta)
-    return bytes([GROUP]) + _LENGTH.pack(len(text)) + text + b"".join(arrays)
+    return bytes([GROUP]) + _LENGTH.pack(len(text)) + text + b"".join(columns.parts)
 
 
 def batch_content(
@@ -223,7 +220,7 @@ def header_content(header: Header) -> bytes:
 
 def prompt_digest(prompt: Prompt) -> str:
     """Digest of a prompt: text, tokens and label."""
-    digest = hashlib.blake2b(array("i", prompt.token_ids).tobytes(), digest_size=8)
+    digest = hashlib.blake2b(prompt.token_ids.tobytes(), digest_size=8)
     digest.update(_json([prompt.text, prompt.label]))
     return digest.hexdigest()
 
@@ -360,16 +357,22 @@ def _parsed(text: memoryview, offset: int) -> dict[str, Any]:
 
 def _group(body: memoryview) -> SampleGroup:
     text = _text(body)
-    record, at = json.loads(text)["group"], _LENGTH.size + len(text)
-    for scored in record["samples"]:
-        sample = scored["sample"]
-        for name, code in _ARRAYS.items():
+    record, columns = json.loads(text)["group"], body[_LENGTH.size + len(text) :]
+    samples = [scored["sample"] for scored in record["samples"]]
+    if samples and isinstance(samples[0]["response_ids"], int):
+        _fill_old_arrays(samples, columns)
+    return group_from(record, Behind(columns))
+
+
+def _fill_old_arrays(samples: Sequence[dict[str, Any]], columns: memoryview) -> None:
+    """Replace the numbers of entries in samples of formats 1 and 2 by the arrays themselves."""
+    at = 0
+    for sample in samples:
+        for name, code in _OLD_ARRAYS.items():
             if name in sample:
-                values = array(code)
-                size = sample[name] * values.itemsize
-                values.frombytes(body[at : at + size])
-                sample[name], at = values.tolist(), at + size
-    return group_from(record)
+                array = np.frombuffer(columns, dtype=code, count=sample[name], offset=at)
+                # A log-prob is a float32 number of an engine, so that nothing is lost as the type converts it.
+                sample[name], at = array.tolist(), at + array.nbytes
 
 
 def _text(body: memoryview) -> bytes:

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.files import write_atomic
 from rlpost.errors import ConfigError, DataError
-from rlpost.files import write_whole
 from rlpost.records import group_from, group_record
 from rlpost.types import SampleGroup
 
@@ -35,7 +35,7 @@ def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     """Write the groups of one step; a reader sees all of them or none."""
     path = recorded_path(template, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(group_record(group)) + "\n" for group in groups))
+    write_atomic(path, (json.dumps(group_record(group)) + "\n" for group in groups), mode=0o666)
     return path
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlpost.columns import FloatColumn, IntColumn
 from rlpost.rollout.buffer import RolloutBuffer
 from rlpost.rollout.journal_format import BATCH, GROUP, Record, prompt_digest
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
@@ -108,5 +109,5 @@ class _Trial:
 def _without_answers(record: Record) -> SampleGroup:
     """A group as the buffer sees it: whose it is and how old."""
     prompt_id, version = record.meta["prompt_id"], record.meta["oldest_version"]
-    sample = Sample(prompt_id, 0, (), (), (), "", "stop", version)
+    sample = Sample(prompt_id, 0, IntColumn(), IntColumn(), FloatColumn(), "", "stop", version)
     return SampleGroup(prompt_id, (ScoredSample(sample, 0.0),))

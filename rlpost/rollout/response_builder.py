@@ -1,18 +1,22 @@
 """The response builder: collects an answer from turns of the model and outputs of tools.
 
 Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
-id, log-prob, loss mask entry and version per token. A function of --custom-generate-function-path receives a builder, a
-prompt and the sampling parameters; the default is ``write_answer``.
+id, log-prob, loss mask entry and version per token, and the routes of experts where engines return them. A function of
+--custom-generate-function-path receives a builder, a prompt and the sampling parameters; the default is
+``write_answer``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
+from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.errors import RolloutError
+from rlpost.rollout.answer import Answer
+from rlpost.rollout.answer_routes import AnswerRoutes
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
@@ -28,6 +32,28 @@ class Codec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens that one request or one tool added to an answer."""
+
+    token_ids: IntColumn
+    logprobs: FloatColumn
+    mask: RunColumn
+
+    @classmethod
+    def joined(cls, pieces: Sequence[_Piece]) -> Self:
+        """Concatenate pieces."""
+        return cls(
+            IntColumn.joined(piece.token_ids for piece in pieces),
+            FloatColumn.joined(piece.logprobs for piece in pieces),
+            RunColumn(run for piece in pieces for run in piece.mask.runs),
+        )
+
+    def first(self, count: int) -> _Piece:
+        """Return the first ``count`` tokens."""
+        return _Piece(self.token_ids[:count], self.logprobs[:count], self.mask[:count])
 
 
 class ResponseBuilder:
@@ -49,25 +75,35 @@ class ResponseBuilder:
     ) -> None:
         self.prompt, self.sampling, self.index = prompt, sampling, index
         self.connection, self._codec = connection, codec
-        self.response_ids = list(so_far.response_ids) if so_far else []
-        self._logprobs = list(so_far.rollout_logprobs) if so_far else []
-        self._mask = list(so_far.mask) if so_far else []
+        self._pieces: list[_Piece] = []
+        if so_far:
+            self._pieces.append(_Piece(so_far.response_ids, so_far.rollout_logprobs, so_far.mask))
         self._spans = list(_spans(so_far)) if so_far else []
+        self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at, self._before = 0, ""  # start of the current turn in the ids, and the text before it
-        self._pieces = [so_far.text] if so_far else []  # text of the current turn, one piece per request
+        self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
 
     @property
+    def response_ids(self) -> IntColumn:
+        """All tokens so far."""
+        return self._joined().token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return sum(len(piece.token_ids) for piece in self._pieces)
+
+    @property
     def remaining_tokens(self) -> int:
         """Number of tokens that may still be added."""
-        remaining = self.sampling.max_new_tokens - len(self.response_ids)
+        remaining = self.sampling.max_new_tokens - self.num_tokens
         if self.sampling.max_context_len is not None:
-            remaining = min(
-                remaining, self.sampling.max_context_len - len(self.prompt.token_ids) - len(self.response_ids)
-            )
+            in_context = len(self.prompt.token_ids) + self.num_tokens
+            remaining = min(remaining, self.sampling.max_context_len - in_context)
         return max(0, remaining)
 
     async def write(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> str:
@@ -81,73 +117,84 @@ class ResponseBuilder:
             Halted: generation is suspended; do not catch this, the rollout keeps the partial answer.
             RolloutError: the request failed.
         """
-        if not self._pieces:
-            self._turn_at, self._before = len(self.response_ids), self.text
-        end = len(self.response_ids) + (
+        if not self._texts:
+            self._turn_at, self._before = self.num_tokens, self.text
+        end = self.num_tokens + (
             self.remaining_tokens if max_new_tokens is None else min(self.remaining_tokens, max_new_tokens)
         )
         what, empty = f"prompt {self.prompt.prompt_id}, sample {self.index}", 0
         self.finish_reason, self.stopped_at = "length", None
         stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
-        while len(self.response_ids) < end:
-            params = replace(self.sampling, stop=stops, max_new_tokens=end - len(self.response_ids))
-            answer = await self.connection.generate(
-                what, [*self.prompt.token_ids, *self.response_ids], params.to_sglang()
-            )
+        while self.num_tokens < end:
+            params = replace(self.sampling, stop=stops, max_new_tokens=end - self.num_tokens)
+            input_ids = self.prompt.token_ids + self.response_ids
+            labels = {} if self._routes is None else {"labels": self._routes.labels()}
+            answer = await self.connection.generate(what, input_ids, params.to_sglang(), **labels)
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
-            empty = 0 if answer.get("output_ids") else empty + 1
+            empty = 0 if answer.token_ids else empty + 1
             if empty == MAX_EMPTY_ANSWERS:
                 raise RolloutError(f"an engine aborted {what} {empty} times before the first token; is it paused?")
-        self._pieces = []
+        self._texts = []
         return self.text[len(self._before) :]
 
     def insert(self, text: str) -> None:
         """Add the output of a tool, masked out of the loss. Tokens beyond the limit are truncated."""
         assert self._codec is not None, "the output of a tool needs a tokenizer"
-        token_ids = list(self._codec.encode(text))[: self.remaining_tokens]
-        self.response_ids += token_ids
-        self._logprobs += [0.0] * len(token_ids)
-        self._mask += [0] * len(token_ids)
+        token_ids = IntColumn(self._codec.encode(text)[: self.remaining_tokens])
+        length = len(token_ids)
+        if self._routes is not None:
+            start = len(self.prompt.token_ids) + self.num_tokens
+            self._routes.inserted(range(start, start + length))
+        self._pieces.append(_Piece(token_ids, FloatColumn.zeros(length), RunColumn([(0, length)])))
         if self._spans:
-            self._extend_spans(self._spans[-1][0], len(token_ids))
+            self._extend_spans(self._spans[-1][0], length)
         else:
-            self._unversioned += len(token_ids)
+            self._unversioned += length
         self.text += text
 
     def sample(self) -> Sample:
         """Return the current answer."""
+        whole = self._joined()
+        masks_some = any(value == 0 for value, _ in whole.mask.runs)
         return Sample(
             prompt_id=self.prompt.prompt_id,
             index=self.index,
             prompt_ids=self.prompt.token_ids,
-            response_ids=tuple(self.response_ids),
-            rollout_logprobs=tuple(self._logprobs),
+            response_ids=whole.token_ids,
+            rollout_logprobs=whole.logprobs,
             text=self.text,
             finish_reason=self.finish_reason,
             policy_version=self._spans[-1][0] if self._spans else 0,
             label=self.prompt.label,
-            loss_mask=None if all(self._mask) else tuple(self._mask),
+            loss_mask=whole.mask if masks_some else None,
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
+            routes=None if self._routes is None else self._routes.column(),
         )
 
-    def _add(self, answer: Any) -> str:
+    def _joined(self) -> _Piece:
+        """Return the whole answer as one piece."""
+        if len(self._pieces) != 1:
+            self._pieces = [_Piece.joined(self._pieces)]
+        (whole,) = self._pieces
+        return whole
+
+    def _add(self, answer: Answer) -> str:
         """Append one response of an engine; return its finish reason."""
-        # A request that was aborted before its first token has a text and a reason, and little else.
-        meta, token_ids = answer["meta_info"], answer.get("output_ids") or []
-        reason = meta["finish_reason"]
+        reason = answer.finish_reason
         if reason["type"] not in ("stop", "length", "abort") or reason.get("status_code") is not None:
             raise RolloutError(
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
                 f"({reason.get('message')}): unexpected finish reason"
             )
-        self.response_ids += token_ids
-        self._logprobs += [logprob for logprob, _, _ in meta.get("output_token_logprobs") or []]
-        self._mask += [1] * len(token_ids)
-        for version, count in version_spans(meta, len(token_ids)):
+        generated = _Piece(answer.token_ids, answer.logprobs, RunColumn([(1, len(answer.token_ids))]))
+        self._pieces = [*self._pieces, generated] if self.num_tokens else [generated]
+        for version, count in answer.version_spans:
             self._extend_spans(version, count)
-        self._pieces.append(answer.get("text") or "")
+        if self._routes is not None and answer.token_ids:
+            self._routes.add(answer, num_read=len(self.prompt.token_ids) + self.num_tokens - 1)
+        self._texts.append(answer.text)
         self.stopped_at = reason.get("matched")
         self.text = self._before + self._turn(self.stopped_at)
         self.finish_reason = "length" if reason["type"] == "abort" else reason["type"]
@@ -158,9 +205,9 @@ class ResponseBuilder:
 
         An engine searches for stop strings only in the tokens of its own request, so it continued past this one.
         """
-        codec, ids = self._codec, self.response_ids[self._turn_at :]
-        if len(self._pieces) == 1 or codec is None or not stops:
+        if len(self._texts) == 1 or self._codec is None or not stops:
             return False
+        codec, ids = self._codec, self._joined().token_ids[self._turn_at :]
 
         def found(count: int) -> str | None:
             text = codec.decode(ids[:count])
@@ -170,8 +217,9 @@ class ResponseBuilder:
             return False
         count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
         left = end = self._turn_at + count
-        for of_tokens in (self.response_ids, self._logprobs, self._mask):
-            del of_tokens[end:]
+        self._pieces = [self._joined().first(end)]
+        if self._routes is not None:
+            self._routes.truncate(len(self.prompt.token_ids) + end)
         spans, self._spans = self._spans, []
         for version, length in spans:
             self._extend_spans(version, min(length, left))
@@ -193,10 +241,11 @@ class ResponseBuilder:
         Several pieces are decoded together: an abort may split a character, and an engine removes only a stop string
         of its own request.
         """
-        if len(self._pieces) == 1 or self._codec is None:
-            return "".join(self._pieces)
-        ids = self.response_ids[self._turn_at :]
-        text = self._codec.decode(ids[:-1] if ids[-1:] == [matched] else ids)
+        if len(self._texts) == 1 or self._codec is None:
+            return "".join(self._texts)
+        ids = self._joined().token_ids[self._turn_at :]
+        ends_with_token = isinstance(matched, int) and len(ids) > 0 and ids[-1] == matched
+        text = self._codec.decode(ids[:-1] if ends_with_token else ids)
         return text[: text.rfind(matched)] if isinstance(matched, str) and matched in text else text
 
 
@@ -210,30 +259,22 @@ async def write_answer(builder: ResponseBuilder, prompt: Prompt, sampling: Sampl
     return builder.sample()
 
 
-def version_spans(meta: Any, length: int) -> list[tuple[int, int]]:
-    """Return (version, number of tokens) for each span of one response, in order.
-
-    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end counts.
-
-    Raises:
-        RolloutError: a version is not an integer, so it was not set by rlpost.
-    """
-    if not length:
-        return []
-    reported = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    for span in reported:
-        if not str(span["version"]).isdecimal():
-            raise RolloutError(f"an engine generates with weights of version {span['version']!r}; an integer is needed")
-    ends = [*(min(span["end"], length) for span in reported[:-1]), length]
-    return [(int(span["version"]), end - span["start"]) for span, end in zip(reported, ends, strict=True)]
-
-
 def without_older(sample: Sample) -> Sample:
     """Mask tokens of versions older than the last one out of the loss."""
     if not sample.version_spans:
         return sample
-    fresh = [int(version == sample.policy_version) for version, count in sample.version_spans for _ in range(count)]
-    return replace(sample, loss_mask=tuple(a * b for a, b in zip(fresh, sample.mask, strict=True)))
+    fresh = RunColumn((int(version == sample.policy_version), count) for version, count in sample.version_spans)
+    return replace(sample, loss_mask=RunColumn.of(fresh.array * sample.mask.array))
+
+
+def _routes(connection: Connection, so_far: Sample | None) -> AnswerRoutes | None:
+    """The routes of an answer, where the engines return some."""
+    if connection.routes is None:
+        return None
+    if so_far is None or not so_far.response_ids:
+        return AnswerRoutes(connection.routes)
+    num_read = len(so_far.prompt_ids) + len(so_far.response_ids) - 1
+    return AnswerRoutes(connection.routes, so_far.routes, num_read=num_read)
 
 
 def _spans(sample: Sample) -> tuple[tuple[int, int], ...]:

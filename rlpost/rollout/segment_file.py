@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rlpost.files import sync
+from common.files import sync
 
 logger = logging.getLogger(__name__)
 

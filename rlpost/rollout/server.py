@@ -28,6 +28,7 @@ from typing import Any
 from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
+from rlpost.rollout.route_requests import RouteRequests
 from rlpost.rollout.server_args import in_its_words, server_arg_names
 
 LISTEN_POLL_S = 0.02
@@ -158,6 +159,8 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
+    if given.get("enable_return_routed_experts"):
+        app.add_middleware(RouteRequests)
     try:
         launch_server(server_args, launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port))
     finally:

@@ -28,6 +28,7 @@ OURS = {
     "admin_api_key": "the secret of the attempt",
     "tp_size": "--rollout-num-gpus-per-engine",
     "weight_version": "the policy version",
+    "enable_return_routed_experts": "--use-rollout-routing-replay",
 }
 """Fields that rlpost sets itself, and what from."""
 

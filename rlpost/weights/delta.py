@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from common.files import sync
 from rlpost.errors import WeightError
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,8 @@ def checksum(words: npt.NDArray[Any]) -> str:
 
 def commit(temporary: Path, folder: Path) -> int:
     """Flush ``temporary`` to disk and rename it to ``folder``, replacing it; returns its bytes."""
-    _make_durable(*temporary.iterdir(), temporary)
+    for path in (*temporary.iterdir(), temporary):
+        sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
     return sum(path.stat().st_size for path in folder.iterdir())
@@ -253,7 +255,8 @@ class WeightCopy:
         with ThreadPoolExecutor() as pool:
             list(pool.map(patch, manifest.changes))
         _verify({name: tensors[name] for name in manifest.checksums}, manifest)
-        _make_durable(*self.folder.glob("*.safetensors"))  # engines on other hosts may read them
+        for tensor_file in self.folder.glob("*.safetensors"):  # engines on other hosts may read them
+            sync(tensor_file)
         Manifest(manifest.version, manifest.checksums).write(self.folder)
 
 
@@ -263,12 +266,3 @@ def _verify(tensors: Mapping[str, Words], manifest: Manifest) -> None:
         sums = dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
     if wrong := sorted(name for name, value in sums.items() if value != manifest.checksums[name]):
         raise WeightError(f"{len(wrong)} tensors do not have the checksum of version {manifest.version}: {wrong[:3]}")
-
-
-def _make_durable(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

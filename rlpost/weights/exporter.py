@@ -26,7 +26,7 @@ from rlpost.weights import layouts
 from rlpost.weights.bucket_plan import Travelling, deal
 from rlpost.weights.files import INDEX, SINGLE
 from rlpost.weights.flat import num_bytes, widest_first
-from rlpost.weights.importer import HuggingFaceFolder, extra_layers
+from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.weights.inventory import Entry, Inventory
 from rlpost.weights.quantise import BlockFp8
 from rlpost.weights.quantised_gather import all_gather, gather_quantised
@@ -176,10 +176,12 @@ def export_folder(
     """
     folder, template = Path(folder), Path(template)
     plan = exporter.plan(shard_bytes)
-    kept = extra_layers(HuggingFaceFolder(template), exporter.inventory) if writes else []
+    source = HuggingFaceFolder(template)
+    kept, repeated = _not_gathered(source, exporter.inventory) if writes else ([], {})
     num_files = len(plan) + bool(kept)
     file_of: dict[str, str] = {}
     failures: list[Exception] = []
+    total = sum(entry.num_bytes for bucket in plan for entry in bucket)
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
         """Write one file, unless one failed.
@@ -197,10 +199,11 @@ def export_folder(
             failures.append(error)
 
     for number, bucket in enumerate(plan, start=1):
-        write(number, exporter.gather(bucket))
-    total = sum(entry.num_bytes for bucket in plan for entry in bucket)
+        tensors = exporter.gather(bucket)
+        copies = {copy: tensors[name].clone() for copy, name in repeated.items() if name in tensors}
+        total += sum(tensor.nbytes for tensor in copies.values())
+        write(number, tensors | copies)
     if kept:
-        source = HuggingFaceFolder(template)
         tensors = {name: source.read(name) for name in kept}
         write(num_files, tensors)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -209,6 +212,17 @@ def export_folder(
     if num_files > 1 and writes:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _not_gathered(source: HuggingFaceFolder, inventory: Inventory) -> tuple[list[str], dict[str, str]]:
+    """What an export takes from ``source``, and what it repeats: {name: the trained tensor that it repeats}.
+
+    A layer for multi-token prediction may repeat embedding and output layer. Where they are equal in ``source`` they
+    stay equal; where they differ there, no engine uses the copy, and it is passed through.
+    """
+    copies = shared_tensors(source, inventory)
+    repeated = {copy: name for copy, name in copies.items() if torch.equal(source.read(copy), source.read(name))}
+    return sorted({*extra_layers(source, inventory), *copies} - repeated.keys()), repeated
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:

@@ -33,7 +33,7 @@ class Family:
     carries_extra_layers: bool = False
     """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
 
-    They are not trained, and are exported unchanged.
+    They are trained with ``--enable-mtp-training``. Otherwise they are exported unchanged.
     """
 
 

@@ -58,14 +58,25 @@ class HuggingFaceFolder:
             return opened.get_tensor(name)
 
 
+SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Tensors of a layer for multi-token prediction that a model shares: its name in the layer, and the model's own."""
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
+    """Tensors of ``source`` that repeat the model's embedding or output layer for a trained layer of multi-token
+    prediction, with the name of the tensor that they repeat. Megatron and SGLang use the model's own."""
+    found = {name: match for name in source.file_of if (match := _OF_LAYER.fullmatch(name))}
+    layers = inventory.mtp_layers
+    return {name: SHARED[match[2]] for name, match in found.items() if int(match[1]) in layers and match[2] in SHARED}
+
+
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     """Tensors of layers after the model's last, if the family has such: kept but not trained."""
     if not inventory.carries_extra_layers:
         return []
     return sorted(
-        name
-        for name in source.file_of
-        if (found := re.match(r"model\.layers\.(\d+)\.", name)) and int(found[1]) >= inventory.num_layers
+        name for name in source.file_of if (found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers
     )
 
 
@@ -77,6 +88,7 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
         WeightError: a tensor is missing, unused, or has another shape.
     """
     source, total, told = HuggingFaceFolder(folder), len(inventory.held), time.monotonic()
+    _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
         part = layouts.merge([source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims)
@@ -92,6 +104,7 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
             told = time.monotonic()
             logger.info("%s: loaded %d of %d parameters of this rank", folder, number, total)
     unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
+    unused -= shared_tensors(source, inventory).keys()
     if inventory.tied:  # some folders contain the tied copy
         unused.discard("lm_head.weight")
     unused = {name for name in unused if not name.endswith(UNUSED_SUFFIXES)}
@@ -100,3 +113,15 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
             f"{folder} has {len(unused)} tensors that the model does not use, starting with "
             f"{sorted(unused)[:5]}; check that config.json belongs to these weights"
         )
+
+
+def _check_mtp_layers(source: HuggingFaceFolder, inventory: Inventory) -> None:
+    """Raises WeightError when layers for multi-token prediction are trained that ``source`` does not have."""
+    for layer in sorted(inventory.mtp_layers):
+        name = f"model.layers.{layer}.eh_proj.weight"
+        if name not in source.file_of:
+            raise WeightError(
+                f"{source.folder} has no tensor {name!r}: the layer for multi-token prediction is not in these "
+                "weights, and --enable-mtp-training does not start one from random values; use a checkpoint that "
+                "has it, or --enable-mtp-training false"
+            )

@@ -18,6 +18,8 @@ from rlpost.weights import layouts, names
 from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions, Rule
 
+MTP_MARK = ".eh_proj."
+"""In the name of one weight of each layer for multi-token prediction, and of no other layer's."""
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -111,8 +113,14 @@ class Inventory:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Layers of the model, one for multi-token prediction included where it is trained."""
         return 1 + max(names.layer_number(entry.rules[0].megatron) or 0 for entry in self.entries)
+
+    @property
+    def mtp_layers(self) -> frozenset[int]:
+        """Numbers of the layers for multi-token prediction among those of the model."""
+        marked = (entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron)
+        return frozenset(number for name in marked if (number := names.layer_number(name)) is not None)
 
     def part(self, entry: Entry) -> Held | None:
         """What this rank holds of an entry."""
@@ -165,8 +173,10 @@ def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Ten
     for chunk in chunks:
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
         for name, tensor in (*chunk.named_parameters(), *buffers):
-            local = names.layer_number(name)
-            if local is not None:
+            local, mtp = names.layer_number(name), names.mtp_module(name)
+            if mtp is not None:
+                name = names.as_decoder_layer(name, chunk.get_submodule(f"{mtp}.transformer_layer").layer_number - 1)
+            elif local is not None:
                 layer = chunk.get_submodule(f"decoder.layers.{local}")
                 name = names.renumber(name, layer=layer.layer_number - 1)
             yield names.canonical(name), tensor

@@ -82,6 +82,13 @@ EXPERTS: tuple[Rule, ...] = (
     in_layer("mlp.router.weight", "mlp.gate.weight"),
     *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
 )
+MTP_LAYER: tuple[Rule, ...] = (
+    in_layer("eh_proj.weight", "eh_proj.weight"),
+    in_layer("enorm.weight", "enorm.weight"),
+    in_layer("hnorm.weight", "hnorm.weight"),
+    in_layer("final_layernorm.weight", "shared_head.norm.weight"),
+)
+"""What a layer for multi-token prediction has besides the weights of a decoder layer."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -100,6 +107,20 @@ def canonical(name: str) -> str:
         if name.endswith("." + fused):
             return name.removesuffix(fused) + alone
     return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
+_MTP = re.compile(r"(?P<module>mtp\.layers\.\d+)\.(?:transformer_layer\.)?")
+
+
+def mtp_module(name: str) -> str | None:
+    """The module of the layer for multi-token prediction that a parameter belongs to, such as ``mtp.layers.0``."""
+    found = _MTP.match(name)
+    return found["module"] if found else None
+
+
+def as_decoder_layer(name: str, layer: int) -> str:
+    """The name of a parameter of that layer as if it were decoder layer ``layer``, which it is for Hugging Face."""
+    return _MTP.sub(f"decoder.layers.{layer}.", name, count=1)
 
 
 _NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.)?")

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from tests.cluster.jobs import sbatch, until
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_host import wait_until
@@ -20,7 +20,7 @@ STUB_RAY = REPOSITORY / "tests/fakes/ray_stub"
 DRIVER = """
 import os, pathlib, sys, time
 import ray
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 line = sys.stdin.readline()
 if not line:
     sys.exit("no cluster")
@@ -47,7 +47,7 @@ sys.exit(75)
 # The same without Ray: it only waits.
 IDLE_DRIVER = """
 import os, pathlib, sys, time
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 line = sys.stdin.readline()
 if not line:
     sys.exit("no cluster")

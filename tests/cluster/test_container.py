@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from common.ledger import Ledger
 from rlpost.config.load import dump, load
 from slurm.container import Container
-from slurm.ledger import Ledger
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 from slurm.states import JobState
@@ -87,7 +87,7 @@ def site(lab: Lab) -> Site:
         folder.mkdir()
     (data / "weights").write_text("weights\n")
     home.mkdir()
-    for name in ("bootstrap", "slurm"):
+    for name in ("bootstrap", "slurm", "common"):
         lab.run("ctl", ["cp", "-rL", str(FAKES / "cluster_home" / name), str(home)])
     variables = {"PATH": "/usr/bin:/bin", "IMAGE": "yes", "MARK": "the image's", "PYTHONPATH": "/image"}
     text = "hsqs" + json.dumps({"environment": {**variables, "RLPOST_HOME": "/image"}, "hides": str(lab.shared)})

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from common.ledger import Ledger
 from slurm.container import Container
-from slurm.ledger import Ledger
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 from slurm.states import JobInfo, JobState
@@ -63,7 +63,7 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
     home, registry = lab.shared / "code", lab.shared / "registry"
     home.mkdir()
     registry.mkdir()
-    for name in ("bootstrap", "slurm"):
+    for name in ("bootstrap", "slurm", "common"):
         lab.run("ctl", ["cp", "-rL", str(FAKES / "cluster_home" / name), str(home)])
     content = {"environment": {"PATH": "/usr/bin:/bin"}, "hides": str(lab.shared)}
     (lab.shared / "image.sqsh").write_text("hsqs" + json.dumps(content))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from tests.cluster.attempts import BRINGUP_S, DRIVER
 from tests.cluster.jobs import until
 from tests.cluster.lab import REPOSITORY, Lab

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.run_folder import create_run_folder
 from slurm.nodelist import expand
-from slurm.run_folder import create_run_folder
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.unit.slurm.test_nodelist import LISTS
@@ -30,7 +30,7 @@ def test_host_lists_mean_what_slurm_says_they_mean(lab: Lab, text: str) -> None:
 
 SUBMIT = """\
 import sys; from pathlib import Path
-from slurm.executor import submit; from slurm.run_folder import RunFolder; from slurm.spec import JobSpec
+from slurm.executor import submit; from common.run_folder import RunFolder; from slurm.spec import JobSpec
 spec = JobSpec(nodes=2, time="10", driver_args=(sys.argv[2],))
 print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), where="slurm"))
 """

@@ -77,7 +77,7 @@ def look(lab: Lab, profile: str) -> tuple[int, dict[str, dict[str, str]], str]:
     if (
         not code.exists()
     ):  # a container shows of the shared folder what is mounted, and the stand-ins mount nothing else
-        for name in ("bootstrap", "slurm", "rlpost", "tools"):
+        for name in ("bootstrap", "slurm", "common", "rlpost", "tools"):
             shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "setup.cfg", code)
     path = lab.shared / "profile.toml"
@@ -86,7 +86,7 @@ def look(lab: Lab, profile: str) -> tuple[int, dict[str, dict[str, str]], str]:
     environ = {"PATH": f"{ROOT}/tests/fakes/bin:{search_path()}"}
     done = lab.run("ctl", command, cwd=code, env=environ, check=False, timeout_s=200)
     rows = json.loads(done.stdout or "[]")
-    return done.returncode, {row["what"]: row for row in rows}, done.stdout + done.stderr
+    return done.returncode, {row["name"]: row for row in rows}, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("backend", ["pyxis", "enroot"])
@@ -100,8 +100,8 @@ def test_a_job_says_what_the_image_of_a_profile_lacks(lab, backend):
         lab, f"container = '{backend}'\ncontainer_image = '{image}'\nsetup_commands = ['echo up']\n"
     )
     assert code == 1, said
-    assert "/usr/bin/python3" in rows["python"]["said"] and rows["packages"]["level"] == "LACKS"
-    assert "torch==2.13.0" in rows["packages"]["said"] and "NCCL_IB_HCA=the image's" in rows["variables"]["said"]
+    assert "/usr/bin/python3" in rows["python"]["found"] and rows["packages"]["level"] == "FATAL_CONFIG"
+    assert "torch==2.13.0" in rows["packages"]["found"] and "NCCL_IB_HCA=the image's" in rows["variables"]["found"]
     assert list((lab.shared / "runs").iterdir()) == []
 
 

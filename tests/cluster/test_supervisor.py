@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from slurm.ledger import Ledger
+from common.ledger import Ledger
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 from slurm.states import JobInfo, JobState

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.run_folder import RunFolder
+from common.run_folder import RunFolder
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project

@@ -200,15 +200,15 @@ def train_and_compare(actor: Any, steps: Sequence[Sequence[TrainSample]], *, two
 
     def step() -> Any:
         if not gradients:
-            gradients.update(_whole(actor, gradients=True))
+            gradients.update(whole_tensors(actor, gradients=True))
         return real_step()
 
     actor.optimizer.step = step
     trained = train(actor, steps, two_passes=two_passes)
-    return trained | {"gradients": gradients, "weights": _whole(actor, gradients=False)}
+    return trained | {"gradients": gradients, "weights": whole_tensors(actor, gradients=False)}
 
 
-def _whole(actor: Any, *, gradients: bool) -> dict[str, Any]:
+def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
     """All tensors, or gradients in their place, under their Hugging Face names, as NumPy arrays; on rank 0."""
     import torch
 

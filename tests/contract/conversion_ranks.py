@@ -31,7 +31,7 @@ def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -
 def _rank_main(
     pipe: Connection, conversions: Sequence[Conversion], folder: str, place: tuple[int, int, list[int]]
 ) -> None:
-    from rlpost.actor.conversion import Converter
+    from rlpost.actor.conversion import Converter, with_mtp_layer
     from rlpost.actor.parallel import Rendezvous
 
     rank, num_ranks, ports = place
@@ -41,6 +41,7 @@ def _rank_main(
             original, kept = f"{folder}/{each.model}", f"{folder}/{each.model}_torch_dist"
             for layout, forward in ((each.there, True), (each.back, False)):
                 settings = ActorSettings(original, distributed_timeout_minutes=2, **layout)
+                settings = with_mtp_layer(settings, original if forward else kept)
                 converter = Converter(settings, Rendezvous(rank, num_ranks, "127.0.0.1", next(remaining)))
                 if forward:
                     converter.from_hugging_face(original)

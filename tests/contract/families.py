@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 96
 COMMON = dict(
@@ -46,6 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (class of transform
     "glm4-0414": ("Glm4", {"attention_bias": True}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
+MTP = "glm4.5-moe-mtp"
+"""The last of them with a layer for multi-token prediction, which transformers does not have."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Those that docs/extending.md brings with a package."""
 
@@ -62,6 +65,29 @@ def make_family(folder: Path, name: str) -> None:
             if "inv_freq" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
     model.save_pretrained(folder)
+    if name == MTP:
+        _add_mtp_layer(folder)
+
+
+def _add_mtp_layer(folder: Path) -> None:
+    """As the folders of GLM-4.5 have it: a decoder layer after the last, and what joins it to the model."""
+    path, number, hidden = folder / "model.safetensors", COMMON["num_hidden_layers"], COMMON["hidden_size"]
+    tensors = load_file(path)
+    last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    more = {name.replace(last, behind): torch.randn_like(one) * 0.2 for name, one in tensors.items() if last in name}
+    more[f"{behind}mlp.gate.e_score_correction_bias"] *= 0.1  # every expert gets tokens
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        more[f"{behind}{name}.weight"] = torch.randn(hidden) * 0.2 + 1.0
+    more[f"{behind}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    more[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    _name_mtp_layer(folder)
+
+
+def _name_mtp_layer(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 def make_family_config(folder: Path, name: str) -> None:
@@ -69,12 +95,14 @@ def make_family_config(folder: Path, name: str) -> None:
     kind, config = _config(name)
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(folder)
+    if name == MTP:
+        _name_mtp_layer(folder)
 
 
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
-    kind, options = (FAMILIES | FROM_OUTSIDE)[name]
+    kind, options = (FAMILIES | FROM_OUTSIDE | {MTP: FAMILIES["glm4.5-moe"]})[name]
     return kind, getattr(transformers, f"{kind}Config")(**(COMMON | options))
 
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks, train_and_compare
-from tests.contract.families import make_family
+from tests.contract.families import MTP, make_family
 from tests.contract.samples import STEPS
 
 LIMIT = 1e-5  # relative, in float32
 DENSE, TIED, MOE = "qwen3", "qwen3-tied", "glm4.5-moe"
+LOSSES = ("train/loss", "train/mtp_loss")
 SHORT = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -62,9 +63,12 @@ GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
+EXPERTS = SELECTIVE | {"megatron": {"recompute_modules": ["moe"]}}
 UNEVEN = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
+UNEVEN_MOE = {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
+    "mtp": {"enable_mtp_training": True},
     "gspo-kl": {"policy_loss": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "calculate_per_token_loss": True},
     "entropy-tis": {
@@ -112,10 +116,27 @@ LAYOUTS = [
     Layout("moe-ep2-recompute", MOE, 2, ep(2) | FULL),
     Layout("moe-tp2-sp-ep2-pp2", MOE, 4, tp(2) | ep(2, 1) | pp(2)),
     Layout("moe-tp2-sp-ep2-etp2", MOE, 4, tp(2) | ep(2, 2)),
+    Layout("moe-pp2-uneven-recompute", MOE, 2, pp(2, **UNEVEN_MOE) | FULL),
+    Layout("moe-pp4", MOE, 4, pp(4)),  # the first stage has no experts
+    Layout("moe-pp2-vpp2", MOE, 2, pp(2, **VPP)),
+    Layout("moe-pp2-vpp2-recompute-experts", MOE, 2, pp(2, **VPP) | EXPERTS),
+    Layout("moe-tp2-sp-recompute-experts", MOE, 2, tp(2) | EXPERTS),
+    Layout("moe-cp2-pp2-recompute", MOE, 4, CP2 | pp(2) | FULL),
+    Layout("moe-tp2-sp-cp2", MOE, 4, tp(2) | CP2),
     Layout("cp2-pp2-gspo-kl", DENSE, 4, CP2 | pp(2), "gspo-kl"),
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
     Layout("tp2-sp-entropy-tis", DENSE, 2, tp(2) | {"log_probs_chunk_size": 7}, "entropy-tis"),
     Layout("cp2-pp2-entropy-tis", DENSE, 4, CP2 | pp(2), "entropy-tis"),
+    Layout("mtp-recompute", MTP, 1, FULL, "mtp"),
+    Layout("mtp-tp2-sp", MTP, 2, tp(2), "mtp"),
+    Layout("mtp-pp2", MTP, 2, pp(2), "mtp"),
+    Layout("mtp-pp2-vpp2", MTP, 2, pp(2, **VPP), "mtp"),
+    Layout("mtp-cp2", MTP, 2, CP2, "mtp"),
+    Layout("mtp-cp2-ep2", MTP, 2, CP2 | ep(2), "mtp"),
+    Layout("mtp-ep2-overlap", MTP, 2, ep(2) | GATHER, "mtp"),
+    Layout("mtp-ep2-dp4", MTP, 4, ep(2), "mtp"),
+    Layout("mtp-tp2-sp-ep2-pp2-recompute", MTP, 4, tp(2) | ep(2, 1) | pp(2) | FULL, "mtp"),
+    Layout("mtp-cp2-pp2-vpp2-overlap", MTP, 4, CP2 | pp(2, **VPP) | GATHER, "mtp"),
 ]
 
 
@@ -148,9 +169,8 @@ class Comparison:
         pairs = [
             (ours, theirs) for one in found for ours, theirs in zip(one["metrics"], expected["metrics"], strict=True)
         ]
-        largest_loss = max(abs(b["train/loss"]) for _, b in pairs)  # a step's own may happen to be near zero
         return Difference(
-            loss=max(abs(a["train/loss"] - b["train/loss"]) for a, b in pairs) / largest_loss,
+            loss=max(_loss_difference(pairs, name) for name in LOSSES if name in pairs[0][1]),
             grad_norm=max(abs(a["train/grad_norm"] / b["train/grad_norm"] - 1) for a, b in pairs),
             gradients=_difference(found[0]["gradients"], expected["gradients"]),
             weights=_difference(found[0]["weights"], expected["weights"]),
@@ -169,10 +189,15 @@ class Comparison:
         return run_ranks(train_and_compare, layout.num_ranks, settings, steps=STEPS, two_passes=two_passes)
 
 
+def _loss_difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> float:
+    largest = max(abs(theirs[name]) for _, theirs in pairs)  # a step's own may happen to be near zero
+    return max(abs(ours[name] - theirs[name]) for ours, theirs in pairs) / largest
+
+
 def _difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     """Over all tensors, the largest difference relative to the tensor's largest value."""
     assert ours.keys() == theirs.keys()
-    return max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours)
+    return max(float(np.abs(ours[key] - theirs[key]).max() / (np.abs(theirs[key]).max() or 1.0)) for key in ours)
 
 
 def main(chosen: list[str]) -> int:

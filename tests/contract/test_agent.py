@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 
 DEADLINE_S = 120
 
@@ -24,7 +24,7 @@ DRIVER = """
 import os, pathlib, sys, time
 import ray
 sys.path.insert(0, os.getcwd())
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 line = sys.stdin.readline()
 if not line:
     sys.exit("no cluster")

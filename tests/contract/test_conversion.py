@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist_folder import find_checkpoint
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
-from tests.contract.families import FAMILIES, load_folder, make_family
+from tests.contract.families import FAMILIES, MTP, load_folder, make_family
 from tests.contract.samples import STEPS
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,8 +30,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # there, back; al
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),
+    MTP: (UNEVEN, EP),
     "llama3.1": ({}, PP | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
+NAMES = (*FAMILIES, MTP)
 
 
 def add_extra_layer(folder: Path) -> None:
@@ -43,10 +47,10 @@ def add_extra_layer(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("conversion")
-    for name in FAMILIES:
+    for name in NAMES:
         make_family(folder / name, name)
     add_extra_layer(folder / "glm4.5-moe")
-    convert([Conversion(name, *LAYOUTS.get(name, (TP, UNEVEN))) for name in FAMILIES], str(folder), num_ranks=2)
+    convert([Conversion(name, *LAYOUTS.get(name, (TP, UNEVEN))) for name in NAMES], str(folder), num_ranks=2)
     return folder
 
 
@@ -56,11 +60,28 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(converted, name):
-    """What is not trained (GLM-4.5's layer for multi-token prediction) as well."""
+    """What is not trained as well: a layer for multi-token prediction that config.json does not name."""
     assert same_tensors(converted / f"{name}_back", converted / name)
     assert (converted / f"{name}_torch_dist" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
+    """So a run may train it or not; its keys are those of Megatron-LM."""
+    kept = {name: find_checkpoint(converted / f"{name}_torch_dist") for name in (MTP, "glm4.5-moe")}
+    keys = {name: set(FileSystemReader(folder).read_metadata().state_dict_metadata) for name, folder in kept.items()}
+    assert {key.split(".")[0] for key in keys[MTP] - keys["glm4.5-moe"]} == {"mtp"}
+    assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in keys[MTP]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_run_begins_from_a_converted_model_with_and_without_that_layer(converted, tmp_path, is_trained):
+    settings = ActorSettings(
+        str(converted / MTP), ref_load=str(converted / f"{MTP}_torch_dist"), enable_mtp_training=is_trained
+    )
+    run_ranks(look, 1, settings, samples=STEPS[0], export=str(tmp_path / "out"))
+    assert same_tensors(tmp_path / "out", converted / MTP)
 
 
 def test_a_reference_checkpoint_is_what_a_run_begins_from(converted, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import Files, count_forwards, run_ranks, train
-from tests.contract.families import load_folder, make_family
+from tests.contract.families import MTP, load_folder, make_family
 from tests.contract.layouts import BLOCK, FULL, LAYOUTS, LIMIT, MOE, SELECTIVE, Comparison, Layout
 from tests.contract.samples import STEPS
 
@@ -24,6 +24,8 @@ KINDS = (
     "moe-tp2-sp-ep2-pp2",
     "cp2-pp2-gspo-kl",
     "tp2-sp-entropy-tis",
+    "mtp-tp2-sp-ep2-pp2-recompute",
+    "mtp-cp2-pp2-vpp2-overlap",
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
@@ -48,6 +50,7 @@ def test_a_layout_trains_as_one_process_does(compare, name):
 
 def settings(folder: Path, layout: Layout, **changes) -> ActorSettings:
     options = dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2) | layout.settings | changes
+    options |= {"enable_mtp_training": layout.model == MTP}
     return ActorSettings(str(folder / layout.model), **options)
 
 
@@ -57,6 +60,8 @@ CONTINUED = [  # written at, read at
     ("cp2-pp2-vpp2", BY_NAME["tp2-sp"]),
     ("pp2-tied", BY_NAME["tp2-sp-pp2-tied"]),
     ("moe-ep2-ddp", BY_NAME["moe-ep2-ddp"]),
+    ("mtp-tp2-sp-ep2-pp2-recompute", BY_NAME["mtp-cp2-ep2"]),
+    ("mtp-pp2", BY_NAME["mtp-pp2"]),
 ]
 
 

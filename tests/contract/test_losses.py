@@ -68,7 +68,7 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
     losses = []
     for sample in STEPS[0]:
         ids = torch.tensor([sample.token_ids])
-        mask = torch.tensor([(0,) * sample.prompt_length + sample.loss_mask])
+        mask = torch.tensor([[*[0] * sample.prompt_length, *sample.loss_mask]])
         losses.append(theirs(ids, labels=ids.masked_fill(mask == 0, -100)).loss)
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -133,6 +133,25 @@ def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(mod
     mean = sum(value * mask for value, mask in pairs) / sum(mask for _, mask in pairs)
     assert first["metrics"]["train/mine"] == pytest.approx(mean, rel=1e-5)
     assert first["metrics"]["train/mine_max"] == pytest.approx(max(-value * mask for value, mask in pairs), rel=1e-5)
+
+
+def with_advantages_apart(actor: Any, apart: bool) -> dict[str, float]:
+    """Metrics of a step whose advantages are in the batch, or follow it as they do with --kl-coef."""
+    actor.import_weights()
+    batch = my_batch(actor, STEPS[0], max_tokens=64)
+    if not apart:
+        return dict(actor.train_step(batch).metrics)
+    zeros = batch.with_advantages([0.0] * len(batch.samples))
+    per_token = [sample.advantages for sample in batch.samples]
+    return dict(actor.train_step(zeros, None, per_token).metrics)
+
+
+def test_advantages_that_follow_the_batch_replace_those_in_it(model):
+    (together,), (apart,) = (
+        run_ranks(partial(with_advantages_apart, apart=apart), 1, settings(model)) for apart in (False, True)
+    )
+    assert together == apart
+    assert together["train/loss"] != 0.0
 
 
 def test_a_loss_that_is_no_number_is_an_error_before_it_reaches_the_weights(model):

@@ -8,6 +8,7 @@ two runs have equal weights when, and only when, they trained the same samples i
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import re
@@ -17,7 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from rlpost.errors import RlpostError
+from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
 from rlpost.types import Prompt, Sample, SampleGroup
 from tests.crash_consistency.interception import ROOM
 
@@ -36,6 +40,12 @@ def digest(text: str) -> str:
 def token(weights: str, prompt_id: int, index: int, position: int) -> int:
     """What these weights write at a position of an answer, unless it is the last."""
     return 3 + int(digest(f"{weights}/{prompt_id}/{index}/{position}")[:4], 16) % 90
+
+
+def experts(weights: str, prompt_id: int, index: int, position: int) -> list[list[int]]:
+    """Where these weights send the token at a position of prompt and answer: in each layer to 2 of 4 experts."""
+    number = int(digest(f"{weights}/{prompt_id}/{index}/{position}/experts")[:4], 16)
+    return [[number % 4, (number + 1) % 4], [number // 4 % 4, (number // 4 + 3) % 4]]
 
 
 def answer_length(prompt_id: int, index: int) -> int:
@@ -61,6 +71,7 @@ def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
                     "logprobs": list(scored.sample.rollout_logprobs),
                     "label": scored.sample.label,
                     "versions": _versions(scored.sample),
+                    "routes": None if scored.sample.routes is None else scored.sample.routes.array.tolist(),
                     "reward": scored.reward,
                 }
                 for scored in group.samples
@@ -157,8 +168,8 @@ class Fleet:
 class Connection:
     """Requests to the engine of the router; ``rlpost.rollout.connection`` has the real one."""
 
-    def __init__(self, router: Any) -> None:
-        self.router, self.halted = router, False
+    def __init__(self, router: Any, *, routes: RouteFormat | None = None) -> None:
+        self.router, self.routes, self.halted = router, routes, False
 
     async def __aenter__(self) -> Connection:
         return self
@@ -166,8 +177,11 @@ class Connection:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
+    async def generate(
+        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, labels: Any = None
+    ) -> Any:
         """The rest of one answer; as far as it got when generation is halted."""
+        from rlpost.rollout.answer import parse
         from rlpost.rollout.connection import Halted
 
         if self.halted:
@@ -181,6 +195,7 @@ class Connection:
             await asyncio.sleep(TOKEN_S * (1 + prompt_id % 3))
             position = start + len(ids)
             is_last = position == length - 1
+            weights = engine.weights  # with new ones it reads all tokens again, as after a retraction
             if not spans or spans[-1]["version"] != engine.version:
                 spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})
             spans[-1]["end"] += 1
@@ -192,7 +207,12 @@ class Connection:
             "weight_versions": spans,
             "weight_version": str(engine.version),
         }
-        return {"output_ids": ids, "text": "".join(map(chr, (33 + one for one in ids))), "meta_info": meta}
+        if self.routes is not None and ids:
+            read = range(int(labels[ROUTES_FROM]), len(input_ids) + len(ids) - 1)
+            chosen = [experts(weights, prompt_id, index, position) for position in read]
+            meta["routed_experts"] = base64.b64encode(np.array(chosen, dtype=np.int32).tobytes()).decode()
+        text = "".join(map(chr, (33 + one for one in ids)))
+        return parse(json.dumps({"output_ids": ids, "text": text, "meta_info": meta}).encode(), self.routes)
 
     async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
         """Return when every one of ``running`` is done."""

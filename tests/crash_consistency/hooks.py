@@ -53,6 +53,17 @@ class KillAt(Hook):
 
 
 @dataclass
+class Lagging(Hook):
+    """The thread of the journal runs so many turns of the event loop late: its records wait in the queue."""
+
+    turns: int
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Slow down."""
+        attempt.lag = self.turns
+
+
+@dataclass
 class FaultAt(Hook):
     """Storage fails at the operations that ``matches`` names, from the n-th of them on, for ``count`` times.
 

@@ -96,6 +96,8 @@ class Attempt:
     drawn: int = 0  # tokens of secrets.token_hex
     workers: list[Any] = field(default_factory=list)  # threads that it started
     ready: list[Any] = field(default_factory=list)  # those that have not run
+    turns: int = 0  # of its event loop
+    lag: int = 0  # turns that a thread of the journal does not run
 
     @contextmanager
     def active(self) -> Iterator[None]:

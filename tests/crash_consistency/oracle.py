@@ -26,6 +26,7 @@ from tests.crash_consistency.interception import Op
 from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, Ending, Setup, World
 
 SEED = 42  # --rollout-seed
+UNKNOWN = 255  # an expert that only the trainer knows
 CLOCKS = ("time/", "perf/", "memory/", "sync/", "checkpoint/", "driver/", "run/")  # names that a disturbance may change
 
 WEIGHTS, PROMPTS, STALE = "wrong weights", "prompts lost or double", "staleness"
@@ -168,7 +169,23 @@ def _of_group(world: World, group: Mapping[str, Any], step: int, chain: Sequence
             if token != fakes.token(chain[version], prompt_id, sample["index"], position):
                 problems.append(Problem(WEIGHTS, f"prompt {prompt_id} of step {step + 1} was written by other weights"))
                 break
+        if world.config.grpo.use_rollout_routing_replay and not _has_its_routes(sample, prompt_id, chain):
+            problems.append(Problem(WEIGHTS, f"prompt {prompt_id} of step {step + 1} has other routes than its own"))
     return problems
+
+
+def _has_its_routes(sample: Mapping[str, Any], prompt_id: int, chain: Sequence[str]) -> bool:
+    """Whether each token was routed by the weights that wrote the next one; only where an answer has tokens of several
+    weights may routes be unknown."""
+    versions, length = sample["versions"], len(sample["prompt"])
+    if sample["routes"] is None or len(sample["routes"]) != length + len(sample["answer"]) - 1:
+        return False
+    for position, found in enumerate(sample["routes"]):
+        weights = chain[versions[max(0, position + 1 - length)]]
+        is_unknown = len(set(versions)) > 1 and found == [[UNKNOWN] * 2] * 2
+        if not is_unknown and found != fakes.experts(weights, prompt_id, sample["index"], position):
+            return False
+    return True
 
 
 def row_of(world: World, prompt_id: int) -> Mapping[str, str]:

@@ -199,6 +199,98 @@ def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(base: Path,
     expect_none(check(world, reference=reference, was_killed=False, lossy=True))
 
 
+def of_journal(*kinds: str) -> Callable[[Op], bool]:
+    """Operations of these kinds on the journal."""
+    return lambda op: op.kind in kinds and "checkpoints/journal" in op.path
+
+
+@pytest.mark.parametrize("kind", ["mkdir", "list", "stat", "create", "link", "fsync"])
+@pytest.mark.parametrize("setup", ["sync", "fully_async"])
+def test_a_journal_that_hangs_when_an_attempt_begins_ends_it_in_words(base: Path, setup: str, kind: str) -> None:
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    if kind != "mkdir":
+        world.attempt(KillAt(0, matches=named(2)))
+    fault = FaultAt(0, "hang", 1, of_journal(kind))
+    ending = world.attempt(fault)
+    assert fault.hit and ending.how == "failed", ending
+    assert "checkpoints/journal was not" in ending.messages[-1] and " within 6" in ending.messages[-1]
+    assert "repair the storage or the mount" in ending.messages[-1]
+    come_back(world)
+    expect_none(check(world, reference=reference))
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("kind", ["create", "link", "write", "fsync"])
+@pytest.mark.parametrize("setup", ["sync", "fully_async"])
+def test_a_journal_that_hangs_later_costs_the_journal_and_nothing_else(
+    base: Path, setup: str, kind: str, number: int
+) -> None:
+    """The event loop turns on, and the journal begins again with the next checkpoint."""
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    number = min(number, 3) if kind in ("create", "link") else 2 + number
+    fault = FaultAt(number, "hang", 1, of_journal(kind))
+    ending = world.attempt(fault)
+    assert fault.hit and ending.how == "done", ending
+    assert any("is no longer written" in message for message in ending.messages)
+    expect_none(check(world, reference=reference))
+
+
+@pytest.mark.parametrize("setup", ["sync", "fully_async"])
+def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_loop(base: Path, setup: str) -> None:
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    world.attempt(KillAt(0, matches=named(2)))
+    since = []
+
+    def replays(op: Op) -> bool:
+        """A read of the journal after the attempt has begun."""
+        since.extend([op] if line_written("ledger.jsonl")(op) else [])
+        return bool(since) and of_journal("read")(op)
+
+    fault = FaultAt(0, "hang", 1, replays)
+    ending = world.attempt(fault)
+    assert fault.hit and ending.how == "failed", ending
+    assert "checkpoints/journal were not read within 60 s" in ending.messages[-1]
+    come_back(world)
+    expect_none(check(world, reference=reference))
+
+
+def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data has changed where its fingerprint does not show it: the rest is written to a segment of its own."""
+    world = World(base, SETUPS["sync"])
+    monkeypatch.setattr("rlpost.orchestration.driver.data_fingerprint", lambda sources: "the same")
+    world.attempt(KillAt(0, matches=named(2)))
+    world.write_data([line.replace("question", "riddle") for line in rows()])
+    fault = FaultAt(1, "hang", 1, of_journal("create"))
+    ending = world.attempt(fault)
+    assert fault.hit and ending.how == "done", ending
+    assert any("reads differently now" in message for message in ending.messages)
+    assert any("a new segment took more than 60 s" in each or "an fsync took" in each for each in ending.messages)
+
+
+def test_a_newer_attempt_goes_on_where_an_older_one_takes_the_number_of_its_segment(base: Path) -> None:
+    """Both ended with exit code 78, and nothing requeued the job."""
+    result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/8/604229"))
+    assert result.note == "older refused, newer done"
+    expect_none(result.problems)
+
+
+@pytest.mark.parametrize("when", ["resume", "state"])
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
+def test_of_two_attempts_that_create_a_segment_at_once_the_owner_goes_on(base: Path, setup: str, when: str) -> None:
+    """The newer one stops before its segment has a name, the older one takes the number and writes to it."""
+    reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
+    older, newer = Paused(world), Paused(world)
+    older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
+    newer.run_until(0, "before", of_journal("link"))
+    older.run_until(None)
+    newer.run_until(None)
+    world.endings.sort(key=lambda ending: ending.attempt.name)
+    assert [ending.how for ending in world.endings] == ["refused", "done"]
+    expect_none(check(world, reference=reference, was_killed=False))
+    come_back(world)
+    expect_none(check(world, reference=reference, was_killed=False))
+
+
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
 def test_f8_the_journal_outlives_a_power_loss_before_the_first_checkpoint(base: Path, setup: str) -> None:
     result = run_trial(base, Trial("power", setup, "strict", first_commit(base, setup)))

@@ -33,16 +33,16 @@ class _Selector(selectors.SelectSelector):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()
-        self._attempt, self._turns = attempt, 0
+        self._attempt = attempt
 
     def select(self, timeout: float | None = None) -> list[Any]:
         """Let other threads run, or ``timeout`` seconds pass."""
-        self._turns += 1
-        if run_threads(self._attempt):
+        self._attempt.turns += 1
+        if run_threads(self._attempt, is_due=timeout is not None):
             return []
         if timeout is None:
             raise _hung(self._attempt, "the event loop waits for what never comes")
-        if self._turns > MOST_TURNS:
+        if self._attempt.turns > MOST_TURNS:
             self._attempt.waits = True
             raise _hung(self._attempt, f"it waits still after {self._attempt.clock:.0f} s")
         if timeout > 0:
@@ -93,6 +93,7 @@ class Thread(REAL_THREAD):
             super().start()
             return
         self._rests, self.hangs, self._is_real = threading.Event(), False, False
+        self._due = self._attempt.turns + (self._attempt.lag if self.name == "journal" else 0)
         self._attempt.ready.append(self)
 
     def run(self) -> None:
@@ -122,6 +123,11 @@ class Thread(REAL_THREAD):
         super().start()
         self._rests.wait(LONG_S)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the scheduler lets it run by now."""
+        return self._attempt is None or self._attempt.turns >= self._due
+
     def hang(self) -> None:
         """Its starter need not wait for it."""
         self.hangs = True
@@ -146,11 +152,12 @@ class Thread(REAL_THREAD):
         self._attempt.clock += (timeout or 0.0) if self.hangs else 0.0
 
 
-def run_threads(attempt: Attempt) -> bool:
-    """Let the threads run that the attempt has started; whether there were any."""
-    had_any = bool(attempt.ready)
-    while attempt.ready:
-        attempt.ready[0].proceed()
+def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
+    """Let the threads run that the attempt has started, or only those that are due; whether there were any."""
+    had_any = False
+    while ready := [thread for thread in attempt.ready if thread.is_due or not is_due]:
+        had_any = True
+        ready[0].proceed()
     return had_any
 
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bootstrap.handoff import STOP_FILE, Cluster, Node
+from common.attempt import STOP_FILE
+from common.cluster import Cluster, Node
+from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.metrics import memory
-from rlpost.orchestration import driver, generation, stages
-from slurm.run_folder import RunFolder
+from rlpost.orchestration import driver, generation, stages, startup
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import ROOM, Attempt, Disk, Hook, Hung, Killed, intercepted
 from tests.crash_consistency.virtual_time import end_threads, virtual_time
@@ -37,13 +38,18 @@ NUM_ROWS, BAD_ROWS = 11, (4, 8)
 FILTER = "rlpost.rollout.filters.check_reward_nonzero_std"
 DEADLINE_S = 20.0  # --save-deadline-s
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
+    "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 8,
     "intermediate_size": 16,
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "vocab_size": 100,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
     "eos_token_id": fakes.EOS,
 }
 
@@ -57,6 +63,7 @@ class Setup:
     rollout: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     save_s: float = 0.1
+    grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -68,12 +75,15 @@ class Setup:
 _PARTIAL = {"over_sampling_batch_size": 5, "partial_rollout": True}
 _FILTER = {"dynamic_sampling_filter_path": FILTER}
 _ASYNC = {"async_save": True}
+_REPLAY = {"use_rollout_routing_replay": True}
 SETUPS = {
     setup.name: setup
     for setup in (
         Setup("sync"),
         Setup("sync,filter", _FILTER),
         Setup("sync,partial", _PARTIAL),
+        Setup("sync,replay", grpo=_REPLAY),
+        Setup("sync,partial,replay", _PARTIAL, grpo=_REPLAY),
         Setup("sync,async_save", {}, _ASYNC),
         Setup("sync,slow_save", {}, _ASYNC, save_s=0.9),
         Setup("sync,keep1", {}, {"keep_last": 1, "save_interval": 1}),
@@ -85,6 +95,7 @@ SETUPS = {
         Setup("fully_async", {"rollout_mode": "fully_async"}),
         Setup("fully_async,filter", {"rollout_mode": "fully_async", **_FILTER}),
         Setup("fully_async,partial", {"rollout_mode": "fully_async", "partial_rollout": True}),
+        Setup("fully_async,replay", {"rollout_mode": "fully_async", "partial_rollout": True}, grpo=_REPLAY),
         Setup("fully_async,stale2", {"rollout_mode": "fully_async", "max_staleness": 2}),
         Setup("fully_async,async_save", {"rollout_mode": "fully_async"}, _ASYNC),
         Setup("fully_async,slow_save", {"rollout_mode": "fully_async"}, _ASYNC, save_s=0.9),
@@ -229,7 +240,7 @@ def settings(base: Path, name: str, changed: str) -> Config:
         "rollout": {**rollout, **setup.rollout, **more.get("rollout", {})},
         "checkpoint": {**checkpoint, **setup.checkpoint, **more.get("checkpoint", {})},
         "eval": {"eval_interval": 3, "eval_prompt_data": ["held", str(trial / "held.jsonl")]},
-        "grpo": more.get("grpo", {}),
+        "grpo": {**setup.grpo, **more.get("grpo", {})},
         "optimizer": more.get("optimizer", {}),
     }
     return load([], tables).config
@@ -259,15 +270,17 @@ def _host() -> str:
 
 
 _STAND_INS: dict[Any, dict[str, Any]] = {
-    stages: {
+    startup: {
         "connect": lambda cluster: [],
         "place": fakes.layout,
         "service_ports": fakes.layout,
         "order_by_gpu": lambda slots, positions: [0],
         "actor_settings": lambda config: None,
-        "Fleet": fakes.Fleet,
         "WorkerGroup": fakes.Actors,
         "Training": fakes.Training,
+    },
+    stages: {
+        "Fleet": fakes.Fleet,
         "WeightCoordinator": fakes.WeightCoordinator,
         "EngineHealth": fakes.EngineHealth,
     },

@@ -541,6 +541,13 @@ OPTIONS = [
     _of_check("An option of SGLang misspelt", "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static 0.7"),
     _of_check("An option of SGLang that follows from ours", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
     _of_check(
+        "A cache whose prefixes have the routes of other tokens",
+        "--use-rollout-routing-replay true --sglang-enable-hierarchical-cache true",
+        "--use-rollout-routing-replay true",
+        "--use-rollout-routing-replay false --sglang-enable-hierarchical-cache true",
+        recipe="glm45_355b",
+    ),
+    _of_check(
         "A backend of CUDA graphs that cannot be released",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill breakable",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 --sglang-cuda-graph-backend-prefill full",
@@ -558,6 +565,14 @@ OPTIONS = [
         "An option of Megatron-core without an effect", "--masked-softmax-fusion", "--masked-softmax-fusion false"
     ),
     _of_check("FP8 without TransformerEngine", "--fp8 hybrid", "", on_gpus=True),
+    _of_check("Routing replay for a model without experts", "--use-routing-replay true", "--use-routing-replay false"),
+    _of_check(
+        "Routing replay with a router that chooses experts in its kernel",
+        "--use-rollout-routing-replay true --moe-router-fusion true",
+        "--use-rollout-routing-replay true",
+        "--use-rollout-routing-replay false --moe-router-fusion true",
+        recipe="qwen3_30b_a3b",
+    ),
 ]
 
 RUNS = [

@@ -48,6 +48,41 @@ def test_a_recipe_for_another_model_is_found_out_value_by_value(tmp_path):
     assert problems(tmp_path, model=allowed) == []
 
 
+MIXTURE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": False,
+}
+TRAINED = {"grpo": {"enable_mtp_training": True}}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({}, "this architecture has no layers for multi-token prediction here; use false"),
+        (MIXTURE, "num_nextn_predict_layers = 0, and exactly one"),
+        (MIXTURE | {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2, and exactly one"),
+        (MIXTURE | {"num_nextn_predict_layers": 1}, "have no tensor model.layers.2.eh_proj.weight"),
+    ],
+)
+def test_a_layer_to_be_trained_that_model_or_weights_lack_is_named(tmp_path, model, words):
+    write_model(make_project(tmp_path), **model)
+    assert problems(tmp_path) == []
+    (problem,) = problems(tmp_path, **TRAINED)
+    assert problem.startswith("--enable-mtp-training: ") and words in problem
+
+
+def test_one_that_is_there_may_be_trained(tmp_path):
+    write_model(make_project(tmp_path), **MIXTURE, num_nextn_predict_layers=1)
+    index = {"metadata": {}, "weight_map": {"model.layers.2.eh_proj.weight": "model.safetensors"}}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    assert problems(tmp_path, **TRAINED) == []
+    assert "--mtp-num-layers 3" in problems(tmp_path, **TRAINED, model={"mtp_num_layers": 3})[0]
+
+
 @pytest.mark.parametrize("files", [[], ["latest_checkpointed_iteration.txt"]])
 def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one(tmp_path, files):
     make_project(tmp_path)

@@ -20,7 +20,8 @@ def test_an_int_column_is_a_sequence_of_python_numbers(values, part):
     assert list(column) == values
     assert all(type(value) is int for value in column)
     assert column[part] == tuple(values[part])
-    assert column + values == tuple(values + values)
+    assert column + values == tuple(values + values) == tuple(values) + column
+    assert np.asarray(column).tolist() == values and np.shares_memory(np.asarray(column), column.array) is bool(values)
     assert hash(column) == hash(IntColumn(values))
 
 
@@ -34,7 +35,8 @@ def test_a_run_column_is_the_sequence_that_it_encodes(runs, part):
     assert len(column) == len(values)
     assert column.total() == sum(values)
     assert column[part] == values[part]
-    assert column + values == values + values
+    assert column + values == values + values == tuple(values) + column
+    assert np.asarray(column).tolist() == values
 
 
 def test_values_of_float32_are_kept_exactly():
@@ -52,6 +54,12 @@ def test_columns_differ_by_length_and_value():
     assert IntColumn([1, 2]) != (1, 3)
     assert RunColumn.of([1, 1]) != (1,)
     assert IntColumn([1]) != "1"
+    assert IntColumn([1]) != (1.5,)
+    assert IntColumn([1]) != (2**40,)
+    assert IntColumn([1]) != ("1",)
+    assert IntColumn([1, 2]) != ((1,), (1, 2))
+    assert FloatColumn([0.1]) == (0.1,)
+    assert FloatColumn([0.1]) != (0.1001,)
 
 
 def test_a_column_cannot_be_changed_by_its_array():

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from common.run_folder import create_run_folder
 from rlpost.cli import main as door
 from rlpost.config.flags import fields, flag
 from rlpost.config.show import reference
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.rollout.server_args import server_arg_names
-from slurm.run_folder import create_run_folder
 from tests.unit.cli.projects import make_project
 from tools.pages.api import api_page
 

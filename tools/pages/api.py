@@ -23,7 +23,7 @@ MODULES = {
     ),
     "Models of your own": ("rlpost.weights.family", "rlpost.weights.names", "rlpost.weights.families"),
     "Recipes from a program": ("rlpost.config.load", "rlpost.check", "rlpost.cli.submit"),
-    "Jobs and runs": ("slurm.spec", "slurm.render", "slurm.executor", "slurm.run_folder", "slurm.ledger"),
+    "Jobs and runs": ("slurm.spec", "slurm.render", "slurm.executor", "common.run_folder", "common.ledger"),
 }
 _BEGIN = """\
 # API

@@ -41,7 +41,6 @@ def settings_of(config: Config) -> dict[str, Any]:
         "rollout_skip_special_tokens": False,
         "multimodal_keys": None,
         "ci_test": False,
-        "use_rollout_routing_replay": False,
     }
     sglang = {"sglang_dp_size": 1, "sglang_enable_deterministic_inference": False, "sglang_speculative_algorithm": None}
     return {**sglang, **found, **own}

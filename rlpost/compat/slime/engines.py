@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rlpost.algorithm.plugin import load_function as import_function
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.data.tokenizer import hf_tokenizer
 from rlpost.errors import ConfigError
 from rlpost.rollout.client import authorization
@@ -34,17 +35,20 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # between tries of a request to a server that is not ours
 SGLANGS_MAX_NEW_TOKENS = 128  # where a request names no limit
-UNDERSTOOD = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid")
+UNDERSTOOD = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid")
 """Fields of a payload of /generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What an engine wrote for one request: ids, log-probs, and pairs (policy version, number of tokens)."""
+    """What an engine wrote for one request: ids, log-probs, pairs (policy version, number of tokens), and the routes of
+    the request and of what it wrote, where routes are returned."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: IntColumn
+    logprobs: FloatColumn
     version_spans: tuple[tuple[int, int], ...]
+    request_ids: IntColumn = field(default_factory=IntColumn)
+    routes: RouteColumn | None = None
 
 
 @dataclass
@@ -66,8 +70,11 @@ class Engines:
             RolloutError: the request failed for good.
         """
         params = request_params(payload)
+        form = self.connection.routes if payload.get("return_routed_experts") else None
+        if form is None and payload.get("return_routed_experts"):
+            raise ConfigError("post(/generate): return_routed_experts needs --use-rollout-routing-replay true")
         token_ids = self._token_ids(payload)
-        prompt = replace(self.prompt, token_ids=tuple(token_ids))
+        prompt = replace(self.prompt, token_ids=IntColumn(token_ids))
         builder = ResponseBuilder(
             self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params)
         )
@@ -80,7 +87,9 @@ class Engines:
         answer = builder.sample()
         spans = answer.version_spans or ((answer.policy_version, len(answer.response_ids)),)
         if answer.response_ids:
-            self.written.append(Written(answer.response_ids, answer.rollout_logprobs, spans))
+            self.written.append(
+                Written(answer.response_ids, answer.rollout_logprobs, spans, prompt.token_ids, answer.routes)
+            )
         pairs = zip(answer.rollout_logprobs, answer.response_ids, strict=True)
         return {
             "text": self._text(builder, params),
@@ -93,6 +102,7 @@ class Engines:
                 "completion_tokens": len(answer.response_ids),
                 "cached_tokens": 0,
                 "weight_version": str(answer.policy_version),
+                **({} if form is None or answer.routes is None else {"routed_experts": form.encode(answer.routes)}),
             },
         }
 

@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, begun, label_of
 from rlpost.compat.slime.signatures import EVALUATION, is_told_of_evaluation
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.rollout.answer_routes import Read, routes_of
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -99,7 +101,7 @@ def trained(sample: Any, engines: Engines) -> Answer:
             f"{what} has {len(tokens)} tokens and response_length {length}; tokens holds the prompt and, behind it, "
             "the response, each of at least one token"
         )
-    response = tuple(tokens[-length:])
+    response = tokens[-length:]
     mask = [1] * length if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
     mask = [0] * length if sample.remove_sample else mask
     if len(mask) != length:
@@ -111,20 +113,34 @@ def trained(sample: Any, engines: Engines) -> Answer:
     return Answer(
         prompt_id=engines.prompt.prompt_id,
         index=engines.index,
-        prompt_ids=tuple(tokens[:-length]),
-        response_ids=response,
+        prompt_ids=IntColumn(tokens[:-length]),
+        response_ids=IntColumn(response),
         rollout_logprobs=_logprobs(found, mask, sample.rollout_log_probs, what),
         text=sample.response,
         finish_reason=_finish_reason(sample),
         policy_version=versions[-1],
         label=engines.prompt.label,
-        loss_mask=None if all(mask) else tuple(mask),
+        loss_mask=None if all(mask) else RunColumn.of(mask),
         version_spans=_spans(versions),
         extra=_extra(sample, engines.prompt),
+        routes=_routes(tokens, length, engines),
     )
 
 
-def _found(response: Sequence[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
+def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:
+    """The routes of a sample whose last ``length`` tokens are the response, where engines return routes."""
+    form = engines.connection.routes
+    if form is None:
+        return None
+    read = [
+        Read(written.request_ids, written.token_ids, written.routes)
+        for written in engines.written
+        if written.routes is not None
+    ]
+    return routes_of(tokens, prompt_length=len(tokens) - length, read=read, form=form)
+
+
+def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
     """Log-prob and version of each token of a response that an engine wrote; None for others.
 
     Answers of engines stand in a response in the order in which they were asked for, whole or without their end.
@@ -132,22 +148,22 @@ def _found(response: Sequence[int], written: Sequence[Written]) -> list[tuple[fl
     found: list[tuple[float, int] | None] = [None] * len(response)
     cursor = 0
     for answer in written:
-        start = _place(response, answer.token_ids[:HEAD], cursor)
+        start = _place(response, list(answer.token_ids[:HEAD]), cursor)
         if start is None:
             continue  # it went into another sample, or none
-        versions = [version for version, count in answer.version_spans for _ in range(count)]
-        for offset, token in enumerate(answer.token_ids):
-            at = start + offset
+        versions = RunColumn(answer.version_spans)
+        for at, (token, *known) in enumerate(zip(answer.token_ids, answer.logprobs, versions, strict=True), start):
             if at == len(response) or response[at] != token:
                 break
-            found[at] = (answer.logprobs[offset], versions[offset])
+            logprob, version = known
+            found[at] = (logprob, version)
             cursor = at + 1
     return found
 
 
-def _place(response: Sequence[int], head: Sequence[int], start: int) -> int | None:
+def _place(response: list[int], head: list[int], start: int) -> int | None:
     for at in range(start, len(response) - len(head) + 1):
-        if response[at] == head[0] and tuple(response[at : at + len(head)]) == tuple(head):
+        if response[at] == head[0] and response[at : at + len(head)] == head:
             return at
     return None
 
@@ -182,11 +198,11 @@ def _spans(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def _logprobs(
     found: Sequence[tuple[float, int] | None], mask: Sequence[int], given: Sequence[float] | None, what: str
-) -> tuple[float, ...]:
+) -> FloatColumn:
     if given is not None and len(given) == len(mask):
-        return tuple(float(value) for value in given)
+        return FloatColumn([float(value) for value in given])
     if given is None and all(entry is not None for entry, trains in zip(found, mask, strict=True) if trains):
-        return tuple(0.0 if entry is None else entry[0] for entry in found)
+        return FloatColumn([0.0 if entry is None else entry[0] for entry in found])
     has = "no rollout_log_probs" if given is None else f"{len(given)} rollout_log_probs"
     raise ConfigError(
         f"{what} has {has} for a response_length of {len(mask)}; take them from meta_info['output_token_logprobs'] of "

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlpost.columns import FloatColumn, IntColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import shown
@@ -70,8 +71,9 @@ async def _remote(args: Any, sample: Any) -> float:
     if args.rm_url is None:
         raise ConfigError(f"--rm-type {REMOTE} needs --rm-url: the address of the reward model")
     server = RemoteReward(args.rm_url, deadline_s=args.rm_url_timeout_s)
-    prompt = Prompt(sample.group_index or 0, sample.prompt, (), sample.label, sample.metadata)
-    answer = Answer(prompt.prompt_id, sample.index or 0, (), (), (), sample.response, "stop", 0)
+    prompt = Prompt(sample.group_index or 0, sample.prompt, IntColumn(), sample.label, sample.metadata)
+    no_ids, no_logprobs = IntColumn(), FloatColumn()
+    answer = Answer(prompt.prompt_id, sample.index or 0, no_ids, no_ids, no_logprobs, sample.response, "stop", 0)
     try:
         return await server.score(prompt, answer)
     finally:

@@ -21,7 +21,6 @@ from rlpost.types import Sample as Answer
 MULTIMODAL = ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")
 ABSENT = {
     **dict.fromkeys(MULTIMODAL, "rlpost trains on text alone"),
-    "rollout_routed_experts": "rlpost does not replay the experts that an engine chose",
     "spec_info": "rlpost reports speculative decoding in its metrics, by engine",
     "prefix_cache_info": "rlpost reports prefix caches in its metrics, by engine",
 }
@@ -37,7 +36,9 @@ class Sample:
     """An answer as slime's plug-ins know it.
 
     ``tokens`` are those of prompt and response; ``response_length`` counts those of the response, which
-    ``loss_mask`` and ``rollout_log_probs`` have an entry for each.
+    ``loss_mask`` and ``rollout_log_probs`` have an entry for each. ``rollout_routed_experts`` is an array [tokens,
+    MoE layers, k] of the experts that the engine chose for the first tokens; what a plug-in writes there is not read,
+    because the run keeps the routes of each answer itself.
     """
 
     class Status(Enum):
@@ -62,6 +63,7 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     remove_sample: bool = False
@@ -178,6 +180,7 @@ def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, 
     made.tokens = [*answer.prompt_ids, *answer.response_ids]
     made.response, made.response_length = answer.text, len(answer.response_ids)
     made.loss_mask, made.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
+    made.rollout_routed_experts = None if answer.routes is None else answer.routes.array
     versions = answer.version_spans or ((answer.policy_version, 0),)
     made.weight_versions = [str(version) for version, _ in versions]
     made.status = kind.Status(STATUS[answer.finish_reason].value)

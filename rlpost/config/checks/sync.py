@@ -38,3 +38,20 @@ def sync_problems(config: Config) -> list[str]:
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
+
+
+def draft_problems(config: Config) -> list[str]:
+    """A draft model whose weights are lost when engines offload, and that no weight update brings back."""
+    args, grpo = config.sglang.server_args, config.grpo
+    algorithm = args.get("speculative_algorithm")
+    has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"
+    is_updated = grpo.enable_mtp_training and args.get("speculative_draft_model_path") is None
+    is_kept = args.get("enable_draft_weights_cpu_backup") or args.get("enable_weights_cpu_backup")
+    if not has_weights or not config.offload_rollout or is_updated or is_kept:
+        return []
+    return [
+        f"--sglang-speculative-algorithm {algorithm} with --offload-rollout: engines release the weights of their "
+        "draft model with their own, and no weight update brings back what is not trained; add "
+        "--sglang-enable-draft-weights-cpu-backup, or --enable-mtp-training if the draft model is the model's own "
+        "layer for multi-token prediction"
+    ]

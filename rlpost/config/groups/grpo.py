@@ -62,12 +62,24 @@ class GrpoConfig(Group):
     """Upper bound of the ratio."""
     tis_clip_low: Annotated[float, Field(ge=0.0)] = 0.0
     """Lower bound of the ratio."""
+    use_rollout_routing_replay: bool = False
+    """Mixture of experts: the trainer sends each token to the experts that the engine chose for it
+    (R3, docs/moe.md). The engines return their choice."""
+    use_routing_replay: bool = False
+    """Mixture of experts: the experts that the trainer chooses in its first forward pass on a sample
+    are those of every later pass on it. With --use-rollout-routing-replay, of the tokens for which
+    the engine returned none."""
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of first over each sample."""
     loss_unit: Literal["sample", "answer"] = "sample"
     """For a --custom-generate-function-path that returns k samples for one response. sample: each
     counts once in baseline and loss, so the response has weight k. answer: together they have
     weight 1 and the mean of their rewards, as in slime."""
+    enable_mtp_training: bool = False
+    """Train the layer for multi-token prediction (MTP) beside the policy, with a cross-entropy loss
+    on the token after next. Its gradients reach no weight of the policy (docs/actor.md)."""
+    mtp_loss_scaling_factor: Annotated[float, Field(gt=0.0)] = 0.1
+    """Factor of that loss."""
     log_probs_chunk_size: Positive = 1024
     """Tokens per chunk when log-probs are computed; bounds the float32 memory of a pass over the
     vocabulary."""

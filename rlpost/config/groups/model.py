@@ -119,6 +119,9 @@ class ModelConfig(Group):
     """Auxiliary loss of the router; its coefficient must be 0, so it has no effect."""
     moe_aux_loss_coeff: Zero | None = None
     """Coefficient of that loss; only 0 is supported."""
+    mtp_num_layers: Positive | None = None
+    """Layers for multi-token prediction (num_nextn_predict_layers); --enable-mtp-training trains
+    them."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Precision of the router."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.config.plan.shape import Layout, Shape, layers_of
+from rlpost.config.plan.shape import Layout, Shape, sparse_of
 
 FP32 = 4
 
@@ -46,8 +46,7 @@ def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int
 
 def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
     """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just recomputed."""
-    layers = layers_of(layout, shape.num_layers, stage)
-    full = [layer_bytes(shape, layout, one, sparse=shape.sparse[layer]) for layer in layers]
+    full = [layer_bytes(shape, layout, one, sparse=is_sparse) for is_sparse in sparse_of(shape, layout, stage)]
     last = one.tokens * round(_norm(shape.hidden, one) - one.width * shape.hidden) // layout.sequence_ranks
     if stage == layout.pipeline - 1:
         return last + _layers_bytes(full, one, layout, stage=stage, boundary=_boundary(shape, layout, one))
@@ -84,10 +83,12 @@ def under_way(layout: Layout, num_layers: int, stage: int) -> float:
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:
-    """Logits, their gradient, and three float32 copies of the rows that are computed at once; on the last stage."""
+    """Logits, their gradient, and three float32 copies of the rows that are computed at once; on the last stage. The
+    layer for multi-token prediction has logits too, and the join of two hidden states before it."""
     columns = -(-shape.vocab // layout.tensor)
     gathered = one.tokens * shape.hidden * one.width
-    return 2 * one.tokens * columns * one.width + 3 * min(chunk_tokens, one.tokens) * columns * FP32 + gathered
+    kept = (2 * one.tokens * columns * one.width + gathered) * (2 if shape.mtp else 1)
+    return kept + 3 * min(chunk_tokens, one.tokens) * columns * FP32 + (2 * gathered if shape.mtp else 0)
 
 
 def transient_bytes(shape: Shape, layout: Layout, one: Pass) -> int:

@@ -10,7 +10,7 @@ weights and KV cache. What CUDA and NCCL take for themselves is an allowance, no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
 from rlpost.config.plan.shape import (
@@ -242,9 +242,16 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
 def engine_weights(config: Config, shape: Shape, width: int) -> int:
     """What weights of so many bytes take on each GPU of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine
+    shape = replace(shape, mtp=drafts(config))
     projections = shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
     others = stored_bytes(shape, width) - width * projections
     return others // gpus + width * projections * _replicas(config) // gpus
+
+
+def drafts(config: Config) -> bool:
+    """Whether engines hold the layer for multi-token prediction, as a draft model."""
+    args = config.sglang.server_args
+    return args.get("speculative_algorithm") is not None and args.get("speculative_draft_model_path") is None
 
 
 def _replicas(config: Config) -> int:

@@ -81,6 +81,8 @@ class Shape:
     expert_ffn: int = 0
     shared_ffn: int = 0
     topk: int = 0
+    mtp: bool = False
+    """Whether the last stage also trains a layer for multi-token prediction, of the kind of the last layer."""
 
     @property
     def num_layers(self) -> int:
@@ -158,21 +160,36 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     """What a rank of a pipeline stage holds."""
-    dense = expert = 0
-    for layer in layers_of(layout, shape.num_layers, stage):
-        dense += _attention(shape, layout.tensor)
-        if shape.sparse[layer]:
-            cut_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
-            expert += shape.num_experts // layout.expert * cut_expert
-            dense += shape.hidden * shape.num_experts + 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
-        else:
-            dense += 3 * shape.hidden * (shape.ffn // layout.tensor)
+    layers = [_layer(shape, layout, is_sparse) for is_sparse in sparse_of(shape, layout, stage)]
+    dense, expert = sum(layer.dense for layer in layers), sum(layer.expert for layer in layers)
+    if shape.mtp and stage == layout.pipeline - 1:
+        dense += 2 * shape.hidden * (shape.hidden // layout.tensor) + 3 * shape.hidden
     embedding = -(-shape.vocab // layout.tensor) * shape.hidden
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     dense += embedding if is_first else 0
     # a tied embedding has a copy on the last stage when that is another than the first
     dense += embedding if is_last and (not shape.tied or not is_first) else 0
     return Parameters(dense + (shape.hidden if is_last else 0), expert)
+
+
+def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
+    """For each layer of a stage whether it has experts, the one for multi-token prediction included."""
+    layers = [shape.sparse[layer] for layer in layers_of(layout, shape.num_layers, stage)]
+    if shape.mtp and stage == layout.pipeline - 1:
+        layers.append(shape.sparse[-1])
+    return layers
+
+
+def _layer(shape: Shape, layout: Layout, is_sparse: bool) -> Parameters:
+    """A layer on one rank."""
+    dense = _attention(shape, layout.tensor)
+    if not is_sparse:
+        return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))
+    one_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
+    shared = 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
+    return Parameters(
+        dense + shape.hidden * shape.num_experts + shared, shape.num_experts // layout.expert * one_expert
+    )
 
 
 def _attention(shape: Shape, tensor: int) -> int:
@@ -200,4 +217,4 @@ def layer_matrices(shape: Shape) -> int:
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
     dense = 3 * shape.hidden * shape.ffn
     sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
-    return sum(attention + (sparse if is_sparse else dense) for is_sparse in shape.sparse)
+    return sum(attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0))

@@ -79,6 +79,12 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
     for layer in range(shape.num_layers):
         yield from _attention(shape, owner[layer])
         yield from _mlp(shape, owner[layer], layout, is_sparse=shape.sparse[layer])
+    if shape.mtp:
+        yield from [Weight(last, ((shape.hidden,),))] * 2
+        yield Weight(last, ((shape.hidden, 2 * shape.hidden),))
+        yield from _attention(shape, last)
+        yield Weight(last, ((shape.hidden,),))
+        yield from _mlp(shape, last, layout, is_sparse=shape.sparse[-1])
     yield Weight(last, ((shape.hidden,),))
     if not shape.tied:
         yield Weight(last, ((shape.vocab, shape.hidden),))

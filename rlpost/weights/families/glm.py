@@ -72,6 +72,7 @@ FAMILIES: dict[str, Family] = {
             *names.EXPERTS,
             in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
             *names.gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
+            *names.MTP_LAYER,
         ),
         fields=_mixture,
         carries_extra_layers=True,

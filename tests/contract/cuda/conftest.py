@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.contract.families import make_family_config
+from tests.contract.families import MTP, make_family_config
 from tests.unit.jobs.assets import make_assets
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests/contract/cuda/stub"
-FAMILIES = ("qwen2.5", "qwen3", "qwen3-tied", "qwen3-moe", "llama3", "llama3.1", "glm4-0414", "glm4.5-moe")
+FAMILIES = ("qwen2.5", "qwen3", "qwen3-tied", "qwen3-moe", "llama3", "llama3.1", "glm4-0414", "glm4.5-moe", MTP)
 IMPLEMENTATIONS = {"local": False, "transformer_engine": True}
 """Whether TransformerEngine is installed, by the implementation that is then chosen."""
 

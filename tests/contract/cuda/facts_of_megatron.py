@@ -176,7 +176,7 @@ def buffers_lie_on_the_current_device(source: Source) -> None:
 
 OPTIMIZER, MEMORY, MODEL = "rlpost/actor/optimizer.py", "rlpost/actor/memory.py", "rlpost/actor/model.py"
 CHECKPOINT, COPIES = "rlpost/actor/megatron_checkpoint.py", "rlpost/actor/torch_dist/optimizer_state.py"
-LAYER_SPECS, STAGES = "rlpost/actor/layer_specs.py", "rlpost/orchestration/stages.py"
+LAYER_SPECS, STARTUP = "rlpost/actor/layer_specs.py", "rlpost/orchestration/startup.py"
 
 FACTS = (
     Fact(
@@ -301,7 +301,7 @@ FACTS = (
     ),
     Fact(
         "overlapped tensor-parallel collectives rely on CUDA_DEVICE_MAX_CONNECTIONS=1, which nothing sets",
-        (STAGES,),
+        (STARTUP,),
         overlap_relies_on_one_connection,
         (
             LAYERS,

@@ -442,26 +442,30 @@ def updates_need_a_session(source: Source) -> None:
 
 
 ENGINE_SIDE, TRAINER_SIDE = "rlpost/rollout/engine_side_weights.py", "rlpost/weights/trainer_side.py"
-STAGES, PROCESS = "rlpost/orchestration/stages.py", "rlpost/rollout/process.py"
+STAGES, STARTUP, PROCESS = (
+    "rlpost/orchestration/stages.py",
+    "rlpost/orchestration/startup.py",
+    "rlpost/rollout/process.py",
+)
 TURNS, FLEET = "rlpost/orchestration/offload.py", "rlpost/orchestration/engines.py"
 CLIENT = "rlpost/rollout/client.py"
 
 FACTS = (
     Fact(
         "a server sets NCCL_CUMEM_ENABLE=0 for itself unless it is set",
-        (STAGES, TRAINER_SIDE),
+        (STARTUP, TRAINER_SIDE),
         takes_cumem_away,
         (ENGINE, 'if "NCCL_CUMEM_ENABLE" not in os.environ or', "if"),
     ),
     Fact(
         "a server sets no variables of NCCL but NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE",
-        (STAGES,),
+        (STARTUP,),
         sets_only_these_of_nccl,
         (ENGINE, 'os.environ["CUTE_DSL_LOG_LEVEL"] = "30"', 'os.environ["NCCL_P2P_LEVEL"] = "NVL"'),
     ),
     Fact(
         "a server sets CUDA_DEVICE_MAX_CONNECTIONS=8 over whatever it inherits",
-        (STAGES,),
+        (STARTUP,),
         overrides_max_connections,
         (
             ENGINE,

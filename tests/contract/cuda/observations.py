@@ -44,6 +44,7 @@ from tests.contract.cuda.observations_table import (
     OF_EXPERTS,
     SETTINGS,
 )
+from tests.contract.families import MTP
 
 Found = dict[str, Any]
 
@@ -60,11 +61,12 @@ def observe_family(folder: Path) -> dict[str, Found]:
     if "tied" in folder.name:  # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
         layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
     implementations: list[str] = ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
+    common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name == MTP}
     return {
-        f"{kind}, {name}": built(ActorSettings(str(folder), bf16=True, transformer_impl=kind, **layout), size)
+        f"{kind}, {name}": built(ActorSettings(str(folder), transformer_impl=kind, **common, **layout), size)
         for kind in implementations
         for name, (size, layout) in layouts.items()
-    } | {"converter": converted(ActorSettings(str(folder), bf16=True))}
+    } | {"converter": converted(ActorSettings(str(folder), **common))}
 
 
 def has_transformer_engine() -> bool:

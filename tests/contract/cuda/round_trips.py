@@ -75,8 +75,10 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
 
 def build(description: Any, implementation: str) -> Any:
     """The only chunk."""
+    has_mtp = bool(description.hf_config.get("num_nextn_predict_layers"))
+    settings = ActorSettings("", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp)
     with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.object(device, "current", on_the_cpu):
-        return build_model(description, ActorSettings("", bf16=True, transformer_impl=implementation))[0]
+        return build_model(description, settings)[0]
 
 
 def on_the_cpu() -> torch.device:

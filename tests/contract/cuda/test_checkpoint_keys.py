@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.cuda.conftest import FAMILIES, run
-from tests.contract.families import make_family_config
+from tests.contract.families import MTP, make_family_config
 
 pytestmark = pytest.mark.timeout(300)
-CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe")
-"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared experts."""
+CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe", MTP)
+"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared experts, and a layer for
+multi-token prediction."""
 WAYS = (
     "local to transformer_engine", "transformer_engine to local", "older to transformer_engine", "older to local",
     "local to local",

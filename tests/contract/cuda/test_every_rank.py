@@ -152,6 +152,16 @@ def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
     assert sixteen.problems == []
 
 
+def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
+    """Built, planned, saved and sent once; nothing else changes."""
+    on = {"grpo": {"enable_mtp_training": True}}
+    config, _ = recipe_config("glm45_355b", tmp_path, model=SMALL, **SIXTEEN, **on)
+    made = rehearse(config, actor_settings(config), hf=SMALL_HF)
+    assert made.problems == []
+    holders = {rank for rank, facts in made.ranks.items() for one in facts.weights if ".4.eh_proj" in one.name}
+    assert holders == set(range(8, 16))
+
+
 def test_a_folder_with_config_json_says_what_the_model_is(tmp_path, sixteen):
     """And is what the ranks are compared with, where nothing else is given."""
     settings = replace(actor_settings(sixteen.expected.config), hf_checkpoint=str(tmp_path))

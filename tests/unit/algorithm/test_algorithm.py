@@ -11,6 +11,7 @@ from rlpost.algorithm.advantage import estimate, grpo_advantages, rloo_advantage
 from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, token_weights
 from rlpost.algorithm.schedule import schedule
+from rlpost.columns import RunColumn
 
 
 def test_grpo_advantages_equal_torch_mean_and_unbiased_std():
@@ -97,7 +98,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
 
 def test_a_baseline_takes_the_group_off_and_reinforce_plus_plus_does_not():
     groups = [[1.0, 1.0], [0.0, 0.0]]
-    masks = [[(1,) * 3, (1,) * 5], [(1,) * 4, (1,) * 4]]
+    masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
     assert estimate("reinforce_plus_plus_baseline", groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
     plain = estimate("reinforce_plus_plus", groups, masks, normalize_std=True)
     assert [a for group in plain for a in group] == pytest.approx([1.0, 1.0, -1.0, -1.0])

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from rlpost.algorithm.advantage import custom_advantages, estimate, returns_to_go
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
-from rlpost.algorithm.kl import estimate_kl, kl_value
+from rlpost.algorithm.kl import estimate_kl, kl_values
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import POLICY_LOSSES, Tokens, loss_function, policy_objective
 from rlpost.algorithm.plugin import load_function
+from rlpost.columns import RunColumn
 from rlpost.errors import ConfigError
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -138,10 +139,24 @@ def test_gradients_flow_through_the_current_log_probs_only():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
-def test_the_divergence_of_a_number_is_that_of_a_tensor(kind):
-    for ours, reference in ((-1.0, -1.3), (-4.0, -0.1), (-0.2, -0.2), (-19.0, -0.5)):
-        tensor = estimate_kl(torch.tensor([ours]), torch.tensor([reference]), kind).item()
-        assert kl_value(ours - reference, kind) == pytest.approx(tensor, rel=1e-5, abs=1e-6)
+def test_the_divergence_of_an_array_is_that_of_a_tensor(kind):
+    ours, reference = torch.tensor([(-1.0, -1.3), (-4.0, -0.1), (-0.2, -0.2), (-19.0, -0.5)]).T
+    expected = estimate_kl(ours, reference, kind).tolist()
+    assert kl_values((ours - reference).double().numpy(), kind) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
+    """What a resumed run computes in another process, on another processor, must be the same."""
+    difference = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
+    cut = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
+    k3 = [math.exp(-d) + d - 1 for d in cut]
+    expected = {
+        "k1": cut,
+        "k2": [d * d / 2 for d in cut],
+        "k3": k3,
+        "low_var_kl": [min(value, 10.0) for value in k3],
+    }
+    assert {kind: kl_values(difference.numpy(), kind).tolist() for kind in expected} == expected
 
 
 def test_returns_to_go_charge_each_token_with_what_comes_after_it():
@@ -150,7 +165,7 @@ def test_returns_to_go_charge_each_token_with_what_comes_after_it():
 
 
 def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared_and_stays_with_its_token_otherwise():
-    groups, masks = [[1.0, 0.0]], [[(1, 1), (1, 1)]]
+    groups, masks = [[1.0, 0.0]], [[RunColumn.of((1, 1))] * 2]
     penalties = [[(0.25, 0.25), (0.0, 0.0)]]
     centred = estimate("grpo", groups, masks, normalize_std=False, penalties=penalties)
     assert centred == [pytest.approx((0.25, -0.25))]

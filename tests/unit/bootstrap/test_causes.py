@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.agent.files import tail
 from bootstrap.agent.rendezvous import describe_missing
 from bootstrap.agent.symptoms import with_likely_cause
+from common.files import tail
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ import pytest
 
 from bootstrap.agent.deadline import (
     JobClock,
-    deadline_of,
     end_after_signal,
     seconds_for_the_driver,
-    stop_text,
 )
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
+from common.stop_file import StopMessage, read_deadline, write_stop
 
 
 def squeue(folder: Path, answer: str) -> None:
@@ -49,16 +48,16 @@ def test_a_driver_gets_the_time_until_just_before_the_deadline_but_never_hours()
 
 @pytest.mark.parametrize("text", ["", "by hand", "[]", '{"deadline": "N/A"}', '{"deadline": null}', "{}"])
 def test_a_stop_file_without_a_deadline_has_none(tmp_path: Path, text: str) -> None:
-    assert deadline_of(tmp_path / "STOP") is None
+    assert read_deadline(tmp_path / "STOP") is None
     (tmp_path / "STOP").write_text(text)
-    assert deadline_of(tmp_path / "STOP") is None
+    assert read_deadline(tmp_path / "STOP") is None
 
 
 def test_a_deadline_reads_back(tmp_path: Path) -> None:
-    (tmp_path / "STOP").write_text(stop_text("x", now=1.5, deadline=200.0))
-    assert deadline_of(tmp_path / "STOP") == 200
+    write_stop(tmp_path / "STOP", StopMessage("x", 1.5, deadline=200.0))
+    assert read_deadline(tmp_path / "STOP") == 200
     (tmp_path / "STOP").write_text('{"reason": "x", "time": 3, "deadline": "300"}')  # as the batch script writes it
-    assert deadline_of(tmp_path / "STOP") == 300
+    assert read_deadline(tmp_path / "STOP") == 300
 
 
 def test_outside_a_job_nobody_knows_an_end(tmp_path: Path) -> None:
@@ -86,8 +85,8 @@ def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_
         clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0)
         for host in ("node", "head"):
             (tmp_path / host).mkdir()
-        node = StopRequest(tmp_path / "node", "n02", clock, is_head=False)
-        head = StopRequest(tmp_path / "head", "n01", clock, is_head=True)
+        node = StopSignals(tmp_path / "node", "n02", clock, is_head=False)
+        head = StopSignals(tmp_path / "head", "n01", clock, is_head=True)
         await asyncio.wait_for(head.requested.wait(), 10)
         assert await head.seconds_for_the_driver(600) == 40
         assert not node.requested.is_set()
@@ -98,9 +97,9 @@ def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_
     assert not (tmp_path / "node/STOP").exists()
 
 
-def signalled(folder: Path) -> StopRequest:
+def signalled(folder: Path) -> StopSignals:
     """The request of a head, outside Slurm, that has just got a signal."""
-    stop = StopRequest(folder, "n01", JobClock({}, lead_s=60), is_head=True)
+    stop = StopSignals(folder, "n01", JobClock({}, lead_s=60), is_head=True)
     stop.listen_to(signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR2)
     return stop
@@ -122,7 +121,7 @@ def test_a_folder_that_stalls_does_not_hold_up_the_agent(tmp_path: Path, monkeyp
         begun.set()
         return over.wait(10)
 
-    monkeypatch.setattr("bootstrap.agent.monitor.write_first", stalling)
+    monkeypatch.setattr("bootstrap.agent.monitor.write_stop", stalling)
 
     async def whole() -> None:
         stop = signalled(tmp_path)
@@ -149,7 +148,7 @@ def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
     monkeypatch.setattr(os, "stat", stale)
 
     async def whole() -> None:
-        stop = StopRequest(tmp_path, "n01", JobClock({}, lead_s=60), is_head=False)
+        stop = StopSignals(tmp_path, "n01", JobClock({}, lead_s=60), is_head=False)
         assert await asyncio.to_thread(refused.wait, 10)
         (tmp_path / "STOP").write_text("{}")
         await asyncio.wait_for(stop.requested.wait(), 10)

@@ -14,7 +14,7 @@ from bootstrap.agent import early_exits
 from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.early_exits import failed_tasks, failures_before_joining
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node import NodeAgent
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import BringupError
@@ -133,7 +133,7 @@ def test_a_head_that_fails_before_its_agent_is_told_by_another_node(tmp_path: Pa
     orders = parse_options([f"--attempt-dir={tmp_path}", "--num-gpus=2", "--", "true"])
 
     async def scene() -> None:
-        stop = StopRequest(tmp_path, "n2", JobClock({}, lead_s=0.1), is_head=False)
+        stop = StopSignals(tmp_path, "n2", JobClock({}, lead_s=0.1), is_head=False)
         node = NodeAgent(Facts("n2", 1, HOSTS, "7", 0, in_slurm=True), orders, b"secret", stop)
         with pytest.raises(BringupError, match="n1 failed before it joined"):
             node._candidates()

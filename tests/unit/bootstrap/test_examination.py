@@ -16,8 +16,9 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport, Reception
+from bootstrap.check import Check
 from bootstrap.preflight.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
-from bootstrap.preflight.table import Check, Preflight
+from bootstrap.preflight.table import Preflight
 
 
 def of_step(rank: int, num_nodes: int) -> Facts:

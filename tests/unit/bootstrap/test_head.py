@@ -16,13 +16,13 @@ from bootstrap.agent import head
 from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.head import HeadAgent
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport
-from bootstrap.handoff import Cluster, Node
 from bootstrap.network.detect import detect
 from bootstrap.network.facts import Interface, NetworkFacts
 from bootstrap.network.here import Address
+from common.cluster import Cluster, Node
 
 HOSTS = ("n1", "n2", "n3")
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -31,7 +31,7 @@ SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 def agent_of(folder: Path, *options: str) -> HeadAgent:
     """The head of a job of three nodes, none of which has come."""
     orders = parse_options([f"--attempt-dir={folder}", "--num-gpus=2", *options, "--", *SLEEPER])
-    stop = StopRequest(folder, HOSTS[0], JobClock({}, lead_s=0.1), is_head=True)
+    stop = StopSignals(folder, HOSTS[0], JobClock({}, lead_s=0.1), is_head=True)
     return HeadAgent(Facts(HOSTS[0], 0, HOSTS, "7", 0, in_slurm=True), orders, b"secret", stop)
 
 

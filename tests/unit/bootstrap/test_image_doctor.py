@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement as Packaging
 
-from bootstrap.image.checks import GIB, UNLIMITED, ImageFacts, check_image
+from bootstrap.check import GIB, UNLIMITED
+from bootstrap.image.checks import ImageFacts, check_image
 from bootstrap.image.doctor import CODE, compiled_packages, main, wanted_packages
 from bootstrap.image.facts import nccl_version, read_image
 from bootstrap.image.pins import canonical, parse, python_required, requirements
@@ -64,34 +65,34 @@ def test_an_image_with_everything_lacks_nothing():
 
 
 CASES = [
-    ({"python": "3.10.12"}, "python", "LACKS", "3.10.12 .*Python >=3.11 needed"),
-    ({"packages": without("ray")}, "packages", "LACKS", r"without ray\[default\]==2.60.0: build jobs/container"),
+    ({"python": "3.10.12"}, "python", "FATAL_CONFIG", "3.10.12 .*Python >=3.11 needed"),
+    ({"packages": without("ray")}, "packages", "FATAL_CONFIG", r"without ray\[default\]==2.60.0: build jobs/container"),
     (
         {"packages": GOOD.packages | {"torch": "2.9.1+cu129"}},
         "packages",
-        "LACKS",
+        "FATAL_CONFIG",
         r"torch 2.9.1\+cu129 \(torch==2.13.0",
     ),
-    ({"packages": without("sglang-kernel")}, "their needs", "LACKS", "sglang wants sglang-kernel==0.4.7$"),
-    ({"commands": {"bash": None}}, "commands", "LACKS", "no bash"),
+    ({"packages": without("sglang-kernel")}, "their needs", "FATAL_CONFIG", "sglang wants sglang-kernel==0.4.7$"),
+    ({"commands": {"bash": None}}, "commands", "FATAL_CONFIG", "no bash"),
     ({"commands": GOOD.commands | {"gcc": None}}, "commands", "WARN", "without gcc: .*Triton"),
     (
         {"libraries": GOOD.libraries | {"libcuda.so.1": False}, "environment": {}},
         "GPU driver",
-        "LACKS",
+        "FATAL_CONFIG",
         "NVIDIA_VISIBLE_DEVICES=unset.*98-nvidia",
     ),
-    ({"providers": ()}, "RDMA", "LACKS", "no provider for mlx5"),
-    ({"rdma_drivers": ("bnxt_en",)}, "RDMA", "LACKS", "no provider for bnxt_re"),
+    ({"providers": ()}, "RDMA", "FATAL_CONFIG", "no provider for mlx5"),
+    ({"rdma_drivers": ("bnxt_en",)}, "RDMA", "FATAL_CONFIG", "no provider for bnxt_re"),
     ({"providers": (), "rdma_drivers": ()}, "RDMA", "WARN", "no provider for mlx5"),
     ({"nccl": {"/a": "2.28.3", "/b": "2.21.5"}}, "NCCL", "WARN", "which one is loaded depends on LD_LIBRARY_PATH"),
     ({"nccl": {"/a": "2.20.5"}}, "NCCL", "WARN", "NCCL_IB_GID_INDEX"),
-    ({"nccl": {}}, "NCCL", "LACKS", "no libnccl"),
-    ({"memlock": 65536}, "limits", "LACKS", "memlock 65536"),
+    ({"nccl": {}}, "NCCL", "FATAL_CONFIG", "no libnccl"),
+    ({"memlock": 65536}, "limits", "FATAL_CONFIG", "memlock 65536"),
     ({"nofile": 1024}, "limits", "WARN", "1024 open files"),
-    ({"shm_bytes": 64 << 20}, "/dev/shm", "LACKS", "0.06 GiB: docker run --shm-size"),
-    ({"shm_bytes": None}, "/dev/shm", "LACKS", "not there"),
-    ({"unwritable": ("/root",)}, "folders", "LACKS", "/root.*HOME in"),
+    ({"shm_bytes": 64 << 20}, "/dev/shm", "FATAL_CONFIG", "0.06 GiB: docker run --shm-size"),
+    ({"shm_bytes": None}, "/dev/shm", "FATAL_CONFIG", "not there"),
+    ({"unwritable": ("/root",)}, "folders", "FATAL_CONFIG", "/root.*HOME in"),
     (
         {"environment": GOOD.environment | {"PIP_CONSTRAINT": "/etc/pip"}},
         "variables",
@@ -114,23 +115,23 @@ def test_the_gpus_that_slurm_shows_are_not_called_hidden(given):
     """It sets CUDA_VISIBLE_DEVICES for every job that asked for GPUs."""
     environment = {**GOOD.environment, "CUDA_VISIBLE_DEVICES": "0,1", **given}
     findings = check_image(replace(GOOD, environment=environment), PYTHON, WANTED)
-    assert [finding.level for finding in findings if finding.what == "variables"] == ["OK"]
+    assert [finding.level for finding in findings if finding.name == "variables"] == ["OK"]
 
 
 def test_findings_go_into_a_file_of_their_own_when_asked(tmp_path, capsys):
     """Standard output of a job is also that of enroot and of setup commands."""
     main(["--cpu", "--json", "--output", str(tmp_path / "findings")])
     assert capsys.readouterr().out == ""
-    assert {row["what"] for row in json.loads((tmp_path / "findings").read_text())} >= {"python", "packages"}
+    assert {row["name"] for row in json.loads((tmp_path / "findings").read_text())} >= {"python", "packages"}
 
 
 @pytest.mark.parametrize(("changed", "what", "level", "said"), CASES)
 def test_what_is_wrong_is_named_with_its_remedy_and_nothing_else_is(changed, what, level, said):
     findings = check_image(replace(GOOD, **changed), PYTHON, WANTED)
-    (found,) = [finding for finding in findings if finding.what == what]
+    (found,) = [finding for finding in findings if finding.name == what]
     assert found.level == level
-    assert re.search(said, found.said), found.said
-    assert {finding.what for finding in findings if finding.level != "OK"} <= {what, "their needs"}
+    assert re.search(said, found.found), found.found
+    assert {finding.name for finding in findings if finding.level != "OK"} <= {what, "their needs"}
 
 
 TE = {"transformer-engine", "transformer-engine-torch"}
@@ -153,10 +154,10 @@ BARE = {name: number for name, number in GOOD.packages.items() if name not in TE
 )
 def test_transformer_engine_is_lacking_for_settings_that_need_it_and_else_a_warning(packages, said, reasons):
     findings = check_image(replace(GOOD, packages=packages), PYTHON, WANTED, compiled=COMPILED, te_reasons=reasons)
-    (found,) = [finding for finding in findings if finding.what == "TransformerEngine"]
-    assert found.level == ("LACKS" if reasons else "WARN")
-    assert re.search(said, found.said), found.said
-    assert all(reason in found.said for reason in reasons)
+    (found,) = [finding for finding in findings if finding.name == "TransformerEngine"]
+    assert found.level == ("FATAL_CONFIG" if reasons else "WARN")
+    assert re.search(said, found.found), found.found
+    assert all(reason in found.found for reason in reasons)
     assert {finding.level for finding in findings if finding is not found} == {"OK"}
 
 
@@ -179,7 +180,9 @@ def test_the_pinned_transformer_engine_is_one_that_the_installed_megatron_accept
 def test_settings_that_need_it_are_given_to_the_doctor_in_the_image(capsys):
     code = main(["--te-for=--optimizer-cpu-offload,--moe-grouped-gemm"])
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "TransformerEngine" in line]
-    assert code == 1 and row.startswith("LACKS") and "needed for --optimizer-cpu-offload, --moe-grouped-gemm" in row
+    assert (
+        code == 1 and row.startswith("FATAL_CONFIG") and "needed for --optimizer-cpu-offload, --moe-grouped-gemm" in row
+    )
     assert main(["--compiled"]) == 0
     assert capsys.readouterr().out == f"{COMPILED[0].text}\n"
 
@@ -212,7 +215,7 @@ def test_this_environment_is_read_as_it_is():
     """The pins of the CPU stack are met by what the tests run in: `make install` has made it from the same file."""
     facts = read_image(os.environ)
     assert facts.packages["torch"] == version("torch") and "torch==2.13.0" in facts.needs["sglang"]
-    rows = {finding.what: finding for finding in check_image(facts, PYTHON, wanted_packages(CODE, cpu=True), cpu=True)}
+    rows = {finding.name: finding for finding in check_image(facts, PYTHON, wanted_packages(CODE, cpu=True), cpu=True)}
     assert rows["packages"].level == rows["python"].level == "OK", rows
 
 
@@ -255,6 +258,6 @@ def test_a_python_without_any_package_can_tell_what_it_lacks(tmp_path):
     code += "import bootstrap.image.doctor as d; sys.exit(d.main(['--json']))"
     done = subprocess.run([base, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    rows = {row["what"]: row for row in json.loads(done.stdout)}
-    assert rows["packages"]["level"] == "LACKS"
-    assert all(one.text in rows["packages"]["said"] for one in WANTED)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows["packages"]["level"] == "FATAL_CONFIG"
+    assert all(one.text in rows["packages"]["found"] for one in WANTED)

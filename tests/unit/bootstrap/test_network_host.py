@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -167,3 +168,56 @@ def test_a_file_that_is_no_layout_is_named(tmp_path: Path, text: str | None, com
 def test_facts_of_another_host_cannot_be_saved_as_this_ones(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         network.main(["--facts", str(tmp_path / "a"), "--save", str(tmp_path / "b")])
+
+
+def test_the_plug_in_of_tcpxo_is_told_by_the_folder_that_a_prolog_fills(tree: Tree) -> None:
+    """Nine gVNICs as on an A3 Mega, whose data NICs are such only with the plug-in."""
+    nics = {f"sys/class/net/g{n}/device/driver": "-> sys/bus/pci/drivers/gve" for n in range(9)}
+    nics |= {f"sys/class/net/g{n}/operstate": "up" for n in range(9)}
+    gpus = {f"sys/bus/pci/devices/0000:0{n}:00.0/vendor": "0x10de" for n in range(8)}
+    gpus |= {f"sys/bus/pci/devices/0000:0{n}:00.0/class": "0x030200" for n in range(8)}
+    root = tree({**nics, **gpus})
+    assert detect(parse_facts(network_host.read_document(root))).rdma.kind == "none"
+    tree({"var/lib/tcpxo/lib64/libnccl-net.so": ""})
+    assert detect(parse_facts(network_host.read_document(root))).rdma.kind == "gpudirect-tcpx"
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str]) -> None:
+    """A name service that knows these hosts."""
+
+    def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if name not in addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[name], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n01.site.org")
+
+
+def test_another_node_of_the_job_shows_the_way(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an interactive job sees it: names of the allocation, of which the first is this host."""
+    resolved(monkeypatch, {"n02": "10.9.0.6"})
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[01-03]")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    nics = {"slow": ["10.1.0.5/24"], "fast": ["10.9.0.5/24"]}
+    monkeypatch.setattr(network_host, "_addresses", lambda name: (nics[name], []))
+    root = tree({f"sys/class/net/{name}/operstate": "up" for name in nics})
+    document = network_host.read_document(root, ask_names=True)
+    assert document["peers"] == {"slurm_addr": None, "example_peer": "10.9.0.6"}
+    assert detect(parse_facts(document)).socket.ifname == "fast"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SLURM_JOB_NODELIST": "n01"}, {"SLURM_JOB_NODELIST": "n[01-"}, {"SLURM_JOB_NODELIST": "n[01,07]"}],
+)
+def test_without_a_second_node_that_resolves_there_is_no_peer(
+    environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved(monkeypatch, {"n01": "10.9.0.5"})
+    assert network_host.peer_address(environ) is None
+
+
+def test_a_name_that_resolves_to_loopback_shows_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved(monkeypatch, {"n02": "127.0.1.1"})
+    assert network_host.peer_address({"SLURM_JOB_NODELIST": "n[01-02]"}) is None

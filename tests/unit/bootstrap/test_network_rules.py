@@ -54,9 +54,8 @@ def test_the_address_that_slurm_knows_outranks_routes() -> None:
     assert detect(host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5")).socket.ifname == "f"
 
 
-@pytest.mark.parametrize("peers", [{"example_peer": "10.9.0.77"}, {"slurm_subnet": "10.9.0.0/24"}])
-def test_a_connected_network_of_the_peers_outranks_the_default_route(peers: dict[str, str]) -> None:
-    assert detect(host(MANAGEMENT, FAST, default_route="m", **peers)).socket.ifname == "f"
+def test_a_connected_network_of_a_peer_outranks_the_default_route() -> None:
+    assert detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77")).socket.ifname == "f"
 
 
 def test_the_longest_prefix_towards_a_peer_wins() -> None:
@@ -314,7 +313,7 @@ def test_where_nodes_meet_over_rdma_a_port_elsewhere_is_left_out() -> None:
     here, twin = nic("x", "10.100.4.1/24"), nic("y", "10.100.5.1/24")
     elsewhere, auto = nic("u", "10.0.0.2/24"), nic("w", "169.254.1.2/16")
     ports = [port(f"p{one.name}", netdev=one.name) for one in (here, twin, elsewhere, auto)]
-    found = detect(host(here, twin, elsewhere, auto, *ports, slurm_subnet="10.100.4.0/24", num_gpus=1))
+    found = detect(host(here, twin, elsewhere, auto, *ports, example_peer="10.100.4.9", num_gpus=1))
     assert names(found) == ["px", "py"]
 
 
@@ -330,18 +329,13 @@ def test_rails_with_a_plan_of_their_own_outvote_the_place_where_nodes_meet() -> 
     ("facts", "kind"),
     [
         (host(nic("e", driver="ena"), port("r", None, driver="efa")), "efa"),
-        (host(FAST, hints=("libfabric provider efa",)), "efa"),
-        (host(FAST, hints=("no efa driver",)), "none"),
-        (host(FAST, hints=("EFA is not installed",)), "none"),
         (host(FAST, port("rdmap86s0", None, None)), "efa"),  # rdma-core: neither InfiniBand nor Ethernet
         (host(FAST, port("rdmap86s0", "Ethernet")), "roce"),
         (host(FAST, port("cxi0", None, None)), "cxi"),
-        (host(FAST, hints=("/dev/cxi0",)), "cxi"),
-        (host(FAST, hints=("libfabric provider cxi",)), "cxi"),
+        (host(FAST, hints=("libfabric provider cxi (class cxi)",)), "cxi"),
         (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)), num_gpus=8), "gpudirect-tcpx"),
         (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(2)), num_gpus=8), "none"),
         (host(nic("i", "10.3.0.1/24", type="infiniband")), "ib"),
-        (host(FAST, hints=("RDMA devices of the host are visible in the pod",)), "roce"),
         (host(FAST, hints=("no RDMA device although lspci shows mlx5 cards",)), "none"),
         (host(FAST), "none"),
     ],

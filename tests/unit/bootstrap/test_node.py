@@ -12,7 +12,7 @@ import pytest
 from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import LinkLost
-from bootstrap.agent.monitor import StopRequest
+from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node import NodeAgent
 from bootstrap.agent.options import parse_options
 
@@ -50,7 +50,7 @@ def live(folder: Path, monkeypatch: pytest.MonkeyPatch, *orders: dict[str, Any],
     options = parse_options([f"--attempt-dir={folder}", "--num-gpus=0", f"--spare-nodes={num_spares}", "--", "x"])
 
     async def scene() -> NodeAgent:
-        stop = StopRequest(folder, "n2", JobClock({}, lead_s=1), is_head=False)
+        stop = StopSignals(folder, "n2", JobClock({}, lead_s=1), is_head=False)
         node = NodeAgent(Facts("n2", 1, ("n1", "n2", "n3"), "7", 0, in_slurm=True), options, b"secret", stop)
         await asyncio.wait_for(node.run(), 10)
         return node

@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from bootstrap.check import GIB, UNLIMITED, Check, level_of
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.gpus import Gpu, GpuReading
 from bootstrap.preflight.probe import mount_of
-from bootstrap.preflight.table import GIB, UNLIMITED, Check, Hca, HostFacts, Preflight, Seen, Wanted, level_of
+from bootstrap.preflight.table import Hca, HostFacts, Preflight, Seen, Wanted
 
 WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(

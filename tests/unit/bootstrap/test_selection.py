@@ -4,7 +4,8 @@ import pytest
 
 from bootstrap.agent.rendezvous import BringupError
 from bootstrap.agent.selection import choose_hosts
-from bootstrap.preflight.table import Check, Preflight
+from bootstrap.check import Check
+from bootstrap.preflight.table import Preflight
 
 HOSTS = ("n1", "n2", "n3", "n4")
 

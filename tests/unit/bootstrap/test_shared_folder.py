@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from bootstrap.agent.link import LinkLost
+from bootstrap.check import Check
 from bootstrap.preflight import shared_folder
 from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.shared_folder import FolderTest, check_alone, lacks, take_part
-from bootstrap.preflight.table import Check, HostFacts, Wanted
+from bootstrap.preflight.table import HostFacts, Wanted
 
 
 def refuses(number: int) -> Any:

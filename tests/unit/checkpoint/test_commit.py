@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost import files
+from common import files
 from rlpost.checkpoint import commit as protocol
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, step_of
 from rlpost.errors import CheckpointError
@@ -39,7 +39,7 @@ class Crash(BaseException):
 class CrashAt:
     """Lets ``number`` file operations of the commit protocol happen and ends the process at the next one."""
 
-    OPERATIONS = ("mkdir", "makedirs", "rename", "replace", "fsync")
+    OPERATIONS = ("mkdir", "makedirs", "open", "rename", "replace", "fsync")
 
     def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = number

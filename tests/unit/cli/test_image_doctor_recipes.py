@@ -23,4 +23,4 @@ def test_the_doctor_of_an_image_looks_for_what_the_recipe_needs(tmp_path, capfd,
 def test_the_doctor_inside_the_image_does_too(capfd):
     assert main(["doctor", "--image", str(JOBS / "recipes/glm45_355b.toml")]) == 1
     (row,) = [line for line in capfd.readouterr().out.splitlines() if "TransformerEngine" in line]
-    assert row.startswith("LACKS") and GROUPED in row
+    assert row.startswith("FATAL_CONFIG") and GROUPED in row

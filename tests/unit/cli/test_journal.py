@@ -5,13 +5,14 @@ import re
 
 import pytest
 
+from common.run_folder import create_run_folder
 from rlpost.checkpoint.commit import begin, commit
 from rlpost.checkpoint.state import RunState
 from rlpost.cli.journal import main
 from rlpost.errors import ConfigError
 from rlpost.orchestration.checkpoints import STATE_FILE
 from rlpost.rollout.journal import Journal
-from slurm.run_folder import create_run_folder
+from tests.unit.rollout.test_journal import begin as begin_segment
 from tests.unit.rollout.test_journal import group
 
 
@@ -26,7 +27,7 @@ def write(tmp_path):
     journal.finished(group(5, 6), wanted=False)
     journal.batch(0, [group(4)], {})
     journal.evaluated(0, {"eval/x": 0.25})
-    journal.begin(1)
+    begin_segment(journal, 1)
     journal.close()
 
 
@@ -80,7 +81,7 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     commit(writing)
     journal = Journal.resume(folder, 1, step=1, settings="")
     journal.finished(group(6, 2), wanted=True)
-    journal.begin(2)
+    begin_segment(journal, 2)
     journal.finished(group(7, 2), wanted=True)
     journal.close()
     (folder / "0000002.log").write_bytes(b"")

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from common.run_folder import create_run_folder
 from rlpost.cli.follow import _LogTail
 from rlpost.cli.log_lines import Wanted, merged
 from rlpost.cli.main import main
-from slurm.run_folder import create_run_folder
 
 LOGS = {
     "driver": "10:00:00 INFO starting\n10:00:05 WARNING engine is slow\n10:00:09 INFO step 1/8\n",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from common.run_folder import create_run_folder
 from rlpost.cli.attach import _inside
 from rlpost.cli.check import main as check_main
 from rlpost.cli.job import container_of_attempt
 from rlpost.cli.submit import main
 from rlpost.config.load import JOBS, dump, load
 from rlpost.errors import ConfigError
-from slurm.run_folder import create_run_folder
 from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 from tests.unit.slurm.stand_ins import NO_PYXIS, PYXIS, commands

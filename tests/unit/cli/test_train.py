@@ -7,11 +7,12 @@ import io
 
 import pytest
 
-from bootstrap.handoff import EXIT_CONFIG, Cluster
+from common.cluster import Cluster
+from common.exit_codes import EXIT_CONFIG
+from common.run_folder import create_run_folder
 from rlpost import train
 from rlpost.config.load import dump, load
 from rlpost.orchestration import driver
-from slurm.run_folder import create_run_folder
 from tests.unit.cli.projects import make_project
 
 

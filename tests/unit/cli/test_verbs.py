@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli import attach, control, follow, image_doctor, runs
 from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
@@ -22,7 +23,6 @@ from rlpost.errors import ConfigError
 from rlpost.reward.pool import _Worker
 from rlpost.rollout.process import ServerProcess
 from slurm.queue import QueueEntry
-from slurm.run_folder import RunFolder, create_run_folder
 from slurm.states import JobInfo, JobState
 from tests.unit.cli.projects import make_project
 

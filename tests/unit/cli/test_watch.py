@@ -10,13 +10,13 @@ from datetime import timedelta
 import pytest
 from rich.console import Console
 
+from common.run_folder import RunFolder
 from rlpost.cli import watch as live
 from rlpost.cli.main import main
 from rlpost.cli.run_status import warnings_in
 from rlpost.cli.watch import is_over, page, phase_bar, read_view, sparkline
 from rlpost.report.panels import mean_phases
 from slurm.queue import FORGOTTEN, QueueEntry
-from slurm.run_folder import RunFolder
 from slurm.states import JobState
 from tests.unit.report.runs import make_run
 

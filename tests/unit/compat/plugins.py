@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
+import numpy as np
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
@@ -37,6 +39,23 @@ async def search(args, sample: Sample, sampling_params) -> Sample:
         sample.append_response_tokens(args, tokens=observation, trainable=False, text=found)
         sample.tool_calls += 1
     sample.metadata["turns"] = sample.tool_calls + 1
+    return sample
+
+
+async def reads_routes(args, sample, sampling_params):
+    """Asks for the experts that the engine chose, as slime's own rollout does."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {"text": sample.prompt, "sampling_params": sampling_params, "return_routed_experts": True}
+    output = await post(url, payload)
+    meta = output["meta_info"]
+    ids = [token for _, token, _ in meta["output_token_logprobs"]]
+    sample.tokens = [*sample.prompt.encode(), *ids]
+    experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+    sample.rollout_routed_experts = experts.reshape(len(sample.tokens) - 1, 5, 2)
+    sample.routes_shape = list(sample.rollout_routed_experts.shape)
+    sample.response, sample.response_length = output["text"], len(ids)
+    sample.rollout_log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+    sample.status = Sample.Status.COMPLETED
     return sample
 
 

@@ -22,9 +22,11 @@ from rlpost.reward.grader import InlineGrader, make_grader
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.routes import RouteFormat
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
+from tests.unit.rollout.test_routes import FORM, Mixture, versions
 
 PLUGINS = Path(__file__).with_name("plugins.py")
 PROMPT = Prompt(3, "Q", (81,), label="42", metadata={"level": 2})
@@ -65,12 +67,21 @@ def answer(text: str, *, index: int = 0, version: int = 4, **more: Any) -> Sampl
     return replace(made, **more)
 
 
-def writing(engine: FakeEngine, name: str, *, n: int = 1, evaluation: bool = False, **rollout: Any) -> Any:
+def writing(
+    engine: FakeEngine,
+    name: str,
+    *,
+    n: int = 1,
+    evaluation: bool = False,
+    routes: RouteFormat | None = None,
+    **rollout: Any,
+) -> Any:
     """The group that a generate function writes."""
     config = settings(**rollout)
 
     async def whole() -> Any:
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
+        address = RouterAddress(engine.url, KEY, (), 4)
+        async with serving(engine), Connection(replace(address, url=engine.url), routes=routes) as connection:
             args = Arguments(settings_of(config))
             args.connected(engine.url, KEY)
             function = generate_function(plugin(name), args, evaluation=evaluation)
@@ -129,6 +140,22 @@ def test_tokens_of_new_weights_have_their_own_version() -> None:
     (scored,) = writing(FakeEngine(answer=reply), "search").samples
     assert scored.sample.version_spans == ((2, 6), (3, 2))
     assert (scored.sample.oldest_version, scored.sample.policy_version) == (2, 3)
+
+
+def test_the_routes_of_a_search_are_those_of_the_first_request_that_read_a_token() -> None:
+    """The tool's words are left to the trainer, though the second request read them."""
+    (scored,) = writing(Mixture(("a?", "stop", 2), ("bc", "stop", 3)), "search", routes=FORM).samples
+    assert bytes(scored.sample.response_ids) == b"a?[42]bc"
+    assert versions(scored.sample) == [2, 2, 3, None, None, None, None, 3]
+    assert shown(PROMPT, scored.sample, siblings=2).rollout_routed_experts.shape == (8, 3, 2)
+
+
+def test_a_function_that_asks_for_routes_reads_them_as_from_slimes_engines() -> None:
+    (scored,) = writing(Mixture(("abc", "stop", 2)), "reads_routes", routes=FORM).samples
+    assert scored.sample.extra["routes_shape"] == [3, 5, 2]  # prompt and answer without the last token, all layers
+    assert versions(scored.sample) == [2, 2, 2]
+    with pytest.raises(ConfigError, match="needs --use-rollout-routing-replay true"):
+        writing(Mixture(("abc", "stop", 2)), "reads_routes")
 
 
 def test_an_answer_that_new_weights_cut_is_resumed_within_one_post() -> None:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootstrap.handoff import EXIT_CONFIG
+from common.exit_codes import EXIT_CONFIG
+from common.run_folder import create_run_folder
 from rlpost import check, train
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError
-from slurm.run_folder import create_run_folder
 
 
 def lacking(monkeypatch, *names):

@@ -33,7 +33,7 @@ def published(architecture, sizes, *, heads, eps, base, longest, tied=False, **m
 GLM45_EXPERTS = {
     "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
     "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
-    "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+    "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 QWEN3_EXPERTS = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
@@ -54,6 +54,14 @@ PUBLISHED = {
         "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, longest=131072,
         **GLM45_EXPERTS
     ),
+    # zai-org/GLM-4.6 and GLM-4.7: GLM-4.5 with a longer context.
+    **{
+        name: published(
+            "Glm4MoeForCausalLM", (92, 5120, 12288, 151552), heads=(96, 8), eps=1e-5, base=1e6, longest=202752,
+            **GLM45_EXPERTS
+        )
+        for name in ("glm46_355b", "glm47_355b")
+    },
     "qwen3_30b_a3b": published(
         "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS

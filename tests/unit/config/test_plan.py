@@ -49,6 +49,31 @@ def test_experts_are_cut_by_sizes_of_their_own():
     assert shape.parameters.expert == 4 * held.expert
 
 
+def test_the_layer_for_multi_token_prediction_is_one_more_on_the_last_stage():
+    """Like the last layer, and 2 x 8 x 8 of a matrix that joins two states, and three norms."""
+    shape = replace(DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
+    layout, more = Layout(world=8, tensor=2, pipeline=2, expert=2, expert_tensor=1), replace(shape, mtp=True)
+    assert rank_parameters(more, layout, 0) == rank_parameters(shape, layout, 0)
+    without, held = (rank_parameters(one, layout, 1) for one in (shape, more))
+    assert held.expert - without.expert == 4 * 3 * 8 * 4
+    attention = (8 * 16 + 8 * 8) // 2 + 2 * 8
+    assert held.dense - without.dense == attention + 8 * 8 + 3 * 8 * 4 // 2 + 2 * 8 * 8 // 2 + 3 * 8
+    one = Pass(tokens=10)
+    assert stage_bytes(more, layout, one, 0) == stage_bytes(shape, layout, one, 0)
+    assert stage_bytes(more, layout, one, 1) > stage_bytes(shape, layout, one, 1)
+    assert logits_bytes(more, layout, one, 0) >= 2 * logits_bytes(shape, layout, one, 0)
+
+
+def test_engines_hold_that_layer_only_where_they_draft():
+    shape = replace(DENSE, mtp=True)
+    draft = {"sglang": {"sglang_speculative_algorithm": "EAGLE"}}
+    plain, drafting, without = (
+        estimate(config(**groups), one, gpu_bytes=80 * GB).engine.weights
+        for groups, one in (({}, shape), (draft, shape), ({}, DENSE))
+    )
+    assert plain == without < drafting
+
+
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [

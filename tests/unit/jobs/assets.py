@@ -13,7 +13,10 @@ MODELS = {
     "Qwen3-4B-FP8": "qwen3_4b",
     "GLM-Z1-9B-0414": "glm4_9b",
     "GLM-4.5": "glm45_355b",
+    "GLM-4.6": "glm46_355b",
+    "GLM-4.7": "glm47_355b",
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "Qwen3-235B-A22B": "qwen3_235b_a22b",
     "tiny": "qwen3_4b",
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}

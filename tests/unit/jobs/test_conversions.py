@@ -35,10 +35,13 @@ def test_what_a_recipe_begins_from_is_made_by_one_of_them(recipe, monkeypatch):
     assert f'--hf-checkpoint "{wanted.removesuffix("_torch_dist")}" ' in script and "FP8" not in script
 
 
-def test_the_largest_takes_two_nodes_and_the_others_one():
+def test_the_largest_take_two_nodes_and_the_others_one():
     nodes = {path.stem: int(re.search(r"--nodes=(\d+)", path.read_text())[1]) for path in SCRIPTS}
     assert nodes == {
         "convert_glm45_355b": 2,
+        "convert_glm46_355b": 2,
+        "convert_glm47_355b": 2,
+        "convert_qwen3_235b_a22b": 2,
         "convert_glm_z1_9b": 1,
         "convert_qwen3_30b_a3b": 1,
         "convert_qwen3_4b": 1,

@@ -35,7 +35,7 @@ def home(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     for name in ("slurm", "jobs"):
         shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("bootstrap", "rlpost"):
+    for name in ("bootstrap", "common", "rlpost"):
         (home / name).symlink_to(ROOT / name)
     return home
 

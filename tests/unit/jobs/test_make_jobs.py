@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 LIGHT = """
 import runpy, sys
 ALLOWED = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
-OURS = {"rlpost", "slurm", "bootstrap", "tools", "__main__"}
+OURS = {"rlpost", "slurm", "bootstrap", "common", "tools", "__main__"}
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]

@@ -14,6 +14,7 @@ from rlpost.cli import plan
 from rlpost.cli.job import job_spec
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.container import Container
@@ -26,7 +27,7 @@ from tools.pages.recipes import recipes_page
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 LARGE = [name for name in RECIPES if name != "tiny"]
 
-NODES = {"tiny": 1, "glm45_355b": 8}
+NODES = {"tiny": 1, "glm45_355b": 8, "glm46_355b": 8, "glm47_355b": 8, "qwen3_235b_a22b": 16}
 LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_4b": (8, 8, 4, 4),
     "qwen3_4b_fp8": (8, 8, 4, 4),
@@ -34,7 +35,10 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_4b_async": (2, 6, 3, 1),
     "glm_z1_9b": (4, 4, 2, 1),
     "glm45_355b": (64, 64, 2, 1),
+    "glm46_355b": (64, 64, 2, 1),
+    "glm47_355b": (64, 64, 2, 1),
     "qwen3_30b_a3b": (8, 8, 1, 2),
+    "qwen3_235b_a22b": (128, 128, 8, 4),
 }
 
 # Which of the published command lines a recipe is made of, those that win last.
@@ -231,6 +235,33 @@ def test_the_table_of_recipes_against_what_was_published(golden: Callable[[str, 
         for key, published, ours, why in compared(name, read(name, Path("/root"), monkeypatch)):
             lines.append(f"| {name} | {key} | {published} | {ours} | {why} |")
     golden("recipes.md", "\n".join(lines) + "\n")
+
+
+def test_qwen3_235b_is_laid_out_as_nemo_rl_published_it(monkeypatch):
+    """NeMo-RL v0.6: 128 H100, training [TP 2, CP 2, EP 16, PP 8], generation TP 16, 16 prompts x 32 answers of 8192."""
+    config = read("qwen3_235b_a22b", Path("/root"), monkeypatch)
+    perf, rollout = config.perf, config.rollout
+    assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
+    assert (perf.expert_model_parallel_size, perf.pipeline_model_parallel_size) == (16, 8)
+    assert (perf.decoder_first_pipeline_num_layers, perf.decoder_last_pipeline_num_layers) == (11, 11)
+    assert (config.model.num_layers - 2 * 11) % 6 == 0
+    assert config.cluster.rollout_num_gpus_per_engine == 16 and config.samples_per_rollout == 512
+    assert rollout.rollout_max_prompt_len + rollout.rollout_max_response_len == 8192
+    made = estimate(config, plan.model_of(config)[0], gpu_bytes=plan.parse_size("80GB"), engine_width=2)
+    assert not made.problems and not config.optimizer.optimizer_cpu_offload
+
+
+@pytest.mark.parametrize("name", ["glm46_355b", "glm47_355b"])
+def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatch):
+    first, later = (read(each, Path("/root"), monkeypatch).model_dump() for each in ("glm45_355b", name))
+    named = {(group, key) for group in first for key in first[group] if first[group][key] != later[group][key]}
+    assert named == {
+        ("cluster", "job_name"),
+        ("checkpoint", "hf_checkpoint"),
+        ("checkpoint", "ref_load"),
+        ("assets", "hub_models"),
+        ("wandb", "wandb_group"),
+    }
 
 
 def test_what_the_sources_get_wrong_is_right_here(monkeypatch):

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from bootstrap.handoff import Cluster
+from common.cluster import Cluster
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.metrics.mirrors import mirrors

@@ -37,6 +37,7 @@ def test_a_unit_at_the_end_of_a_name_is_its_unit():
 
 def test_a_name_is_known_with_the_name_of_its_set_and_a_plugins_is_not():
     assert declared("eval/aime-2024/pass@16").name == "eval/SET/pass@K"
+    assert declared("train/routing_diff_frac@12").name == "train/routing_diff_frac@K"
     assert declared("eval/a/b/reward_mean") is None
     assert undeclared({"step", "reward/mean", "train/my_own", "rewardXmean"}) == ["rewardXmean", "train/my_own"]
 

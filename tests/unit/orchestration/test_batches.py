@@ -1,8 +1,12 @@
 """From groups to batches: every sample once, with its own group's advantage and the global denominators."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from rlpost.algorithm.advantage import grpo_advantages
+from rlpost.columns import RouteColumn
 from rlpost.config.load import load
 from rlpost.orchestration.batches import make_batches, model_break_even, rollout_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -149,3 +153,30 @@ def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
     sparse = qwen | dict(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
     sparse |= dict(intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8)
     assert model_break_even(sparse) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)
+
+
+def with_routes(given, *, num_unknown=0):
+    """The same group with routes of 3 layers and 2 experts for all tokens but the last, the first unknown ones."""
+    samples = []
+    for scored in given.samples:
+        length = len(scored.sample.prompt_ids) + len(scored.sample.response_ids) - 1
+        array = np.random.default_rng(scored.sample.index).integers(0, 200, (length, 3, 2), dtype=np.uint8)
+        array[:num_unknown] = 255
+        samples.append(replace(scored, sample=replace(scored.sample, routes=RouteColumn(array))))
+    return replace(given, samples=tuple(samples))
+
+
+def test_routes_reach_the_trainer_with_their_sample():
+    groups = [with_routes(group(i, [1.0, 0.0])) for i in range(4)]
+    wanted = {scored.sample.routes for each in groups for scored in each.samples}
+    (ranks,) = make_batches(groups, config())
+    samples = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+    assert {sample.routes for sample in samples} == wanted
+    assert all(len(sample.routes) == len(sample.token_ids) - 1 for sample in samples)
+
+
+def test_metrics_say_what_routes_cost_and_how_many_are_missing():
+    metrics = rollout_metrics([with_routes(group(0, [1.0, 0.0]), num_unknown=1)])
+    assert metrics["rollout/routes_bytes_per_token"] == 6
+    assert metrics["rollout/routes_unknown_frac"] == pytest.approx(2 / 9)  # prompts of 2, answers of 3 and 4 tokens
+    assert "rollout/routes_bytes_per_token" not in rollout_metrics([group(0, [1.0, 0.0])])

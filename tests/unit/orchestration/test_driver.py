@@ -1,5 +1,6 @@
 """An attempt ends with an exit code and a report, however it ends."""
 
+import asyncio
 import errno
 import json
 import os
@@ -8,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.handoff import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED, Cluster, Node
+from common.cluster import Cluster, Node
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.run_folder import create_run_folder
 from rlpost.checkpoint.ownership import claim
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError, Preempted, RlpostError
 from rlpost.orchestration import driver
+from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.types import SampleGroup
-from slurm.run_folder import create_run_folder
 
 TINY = Path(__file__).parents[3] / "assets/tiny"
 ENDS = [
@@ -113,8 +116,10 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
     prompts.write_text('{"input": "a"}\n' * 11)
     config = load([], {"rollout": {"prompt_data": [str(prompts)]}}).config
 
+    checkpoints = Checkpoints(config.checkpoint, tmp_path, committed=lambda step, path: None)
+
     def resumed():
-        journal = driver._journal(config, tmp_path, None, RunState())
+        journal = asyncio.run(driver._journal(config, checkpoints, None, RunState()))
         found = len(journal.waiting)
         journal.finished(SampleGroup(0, ()), wanted=False)
         journal.close()

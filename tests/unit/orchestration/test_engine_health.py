@@ -60,10 +60,8 @@ class FakeFleet:
 class FakeWeights:
     """Fails as often as it is told."""
 
-    engines_are_stuck = False
-
-    def __init__(self, fleet, failures=0):
-        self.fleet, self.failures = fleet, failures
+    def __init__(self, fleet, failures=0, *, are_stuck=False):
+        self.fleet, self.failures, self.engines_are_stuck = fleet, failures, are_stuck
 
     async def connect(self):
         self.fleet.log.append("connect")
@@ -76,9 +74,10 @@ class FakeWeights:
         await ready()
 
 
-def watch_over(fleet, *, failures=0, stop=None, **cluster):
+def watch_over(fleet, *, failures=0, are_stuck=False, stop=None, **cluster):
     config = load([], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}).config
-    return EngineHealth(config, fleet, FakeWeights(fleet, failures), stop=stop or StopRequest(Path("/nowhere")))
+    weights = FakeWeights(fleet, failures, are_stuck=are_stuck)
+    return EngineHealth(config, fleet, weights, stop=stop or StopRequest(Path("/nowhere")))
 
 
 async def nothing():
@@ -129,8 +128,7 @@ def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
 def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
     """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still answers."""
     fleet = FakeFleet(sick={1})
-    watch = watch_over(fleet, failures=1)
-    watch._weights.engines_are_stuck = True
+    watch = watch_over(fleet, failures=1, are_stuck=True)
     asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
     everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
     assert fleet.log == ["update 7 abort", *everyone, "connect", "update 7 abort", "admit 0", "admit 1"]

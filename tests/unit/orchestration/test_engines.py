@@ -4,48 +4,78 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from aiohttp import web
 
+from common.cluster import Cluster, Node
 from rlpost.bounded import MAX_AT_ONCE
 from rlpost.config.load import load
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.orchestration import engines
 from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.rollout.connection import RouterAddress
-from rlpost.types import EngineAddress
 
 
 class FakeRouter:
-    """Knows who serves."""
+    """Notes who serves; once it is ``blind`` it reaches no further engine until it stops."""
 
-    def __init__(self, urls):
-        self.urls = set(urls)
+    made: ClassVar[list["FakeRouter"]] = []
+
+    def __init__(self, **settings):
+        self.urls, self.url = set(), "http://router"
+        self.is_blind = False
         self.ended = threading.Event()
+        FakeRouter.made.append(self)
+
+    def start(self, host, port, *, deadline_s):
+        return self.url
 
     def remove_engine(self, url):
         self.urls.remove(url)
 
     def add_engines(self, urls, *, deadline_s):
-        """Looks at engines that nobody can reach until it ends itself."""
-        assert self.ended.wait(deadline_s)
-        raise RolloutError("router ended")
+        if self.is_blind:
+            assert self.ended.wait(deadline_s)
+            raise RolloutError("router ended")
+        self.urls |= set(urls)
+
+    def stop(self):
+        self.ended.set()
 
 
-class FakeWorkers:
+class FakeGroup:
     """The process of one engine; it can be told to stop."""
 
-    def __init__(self):
-        self.calls = []
-        self.has_ended = False
+    made: ClassVar[list["FakeGroup"]] = []
 
-    async def check_alive(self):
+    def __init__(self, makes, slots, **options):
+        self.stopped, self.has_ended = 0, False
+        FakeGroup.made.append(self)
+
+    async def call(self, method):
+        self.stopped += method == "stop"
+
+    async def call_each(self, method, arguments, **options):
+        assert method == "start"
+
+    async def call_aside(self, method):
         if self.has_ended:
             raise EngineDied("engine 1 ended by itself")
 
-    async def stop(self):
-        self.calls.append("stop")
+
+@pytest.fixture(autouse=True)
+def _workers(monkeypatch):
+    """In place of processes of Ray and of the router."""
+    for module_name, stand_in in (("Router", FakeRouter), ("WorkerGroup", FakeGroup)):
+        monkeypatch.setattr(engines, module_name, stand_in)
+        monkeypatch.setattr(stand_in, "made", [])
+
+
+async def info(request):
+    return web.json_response({"version": "0.5.21"})
 
 
 async def engine(asked):
@@ -57,18 +87,22 @@ async def engine(asked):
         return web.json_response({})
 
     app.router.add_post("/{path}", answer)
+    app.router.add_get("/server_info", info)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     return runner
 
 
-def fleet_of(runners, folder):
-    cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
-    fleet = Fleet(load([], {"cluster": {"colocate": True}}).config, cluster, None, None)
-    urls = [f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners]
-    fleet.addresses = tuple(EngineAddress(url, 1) for url in urls)
-    fleet._router, fleet._workers = FakeRouter(urls), [FakeWorkers() for _ in urls]
+async def fleet_of(runners, folder, **settings):
+    """A fleet whose engines are these servers."""
+    (folder / "secret").write_text("key")
+    cluster = Cluster("127.0.0.1:1", str(folder), (Node("n0", "127.0.0.1", "lo", 2),), 20000, 100)
+    config = load([], {"cluster": {"colocate": True, **settings}}).config
+    placement = Placement((), tuple((Slot("n0", "127.0.0.1", 1),) for _ in runners))
+    ports = Ports(tuple(runner.addresses[0][1] for runner in runners), (1,) * len(runners), 2, 3, 4, ())
+    fleet = Fleet(config, cluster, placement, ports)
+    await fleet.start([""] * len(runners))
     return fleet
 
 
@@ -78,7 +112,7 @@ def asked_of_two(work, folder):
     async def run():
         asked = [], []
         runners = [await engine(each) for each in asked]
-        fleet = fleet_of(runners, folder)
+        fleet = await fleet_of(runners, folder)
         try:
             await fleet.release_memory("weights", "kv_cache")
             await runners[1].cleanup()
@@ -92,8 +126,8 @@ def asked_of_two(work, folder):
 
 def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to_take_it_again(tmp_path):
     fleet, asked = asked_of_two(lambda fleet: fleet.restore_memory("weights"), tmp_path)
-    assert fleet.dismissed == {1} and fleet._workers[1].calls == ["stop"] and not fleet._workers[0].calls
-    assert fleet._router.urls == {fleet.addresses[0].url}
+    assert fleet.dismissed == {1} and [group.stopped for group in FakeGroup.made] == [0, 1]
+    assert FakeRouter.made[0].urls == {fleet.addresses[0].url}
     assert asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
     assert fleet.is_released("kv_cache") and not fleet.is_released("weights"), "of the one that lives"
 
@@ -103,6 +137,7 @@ def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a
 
     async def answers(how):
         app = web.Application()
+        app.router.add_get("/server_info", info)
         app.router.add_post("/pause_generation", yes)
         app.router.add_post("/release_memory_occupation", how)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -112,8 +147,7 @@ def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a
 
     async def released(how):
         runners = [await engine([]), await answers(how)]
-        fleet = fleet_of(runners, tmp_path)
-        fleet._deadline_s = 0.3
+        fleet = await fleet_of(runners, tmp_path, bringup_deadline_s=1)
         try:
             await fleet.release_memory("kv_cache")
         finally:
@@ -131,7 +165,7 @@ def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a
         return web.json_response({"success": False}, status=400)
 
     fleet = asyncio.run(released(hang))
-    assert fleet.dismissed == {1} and fleet._workers[1].calls == ["stop"] and fleet.is_released("kv_cache")
+    assert fleet.dismissed == {1} and FakeGroup.made[1].stopped and fleet.is_released("kv_cache")
     with pytest.raises(RolloutError, match="POST /release_memory_occupation answered 400"):
         asyncio.run(released(refuse))
 
@@ -166,7 +200,8 @@ def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_pat
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fleet = fleet_of([runner], tmp_path)
+        fleet = await fleet_of([runner], tmp_path)
+        busy.total = 0  # requests of its start
         fleet.addresses *= num_engines
         urls = tuple(address.url for address in fleet.addresses)
         try:
@@ -189,21 +224,54 @@ def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(t
 
     async def run():
         runners = [await engine([]), await engine([])]
-        fleet = fleet_of(runners, tmp_path)
-        fleet.dismissed = {1}
+        fleet = await fleet_of(runners, tmp_path)
+        await fleet.dismiss(1)
+        FakeRouter.made[0].is_blind = True
         try:
             admitting = asyncio.create_task(fleet.admit([1]))
             await asyncio.sleep(0.1)
             assert not admitting.done(), "the router waits for an engine that lives"
-            fleet._workers[1].has_ended, started = True, time.monotonic()
+            FakeGroup.made[1].has_ended, started = True, time.monotonic()
             with pytest.raises(EngineDied, match="engine 1 ended"):
                 await admitting
             return fleet.dismissed, time.monotonic() - started
         finally:
-            fleet._router.ended.set()  # as when the fleet is closed
+            fleet.close()
             for runner in runners:
                 await runner.cleanup()
 
     dismissed, seconds = asyncio.run(run())
     assert dismissed == {1}
     assert seconds < 60, "not after the deadline of a start"
+
+
+NO_PORTS = SimpleNamespace(router_metrics=0)
+
+
+@pytest.mark.parametrize(("replay", "mode"), [(False, "retract"), (True, "abort")])
+def test_new_weights_abort_answers_whose_routes_a_retraction_would_replace(tmp_path, replay, mode):
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, NO_PORTS)
+    assert fleet.pause_mode == "abort", "until the versions of the engines are known"
+    fleet.can_retract = True
+    assert fleet.pause_mode == mode
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_engines_are_started_to_return_routes_where_these_are_replayed(tmp_path, monkeypatch, replay):
+    made = []
+
+    class Workers:
+        async def start(self, *places, **options):
+            raise EngineDied("enough")
+
+    monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
+    monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
+    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+    part = SimpleNamespace(ip="127.0.0.1", num_gpus=1, shared_with=())
+    placement = SimpleNamespace(engines=[[part]])
+    ports = SimpleNamespace(engines=[1], engine_groups=[2], router_metrics=3)
+    cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key")
+    with pytest.raises(EngineDied):
+        asyncio.run(Fleet(config, cluster, placement, ports).start([]))
+    assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay

@@ -12,9 +12,9 @@ import pytest
 from rlpost.actor import device
 from rlpost.config.load import load
 from rlpost.local_gpus import LocalGpu
-from rlpost.orchestration import engines, stages
+from rlpost.orchestration import engines, startup
 from rlpost.orchestration.placement import Offer, place, service_ports
-from rlpost.orchestration.stages import ClusterStages
+from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup
 
 SETTINGS = {
@@ -72,16 +72,15 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
     placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
     actors = Actors(gpus)
-    monkeypatch.setattr(stages, "Training", lambda *given, **more: None)
+    monkeypatch.setattr(startup, "Training", lambda *given, **more: None)
     monkeypatch.setattr(engines, "WorkerGroup", Group)
     monkeypatch.setattr(Group, "made", [])
     cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(ip="10.0.0.0")])
 
     async def start() -> None:
-        made = ClusterStages.__new__(ClusterStages)
         group = ActorGroup(actors)
-        made._config, made._actors, made._stop, made._break_even = config, group, None, None
-        await made._start_actors(placement, ports, Path("/checkpoint"))
+        begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
+        await begin.trainer(group, placement, ports, Path("/checkpoint"), break_even=None)
         fleet = engines.Fleet(config, cluster, placement, ports)
         visible = await group.visible_gpus()
         for index in range(2):

@@ -322,7 +322,7 @@ def test_a_journal_that_could_not_be_written_to_its_end_is_not_told_as_saved(
 
     async def durable(journal):
         if fails:
-            journal._give_up("an fsync took more than 60 s")
+            journal._segment.give_up("an fsync took more than 60 s")
 
     stops = []
     monkeypatch.setattr(Journal, "durable", durable)

@@ -2,10 +2,10 @@
 
 import asyncio
 import errno
-import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +15,9 @@ from rlpost.orchestration.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
     FIXED_S,
-    Request,
-    SaveTimes,
+    SaveEstimate,
     StopRequest,
     leave_with,
-    parse_request,
 )
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
@@ -41,12 +39,6 @@ def test_a_request_is_raised_with_its_reason_in_words(tmp_path, text, reason):
     (tmp_path / "STOP").write_text(text)
     with pytest.raises(Preempted, match=f"^stop requested: {reason}$"):
         stop.check()
-
-
-@pytest.mark.parametrize("nothing", ["N/A", "", "Unknown", None, "nan", -5, [1]])
-def test_a_deadline_that_slurm_does_not_know_is_none(nothing):
-    text = json.dumps({"reason": "x", "time": 7, "deadline": nothing})
-    assert parse_request(text) == Request("x", 7.0, None)
 
 
 def stop_at(tmp_path, now, text):
@@ -94,14 +86,14 @@ def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(tmp
 
 
 def test_before_anything_is_measured_a_save_takes_what_its_size_takes_on_slow_storage():
-    saves = SaveTimes()
+    saves = SaveEstimate()
     saves.expect(2e9, num_nodes=4)
     assert saves.estimate_s == pytest.approx(FIXED_S + 8 * 2e9 / (4 * 200e6))
 
 
 def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
     now = [0.0]
-    saves = SaveTimes(clock=lambda: now[0])
+    saves = SaveEstimate(clock=lambda: now[0])
     saves.expect(1e15, num_nodes=1)
     saves.recall([{"step": 1}, {"bytes": 1000, "seconds": 10}, {"bytes": 1000, "seconds": None}])
     assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 10)
@@ -163,6 +155,9 @@ def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_p
     assert ended == [True]
 
 
+NO_CONNECTION = SimpleNamespace(routes=None)
+
+
 def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path):
     """The group comes back unfinished with every answer complete, so that a resume only grades it."""
     stop = StopRequest(tmp_path / "STOP")
@@ -175,7 +170,7 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
     async def answer(builder, prompt, sampling):
         return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
 
-    writer = GroupWriter(None, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
+    writer = GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
     entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
     assert isinstance(entry, Unfinished)
     assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
@@ -185,7 +180,7 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
             return [1.0 for _ in samples]
 
     later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
-    group = asyncio.run(GroupWriter(None, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
+    group = asyncio.run(GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
     assert group.rewards == (1.0, 1.0)
 
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.errors import HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.workers import Stored
 from rlpost.types import Sample, SampleGroup, ScoredSample, StepResult
 
 HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_abs_diff": 0.0}
@@ -21,17 +23,39 @@ class Actors:
     def __init__(self, metrics=HEALTHY):
         self.metrics = metrics
         self.calls = []
+        self.stored = []
+
+    async def put(self, value):
+        self.stored.append(value)
+        return Stored(value)
+
+    async def get(self, stored):
+        return stored.reference
 
     async def call_each(self, method, arguments):
-        self.calls.append((method, arguments))
-        if method == "train_step":
-            return [StepResult(self.metrics)] * len(arguments)
+        values = [tuple(each and each.reference for each in own) for own in arguments]
+        self.calls.append((method, values))
+        return [StepResult(self.metrics)] * len(arguments)
+
+    async def call_each_stored(self, method, arguments):
+        self.calls.append((method, [(batch.reference,) for (batch,) in arguments]))
         value = {"compute_logprobs": -1.0, "compute_ref_logprobs": -2.0}[method]
-        batch = arguments[-1][0]
-        return [[], [[(value,) * sample.response_length for sample in micro] for micro in batch.micro_batches]]
+        batch = arguments[-1][0].reference
+        return [None, Stored([[self.of_sample(value, sample) for sample in micro] for micro in batch.micro_batches])]
+
+    def of_sample(self, value, sample):
+        return FloatColumn([value] * sample.response_length)
 
     def named(self, method):
         return [arguments for name, arguments in self.calls if name == method]
+
+    def trained(self):
+        """The samples of each optimizer step, as the first rank sees them."""
+        steps = []
+        for (batch, _, advantages), *_ in self.named("train_step"):
+            changed = batch if advantages is None else batch.with_advantages(advantages)
+            steps += changed.samples
+        return steps
 
 
 def groups():
@@ -74,7 +98,7 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
     """KL (k1) is 1 a token: a sample of n trained tokens loses n x 0.1 of its reward, which is its index."""
     actors = Actors()
     metrics = train(actors, num_steps=num_steps, kl_coef=0.1, kl_loss_type="k1", disable_grpo_std_normalization=True)
-    samples = [s for arguments in actors.named("train_step") for micro in arguments[0][0].micro_batches for s in micro]
+    samples = actors.trained()
     difference = (1 - 0.2) - (0 - 0.1)
     expected = {2: -difference / 2, 3: difference / 2}
     assert len(samples) == 4
@@ -85,7 +109,7 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
 def test_returns_to_go_are_one_advantage_a_token():
     actors = Actors()
     train(actors, kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus")
-    samples = [s for micro in actors.named("train_step")[0][0][0].micro_batches for s in micro]
+    samples = actors.trained()
     assert all(len(s.advantages) == s.response_length for s in samples)
     longest = max(samples, key=lambda sample: sample.response_length)
     assert longest.advantages[0] == longest.advantages[1] < longest.advantages[2], "later tokens have less before them"
@@ -108,11 +132,19 @@ class Stopping(Actors):
 
     async def call_each(self, method, arguments):
         found = await super().call_each(method, arguments)
+        await self.stopping(method)
+        return found
+
+    async def call_each_stored(self, method, arguments):
+        found = await super().call_each_stored(method, arguments)
+        await self.stopping(method)
+        return found
+
+    async def stopping(self, method):
         if (method, len(self.named(method))) == self.stop_in:
             self.path.write_text(f'{{"reason": "test", "deadline": "{self.deadline}"}}')
             if self.deadline != "N/A":
                 await asyncio.sleep(60)
-        return found
 
 
 @pytest.mark.parametrize("stop_in", [("compute_logprobs", 1), ("compute_logprobs", 2), ("compute_ref_logprobs", 2)])

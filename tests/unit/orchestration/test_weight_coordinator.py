@@ -1,46 +1,81 @@
-"""A stop within a weight sync: between two buckets, with no rank of the trainer left in a collective."""
+"""Weight updates through the coordinator: a stop between two buckets, broken broadcasts, folders and copies."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
+from common.cluster import Cluster
 from rlpost.config.load import load
-from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, Preempted, SyncError
-from rlpost.orchestration import stages, weight_coordinator
-from rlpost.orchestration.placement import Placement, Slot
+from rlpost.orchestration import startup, weight_coordinator
+from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup
-from rlpost.rollout.engine_side_weights import BroadcastMover, DiskMover, Receiver, SharingMover
+from rlpost.rollout import engine_side_weights
 from rlpost.types import Bucket, EngineAddress
 from rlpost.weights.delta import Written
 
 BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
+ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n2", "10.0.0.3", 4)
+PORTS = Ports((), (), 0, 0, 0, (20010,))
+MOVES = ("send_bucket", "share_bucket", "export", "write_weights")
 
 
 class Engine:
-    """Takes what comes."""
+    """Client of an engine that takes what comes, except those in ``dead``."""
+
+    dead: ClassVar[set[str]] = set()
+
+    def __init__(self, url: str, api_key: str, *, timeout_s: float) -> None:
+        self.url, self.version = url, "0"
 
     async def update_weights(self, bucket, *, group_name, version):
-        await asyncio.sleep(0)
+        await self._take(version)
 
     async def update_weights_from_handles(self, handles, *, version):
-        await asyncio.sleep(0)
+        await self._take(version)
 
     async def update_weights_from_disk(self, folder, *, version):
+        await self._take(version)
+
+    async def _take(self, version: int | None) -> None:
         await asyncio.sleep(0)
+        if self.url in Engine.dead:
+            raise EngineDied(f"engine {self.url} is gone")
+        if version is not None:
+            self.version = str(version)
+
+    async def weight_version(self) -> str:
+        return self.version
+
+    def __getattr__(self, name: str) -> Callable:
+        """Pause, join a group, resume: each succeeds at once."""
+
+        async def succeed(*_, **__) -> bool:
+            return True
+
+        return succeed
 
 
 class Actors:
-    """Note what they begin and what they end; a stop is requested while they send the second bucket."""
+    """Note the transfers that they begin and end; a stop is requested during the second."""
 
-    def __init__(self, stop_file):
+    def __init__(self, stop_file: Path, *, backend: str = "gloo") -> None:
         self.stop_file, self.begun, self.ended = stop_file, [], []
+        self.answers = {"buckets.plan": [BUCKETS], "sync_stage": [0], "broadcast.backend": [backend]}
 
     async def call(self, method, *arguments):
+        return await self.transfer(method, *arguments) if method in MOVES else self.answers.get(method, [None])
+
+    async def call_each(self, method, arguments):
+        return [None] * len(arguments)
+
+    async def transfer(self, method, *arguments):
         self.begun.append(method)
         await asyncio.sleep(0.01)
         if len(self.begun) == 2:
@@ -49,40 +84,53 @@ class Actors:
         return ["handle"]
 
 
-def movers(sync):
-    return {
-        "broadcast": BroadcastMover(BUCKETS, sync._send, group_name="g"),
-        "sharing": SharingMover(BUCKETS, sync._share, ranks_of=[[0]]),
-    }
+@pytest.fixture(autouse=True)
+def _engines(monkeypatch):
+    monkeypatch.setattr(engine_side_weights, "EngineClient", Engine)
+    monkeypatch.setattr(Engine, "dead", set())
 
 
-@pytest.fixture
-def sync(tmp_path):
+def coordinator(actors, folder, *, num_engines=1, engines=((NEAR,),), **settings):
+    addresses = tuple(EngineAddress(f"http://{name}", 1) for name in "ab"[:num_engines])
+    return WeightCoordinator(
+        load([], {"rollout": {"num_rollout": 1}, **settings}).config,
+        SimpleNamespace(addresses=addresses, api_key="k"),
+        ActorGroup(actors),
+        placement=Placement((ACTOR,), engines),
+        ports=PORTS,
+        folder=folder,
+        stop=StopRequest(actors.stop_file),
+    )
+
+
+async def updated(one, *versions):
+    await one.connect()
+    for version in versions:
+        await one.update(version)
+
+
+SHARED = {"cluster": {"colocate": True}}
+ON_ITS_GPU = ((Slot("n0", "10.0.0.1", 1, (0,)),),)
+
+
+@pytest.mark.parametrize(
+    ("engines", "settings"), [(((NEAR,),), {}), (ON_ITS_GPU, SHARED)], ids=["broadcast", "sharing"]
+)
+def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(engines, settings, tmp_path):
     actors = Actors(tmp_path / "STOP")
-    stop = StopRequest(tmp_path / "STOP")
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
-    return one, actors
-
-
-@pytest.mark.parametrize("way", ["broadcast", "sharing"])
-def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(sync, way):
-    one, actors = sync
-    receiver = Receiver(EngineAddress("http://engine", 1), Engine())
     with pytest.raises(Preempted):
-        asyncio.run(movers(one)[way].move([receiver], 7))
+        asyncio.run(updated(coordinator(actors, tmp_path / "weights", engines=engines, **settings), 7))
     assert len(actors.begun) == len(actors.ended) == 2
 
 
-class Blocked:
-    """Actors of which one is in a broadcast that ends only when it is aborted, and then tells so."""
+class Blocked(Actors):
+    """One of them is in a broadcast that ends only when it is aborted, and then reports that."""
 
-    def __init__(self):
+    def __init__(self, stop_file: Path, *, backend: str) -> None:
+        super().__init__(stop_file, backend=backend)
         self.aborted = asyncio.Event()
-        self.failed = ""
 
-    async def call(self, method, *arguments):
-        if method == "broadcast.backend":
-            return ["nccl"]
+    async def transfer(self, method, *arguments):
         await asyncio.shield(self.aborted.wait())
         raise SyncError("aborted")
 
@@ -92,35 +140,23 @@ class Blocked:
         return [None]
 
 
-class Refusing(Engine):
-    """Fails over the first bucket."""
-
-    async def update_weights(self, bucket, *, group_name, version):
-        raise EngineDied("engine http://engine is gone")
-
-
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
     """Not at the deadline of the broadcast, which is one of minutes."""
-    actors = Blocked()
-    stop = StopRequest(tmp_path / "STOP")
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
-    one._backend = "nccl"
-    mover = BroadcastMover(BUCKETS, one._send, group_name="g")
-    receivers = [Receiver(EngineAddress("http://a", 1), Engine()), Receiver(EngineAddress("http://b", 1), Refusing())]
+    actors = Blocked(tmp_path / "STOP", backend="nccl")
+    one = coordinator(actors, tmp_path / "weights", num_engines=2)
+    Engine.dead.add("http://b")
     with pytest.raises(SyncError, match="is gone"):
-        asyncio.run(asyncio.wait_for(mover.move(receivers, 7), timeout=20))
+        asyncio.run(asyncio.wait_for(updated(one, 7), timeout=20))
     assert actors.aborted.is_set()
     assert one.engines_are_stuck, "the other engine waits in the same broadcast"
 
 
 def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
-    actors = Blocked()
+    actors = Blocked(tmp_path / "STOP", backend="gloo")
     actors.aborted.set()
-    stop = StopRequest(tmp_path / "STOP")
-    one = WeightCoordinator(Config(), None, ActorGroup(actors), placement=None, ports=None, folder=tmp_path, stop=stop)
-    one._backend = "gloo"
+    one = coordinator(actors, tmp_path / "weights")
     with pytest.raises(SyncError, match="aborted"):
-        asyncio.run(one._send(0))
+        asyncio.run(updated(one, 7))
     assert not one.engines_are_stuck
 
 
@@ -138,32 +174,38 @@ def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(sglang, given
     config = load([], {"sglang": sglang}).config
     assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
     envs = []
-    monkeypatch.setattr(stages, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
+    monkeypatch.setattr(startup, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     for key, value in given.items():
         monkeypatch.setenv(key, value)
-    started = stages.ClusterStages.__new__(stages.ClusterStages)
-    started._config, started._cluster = config, SimpleNamespace(attempt_dir=str(tmp_path))
-    started._actor_workers(Placement((ACTOR, ACTOR), ()))
+    cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
+    startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP")).actor_workers(Placement((ACTOR, ACTOR), ()))
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
-def test_a_folder_of_weights_is_not_begun(sync, tmp_path):
-    one, actors = sync
+def test_a_folder_of_weights_is_not_begun(tmp_path):
+    actors = Actors(tmp_path / "STOP")
     (tmp_path / "STOP").write_text("now")
+    one = coordinator(actors, tmp_path / "weights", sync={"update_weight_transport": "disk"})
     with pytest.raises(Preempted):
-        asyncio.run(DiskMover(one._write).move([Receiver(EngineAddress("http://engine", 1), Engine())], 7))
+        asyncio.run(updated(one, 7))
     assert actors.begun == []
 
 
 class Copies:
-    """A group of workers that hold a copy of the weights each; told what it was made of and what it was asked."""
+    """A group of workers that hold a copy of the weights each; notes what it was made of and what it was asked."""
+
+    made: ClassVar[list["Copies"]] = []
+    dead = False
 
     def __init__(self, makes, slots, *, names, log_dir, envs):
         assert len(makes) == len(slots) == len(names) == len(envs)
         self.folders, self.slots, self.asked = [make().folder for make in makes], slots, []
+        Copies.made.append(self)
 
     async def call(self, method, *arguments):
+        if self.dead:
+            raise SyncError("weights-0 died")
         self.asked.append((method, *arguments))
         return [None] * len(self.slots)
 
@@ -171,64 +213,46 @@ class Copies:
 class Writers(Actors):
     """Two ranks, of which the first writes."""
 
-    async def call(self, method, *arguments):
-        await super().call(method, *arguments)
-        self.wanted = [*getattr(self, "wanted", []), arguments]
+    def __init__(self, stop_file: Path) -> None:
+        super().__init__(stop_file)
+        self.wanted: list[tuple] = []
+
+    async def transfer(self, method, *arguments):
+        self.wanted.append(arguments)
         return [Written(100, 0.02), None]
-
-
-ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n2", "10.0.0.3", 4)
 
 
 def delta_sync(tmp_path, monkeypatch, **settings):
     monkeypatch.setattr(weight_coordinator, "WorkerGroup", Copies)
-    given = {"sync": {"update_weight_mode": "delta", "update_weight_transport": "disk", **settings}}
-    config = load([], {**given, "rollout": {"num_rollout": 1}}).config
-    placement = Placement((ACTOR, ACTOR), ((NEAR, FAR), (NEAR,)))
+    monkeypatch.setattr(Copies, "made", [])
+    sync = {"update_weight_mode": "delta", "update_weight_transport": "disk", **settings}
     folder = tmp_path / "run" / "attempts" / "0" / "weights"
     actors = Writers(tmp_path / "STOP")
-    return (
-        WeightCoordinator(
-            config,
-            None,
-            ActorGroup(actors),
-            placement=placement,
-            ports=None,
-            folder=folder,
-            stop=StopRequest(tmp_path / "STOP"),
-        ),
-        actors,
-        folder,
-    )
+    return coordinator(actors, folder, engines=((NEAR, FAR), (NEAR,)), sync=sync), actors, folder
 
 
 def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path, monkeypatch):
     one, actors, folder = delta_sync(tmp_path, monkeypatch)
-    mover = one._delta_mover()
-    receiver = Receiver(EngineAddress("http://engine", 1), Engine())
-    for version in (1, 2):
-        asyncio.run(mover.move([receiver], version))
+    asyncio.run(updated(one, 1, 2))
     names = [str(folder / f"version-000000{version}") for version in (1, 2)]
     assert actors.wanted == [(names[0], 1, True), (names[1], 2, False)]
-    assert one._copies._workers.slots == [Slot("n0", "10.0.0.1", 0)] and one._copies._workers.folders == [
-        folder / "copy"
-    ]
-    assert one._copies._workers.asked == [("take", names[0]), ("take", names[1])]
+    (copies,) = Copies.made
+    assert copies.slots == [Slot("n0", "10.0.0.1", 0)] and copies.folders == [folder / "copy"]
+    assert copies.asked == [("take", names[0]), ("take", names[1])]
     assert (one.num_bytes, one.changed_frac) == (100, 0.02)
     asyncio.run(one.close())
-    assert one._copies._workers.asked[-1] == ("remove",)
+    assert copies.asked[-1] == ("remove",)
 
 
 def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_path, monkeypatch):
-    """However many engines a node has; a repair makes a mover anew, and no copy."""
+    """However many engines a node has; a repair connects again, and makes no other copy."""
     one, _, _ = delta_sync(tmp_path, monkeypatch, update_weight_local_checkpoint_dir="/dev/shm")
-    one._delta_mover()
-    copies = one._copies._workers
+    asyncio.run(updated(one, 1))
+    asyncio.run(updated(one, 2))
+    (copies,) = Copies.made
     assert [(slot.node_id, slot.num_gpus) for slot in copies.slots] == [("n1", 0), ("n2", 0)]
     (folder,) = set(copies.folders)
     assert str(folder).startswith("/dev/shm/run-")
-    one._delta_mover()
-    assert one._copies._workers is copies
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
@@ -240,12 +264,9 @@ def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, mo
         (shared / name).mkdir(parents=True)
         (shared / name / "model.safetensors").write_text("somebody's")
     one, actors, _ = delta_sync(tmp_path, monkeypatch, update_weight_disk_dir=str(shared), update_weight_mode=mode)
-    if mode == "delta":
-        mover = one._delta_mover()
-        asyncio.run(mover.move([Receiver(EngineAddress("http://engine", 1), Engine())], 1))
-        assert {path.parent.parent for path in one._copies._workers.folders} == {shared}
-        assert {Path(words[0]).parent.parent for words in actors.wanted} == {shared}
-    one._remove_files()
+    asyncio.run(updated(one, 1))
+    assert {path.parent.parent for copies in Copies.made for path in copies.folders} <= {shared}
+    assert {Path(words[0]).parent.parent for words in actors.wanted} == {shared}
     asyncio.run(one.close())
     assert sorted(path.name for path in shared.iterdir()) == theirs
     assert all((path / "model.safetensors").exists() for path in shared.iterdir())
@@ -253,11 +274,7 @@ def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, mo
 
 def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, monkeypatch, caplog):
     one, _, _ = delta_sync(tmp_path, monkeypatch)
-    one._delta_mover()
-
-    async def died(method):
-        raise SyncError("weights-0 died")
-
-    one._copies._workers.call = died
+    asyncio.run(updated(one, 1))
+    monkeypatch.setattr(Copies, "dead", True)
     asyncio.run(one.close())
     assert "weights-0 died" in caplog.text

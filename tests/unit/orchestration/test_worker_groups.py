@@ -21,7 +21,7 @@ RUNS = {
     EngineWorkers: ("rlpost/rollout/engine.py", "Engine"),
     WeightCopies: ("rlpost/weights/delta.py", "WeightCopy"),
 }
-NOT_CALLS = {"reorder", "spans"}  # of the workers themselves
+NOT_CALLS = {"reorder", "spans", "send", "fetch"}  # of the workers themselves
 NUM_RANKS = 2
 
 
@@ -42,6 +42,9 @@ class Recorder:
         assert len(arguments) == NUM_RANKS
         self.calls += [(method, len(own), frozenset(keywords)) for own in arguments]
         return [[], []]
+
+    async def call_each_stored(self, method: str, arguments: Any) -> list[Any]:
+        return await self.call_each(method, arguments)
 
     call_aside = call
 
@@ -72,7 +75,8 @@ def _example(parameter: inspect.Parameter) -> Any:
     if parameter.name == "places":
         size = 4 if "BroadcastPlace" in parameter.annotation else 2
         return [("x",) * size] * NUM_RANKS
-    lists = {"batches": ["b"] * NUM_RANKS, "old_logprobs": [None] * NUM_RANKS, "parts": ("weights",), "ranks": (0,)}
+    lists = {"batches": ["b"] * NUM_RANKS, "parts": ("weights",), "ranks": (0,)}
+    lists |= {"old_logprobs": [None] * NUM_RANKS, "advantages": [None] * NUM_RANKS}
     return lists.get(parameter.name, "x")
 
 
@@ -138,4 +142,6 @@ def _is_by_name(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     method, owner = node.func.attr, ast.unparse(node.func.value)
-    return method in ("call_each", "call_aside") or (method == "call" and ("worker" in owner or "actors" in owner))
+    return method in ("call_each", "call_each_stored", "call_aside") or (
+        method == "call" and ("worker" in owner or "actors" in owner)
+    )

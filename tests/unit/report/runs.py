@@ -8,8 +8,8 @@ import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from common.run_folder import RunFolder, create_run_folder
 from rlpost.config.load import dump, load
-from slurm.run_folder import RunFolder, create_run_folder
 
 BEGIN = datetime(2026, 11, 2, 8, 0, tzinfo=UTC)
 STEP_S = 95.0

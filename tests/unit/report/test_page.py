@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 
+from common.run_folder import RunFolder
 from rlpost.config.load import load, parse_dump
 from rlpost.report import write
 from rlpost.report.compare import compare_page
 from rlpost.report.page import report_page
 from rlpost.report.run_facts import Setting, compared, network_table, read_facts
 from rlpost.report.write import Reporter, recipe, try_to_write_report, write_report
-from slurm.run_folder import RunFolder
 from tests.unit.report.runs import HOSTILE, make_run
 
 VOID = {"meta", "link", "input", "br", "img"}

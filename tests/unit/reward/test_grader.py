@@ -3,14 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from aiohttp import web
 
+from rlpost.columns import RouteColumn
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
@@ -296,3 +299,13 @@ def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.M
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(RolloutError, match=r"last 4 gradings failed.*what it needs is away.*/score answered 503"):
         ask(Server((503, "")), "abcde", timeout_s=0.2)
+
+
+def test_routes_stay_with_the_driver() -> None:
+    """They are most of an answer's bytes."""
+    routes = RouteColumn(np.zeros((1, 3, 2), dtype=np.uint8))
+    (given,) = samples("a")
+    given = replace(given, routes=routes)
+    config = settings(custom_rm_path=f"{USER}:sees_routes")
+    assert using(config, lambda made: made.grade(prompt(), [given])) == [0.0]
+    assert given.routes == routes

@@ -72,3 +72,7 @@ def starts(prompt, sample):
 
 def always_wrong(prompt, sample):
     raise ZeroDivisionError("a bug")
+
+
+def sees_routes(prompt, sample):
+    return float(sample.routes is not None)

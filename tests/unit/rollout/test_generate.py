@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
+NO_CONNECTION = SimpleNamespace(routes=None)
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,))
 
 
@@ -157,7 +159,7 @@ def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
         async def generate(self, body: dict[str, Any]) -> Any:
             return web.Response(text="<html>", content_type=kind)
 
-    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without valid JSON"):
+    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without a valid answer"):
         asyncio.run(run(Proxy(), prompts(3), n=1))
 
 
@@ -329,7 +331,7 @@ def test_groups_that_start_together_do_not_hold_the_event_loop() -> None:
             most_in_a_turn, before = max(most_in_a_turn, begun - before), begun
 
     async def whole() -> None:
-        writer = GroupWriter(None, SAMPLING, n=2, grader=InlineGrader(score), function=function)  # type: ignore
+        writer = GroupWriter(NO_CONNECTION, SAMPLING, n=2, grader=InlineGrader(score), function=function)  # type: ignore
         watching = asyncio.create_task(watch())
         groups = await asyncio.gather(*(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100))))
         await watching

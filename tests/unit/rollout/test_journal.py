@@ -1,19 +1,23 @@
 """The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or full."""
 
 import asyncio
+import errno
 import os
 import random
 import resource
 import signal
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpost.checkpoint.ownership import claim
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout import journal as journal_module
+from rlpost.rollout import segment_writer
 from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.rollout.journal_chain import follow
 from rlpost.rollout.journal_format import (
@@ -43,6 +47,15 @@ def resumed(folder, base=0, step=0, settings="s", **named):
     return Journal.resume(folder, base, step=step, settings=settings, **named)
 
 
+def begin(journal, step):
+    """Start a segment for a state of ``step`` steps."""
+    return asyncio.run(journal.begin(step))
+
+
+def durable(journal):
+    asyncio.run(journal.durable())
+
+
 def replayed(journal):
     """What again() gives until nothing is left, as (kind, what it is about)."""
     found = []
@@ -55,7 +68,7 @@ def replayed(journal):
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=4),
     masked=st.booleans(),
-    logprob=st.floats(allow_nan=False, allow_infinity=False),
+    logprob=st.floats(allow_nan=False, allow_infinity=False, width=32),
 )
 def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, masked, logprob):
     path = tmp_path_factory.mktemp("one") / "group"
@@ -104,9 +117,9 @@ def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_no
     journal.close()
     journal = resumed(tmp_path)
     list(journal.again())  # the first step is trained again
-    number = journal.begin(1)
+    number = begin(journal, 1)
     list(journal.again())  # the batch of the second is taken, and a stop comes before it is trained
-    later = journal.begin(1)
+    later = begin(journal, 1)
     journal.finished(group(9), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (BATCH, [1]), (GROUP, 2), (BATCH, [2]), (GROUP, 9)]
@@ -116,9 +129,9 @@ def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_no
 def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
-    journal.begin(1)
+    begin(journal, 1)
     journal.finished(group(1), wanted=True)
-    journal.begin(2)
+    begin(journal, 2)
     journal.finished(group(2), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
@@ -127,7 +140,7 @@ def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
 
 def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
-    numbers = [journal.begin(step) for step in (10, 20, 30)]
+    numbers = [begin(journal, step) for step in (10, 20, 30)]
     journal.compact(20)
     assert [segment.header.number for segment in segments(tmp_path)] == numbers[1:]
     journal.compact(30)
@@ -156,7 +169,7 @@ def test_a_torn_tail_is_cut_off_and_said(tmp_path, caplog, cut):
 def test_what_follows_on_a_damaged_segment_is_left_out_and_named(tmp_path, caplog):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
-    journal.begin(1)
+    begin(journal, 1)
     journal.finished(group(1), wanted=True)
     journal.close()
     first = tmp_path / "0000000.log"
@@ -190,51 +203,249 @@ def test_the_journal_of_a_program_without_a_setting_is_that_of_its_default(monke
     assert settings_hash(now) == found
 
 
+def owning(save, number):
+    """The journal of a newer attempt, which claims the folder first."""
+    return resumed(save / "journal", check=claim(save, f"{number} of run").check)
+
+
 def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_state(tmp_path):
-    old = resumed(tmp_path)
+    old = owning(tmp_path, 0)
     old.finished(group(0), wanted=True)
-    new = resumed(tmp_path)
+    durable(old)
+    new = owning(tmp_path, 1)
     old.finished(group(1), wanted=True)
     new.finished(group(2), wanted=True)
-    with pytest.raises(Fenced, match=r"0000001\.log exists: another attempt"):  # and never comes back
-        old.begin(1)
+    with pytest.raises(Fenced, match=r"belongs to attempt 1 of run .* this is attempt 0 of run"):
+        begin(old, 1)
+    old.finished(group(3), wanted=True)
+    with pytest.raises(Fenced):
+        durable(old)
+    old.close()
     new.close()
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 2)]
+    assert replayed(resumed(tmp_path / "journal")) == [(GROUP, 0), (GROUP, 2)]
 
 
-def test_a_resume_that_an_older_attempt_comes_before_may_be_made_again(tmp_path, monkeypatch):
-    import rlpost.rollout.journal as module
+@pytest.mark.parametrize("has_links", [True, False])
+def test_an_older_attempt_that_takes_the_next_number_costs_its_owner_nothing(tmp_path, monkeypatch, has_links):
+    """Between listing and creation, in the resume of the newer attempt; what the older one writes there is not used."""
+    real = segment_writer.create
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_hard_links)
+    old = owning(tmp_path, 0)
+    old.finished(group(0), wanted=True)
 
-    real = module.create
+    def second(path, frames):
+        monkeypatch.setattr(segment_writer, "create", real)
+        begin(old, 1)
+        old.finished(group(1), wanted=True)
+        durable(old)
+        real(path, frames)
 
-    def second(path, records):
-        path.write_bytes(b"")
-        real(path, records)
+    durable(old)
+    monkeypatch.setattr(segment_writer, "create", second)
+    new = owning(tmp_path, 1)
+    assert (tmp_path / "journal/0000001.log").exists(), "it is the older attempt's"
+    new.finished(group(2), wanted=True)
+    number = begin(new, 1)
+    new.finished(group(3), wanted=True)
+    with pytest.raises(Fenced):
+        begin(old, 2)
+    new.close()
+    assert number == 3
+    waiting = (GROUP, 0)
+    assert replayed(resumed(tmp_path / "journal", number, 1)) == [waiting, (GROUP, 3)]
+    assert replayed(resumed(tmp_path / "journal")) == [waiting, (GROUP, 2), (GROUP, 3)]
+
+
+def no_hard_links(source, target):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(source), None, str(target))
+
+
+def test_a_state_takes_the_next_free_number_and_names_it(tmp_path):
+    journal = owning(tmp_path, 0)
+    journal.finished(group(0), wanted=True)
+    (tmp_path / "journal/0000001.log").write_bytes(b"")
+    number = begin(journal, 1)
+    journal.finished(group(1), wanted=True)
+    journal.close()
+    assert number == 2
+    assert replayed(resumed(tmp_path / "journal", number, 1)) == [(GROUP, 1)]
+    assert replayed(resumed(tmp_path / "journal")) == [(GROUP, 0), (GROUP, 1)]
+
+
+def test_when_every_number_is_taken_the_run_goes_on_without_a_journal_until_the_next_state(
+    tmp_path, monkeypatch, caplog
+):
+    def taken(path, frames):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), "partial", None, str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "create", second)
-        with pytest.raises(CheckpointError, match=r"0000000\.log was just created by another attempt") as error:
-            resumed(tmp_path)
-    assert not isinstance(error.value, Fenced)
-    resumed(tmp_path)
+        patched.setattr(segment_writer, "create", taken)
+        journal = owning(tmp_path, 0)
+    assert not journal.is_written
+    assert f"0000016.log and the {segment_writer.MAX_TAKEN} files before it were created" in caplog.text
+    number = begin(journal, 1)
+    journal.finished(group(0), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path / "journal", number, 1)) == [(GROUP, 0)]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Calls of a function of ``os`` that do not return before the end of the test, or before ``go_on``."""
+
+    class Held:
+        def __init__(self):
+            self.begun, self.go_on = threading.Event(), threading.Event()
+
+        def hold(self, name, matches=lambda *given: True):
+            real = getattr(os, name)
+
+            def wait(*given, **named):
+                if matches(*given):
+                    self.begun.set()
+                    self.go_on.wait(20)
+                return real(*given, **named)
+
+            monkeypatch.setattr(os, name, wait)
+
+    found = Held()
+    yield found
+    found.go_on.set()
+
+
+async def ticks(coroutine):
+    """How often the event loop turned until a coroutine was done."""
+    task, count = asyncio.create_task(coroutine), 0
+    while not task.done():
+        await asyncio.sleep(0.01)
+        count += 1
+    await task
+    return count
+
+
+def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(tmp_path, monkeypatch, held, caplog):
+    """What a crash takes from the queue then has not happened for the next attempt."""
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    durable(journal)
+    held.hold("write")
+
+    async def run():
+        started = time.monotonic()
+        for number in range(1, 9):
+            journal.finished(group(number), wanted=True)
+        journal.batch(0, [group(1)], {})
+        journal.evaluated(0, {"eval/x": 1.0})
+        assert time.monotonic() - started < 5
+        assert await ticks(journal.durable()) > 5
+
+    asyncio.run(run())
+    assert not journal.is_written and "an fsync took more than 0 s" in caplog.text
+    held.go_on.set()
+    written = [(GROUP, 0), (GROUP, 1)]  # the write that hung
+    assert replayed(resumed(tmp_path)) in (written, written[:1])
+
+
+def test_the_records_that_wait_for_a_write_are_bounded_in_memory(tmp_path, monkeypatch, held, caplog):
+    monkeypatch.setattr(segment_writer, "MAX_PENDING_BYTES", 2**20)
+    journal = resumed(tmp_path)
+    held.hold("write")
+    sent = 0
+    while journal.is_written:
+        journal.finished(group(sent, 1000), wanted=True)
+        sent += 1
+        assert sent < 1000
+    assert 40 < sent < 140, "a record of 8 kB and its text"
+    assert "more than 1 MiB wait to be written" in caplog.text
+    held.go_on.set()
+    number = begin(journal, 1)
+    journal.finished(group(1), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1)]
+
+
+def test_an_end_of_the_replay_is_written_off_the_event_loop(tmp_path, held):
+    journal = resumed(tmp_path)
+    for number in range(3):
+        journal.finished(group(number), wanted=True)
+    journal.close()
+    journal = resumed(tmp_path)
+    held.hold("link")
+
+    async def run():
+        started = time.monotonic()
+        journal.end_at(2, step=0, why="it does not match")
+        assert time.monotonic() - started < 5
+        journal.finished(group(7), wanted=True)
+        waiting = asyncio.create_task(journal.durable())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        held.go_on.set()
+        await waiting
+
+    asyncio.run(run())
+    journal.close()
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 7)]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "listdir", "stat", "link", "fsync"])
+def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(tmp_path, monkeypatch, held, call):
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
+    resumed(tmp_path / "save/journal").close()
+    folder = tmp_path / ("new/journal" if call == "mkdir" else "save/journal")
+    (tmp_path / "new").mkdir()
+    held.hold(call, lambda *given: call in ("fsync", "link") or str(folder) in str(given[0]))
+
+    async def run():
+        await ticks(Journal.open(folder, 0, step=0, settings="s"))
+
+    with pytest.raises(CheckpointError, match=rf"{folder} was not .* within 1 s: .*; repair the storage or the mount"):
+        asyncio.run(run())
+    assert held.begun.is_set()
+
+
+def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(segment_writer, "SLOWEST_BYTES_PER_S", 100)
+    journal = resumed(tmp_path)
+    journal.finished(group(0, 400), wanted=True)
+    journal.close()
+    real = read_segment
+
+    def slow(path):
+        time.sleep(1.5)
+        return real(path)
+
+    monkeypatch.setattr("rlpost.rollout.journal_chain.read_segment", slow)
+    journal = asyncio.run(Journal.open(tmp_path, 0, step=0, settings="s"))
+    assert replayed(journal) == [(GROUP, 0)]
+    journal.finished(group(1), wanted=True)
+    held.hold("fsync")
+    started = time.monotonic()
+    durable(journal)
+    assert not journal.is_written and time.monotonic() - started < 15
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
     """The limit of a file's size stands for the disk's: the kernel refuses a write in the middle of a record."""
     journal = resumed(tmp_path)
     journal.finished(group(0, 50), wanted=True)
+    durable(journal)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "0000000.log").stat().st_size + 100, hard))
     try:
         journal.finished(group(1, 50), wanted=True)
+        durable(journal)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert "is no longer written" in caplog.text and not journal.is_written
     journal.finished(group(2), wanted=True)
-    asyncio.run(journal.durable())
-    number = journal.begin(1)
+    durable(journal)
+    number = begin(journal, 1)
     assert journal.is_written
     journal.finished(group(3), wanted=True)
     journal.close()
@@ -243,11 +454,9 @@ def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_p
 
 
 def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch):
-    import rlpost.rollout.journal as module
-
     synced = []
-    real = module.os.fsync
-    monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), real(file)))
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file)))
 
     async def three():
         journal = resumed(tmp_path)
@@ -262,21 +471,16 @@ def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch)
 
 
 def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypatch):
-    import rlpost.rollout.journal as module
-
+    first, synced, real = str(tmp_path / "0000000.log"), [], os.fsync
     journal = resumed(tmp_path)
-    first, synced, real = journal._file, [], module.os.fsync
-    monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), real(file)))
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file)))
     journal.finished(group(0), wanted=True)
-    asyncio.run(journal.durable())
+    durable(journal)
+    begin(journal, 1)
     assert synced.count(first) == 1
-    with monkeypatch.context() as patched:
-        patched.setattr(module.Journal, "_start", lambda self, base, step, previous: None)
-        journal.begin(1)
-        assert synced.count(first) == 1
-        journal.finished(group(1), wanted=True)
-        journal.begin(1)
-        assert synced.count(first) == 2
+    journal.finished(group(1), wanted=True)
+    begin(journal, 2)
+    assert synced.count(str(tmp_path / "0000001.log")) == 1
 
 
 def test_files_are_private(tmp_path):
@@ -306,7 +510,7 @@ def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monk
     async def run():
         journal.finished(group(0), wanted=True)
         monkeypatch.setattr(os, "fsync", slow)
-        beginning = asyncio.create_task(journal.begin_off_loop(1))
+        beginning = asyncio.create_task(journal.begin(1))
         await asyncio.to_thread(begun.wait, 20)
         journal.finished(group(1), wanted=True)
         go_on.set()
@@ -324,13 +528,13 @@ def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_n
     tmp_path, monkeypatch, caplog
 ):
     journal, fsync, answers = resumed(tmp_path), os.fsync, threading.Event()
-    monkeypatch.setattr("rlpost.rollout.journal.FSYNC_DEADLINE_S", 0.2)
+    monkeypatch.setattr("rlpost.rollout.segment_writer.DEADLINE_S", 0.2)
 
     async def run():
         journal.finished(group(0), wanted=True)
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
-            beginning, ticks = asyncio.create_task(journal.begin_off_loop(1)), 0
+            beginning, ticks = asyncio.create_task(journal.begin(1)), 0
             while not beginning.done():
                 await asyncio.sleep(0.01)
                 ticks += 1
@@ -340,7 +544,7 @@ def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_n
             answers.set()
             await asyncio.sleep(0.1)
         assert not journal.is_written, "what comes back late changes nothing"
-        number = await journal.begin_off_loop(2)
+        number = await journal.begin(2)
         assert journal.is_written
         journal.finished(group(2), wanted=True)
         return number
@@ -351,12 +555,3 @@ def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_n
         answers.set()
     journal.close()
     assert replayed(resumed(tmp_path, number, 2)) == [(GROUP, 2)]
-
-
-def test_a_newer_attempt_is_told_of_off_the_loop_as_well(tmp_path):
-    old = resumed(tmp_path)
-    resumed(tmp_path).close()
-    with pytest.raises(Fenced):
-        asyncio.run(old.begin_off_loop(1))
-    old.finished(group(1), wanted=True)
-    assert not old.is_written

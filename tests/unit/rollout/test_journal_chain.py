@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.errors import CheckpointError, Fenced
+from rlpost.errors import CheckpointError
 from rlpost.rollout import journal_format, segment_file
 from rlpost.rollout.journal_chain import follow
 from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_segment, segments
-from tests.unit.rollout.test_journal import group, resumed
+from tests.unit.rollout.test_journal import begin, durable, group, resumed
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["group", "group", "batch", "again", "begin", "crash", "compact"]), st.integers(0, 3)),
@@ -65,7 +65,7 @@ class Life:
             self.in_training = None  # it is trained
         owed = [] if self.in_training is None else [self.in_training]
         step, events = self.step - len(owed), owed + waiting(self.journal)
-        self.states.append((self.journal.begin(step), step, events))
+        self.states.append((begin(self.journal, step), step, events))
 
     def crash(self, choice):
         """And a resume, sometimes from the state before, because the newest was not committed or is damaged."""
@@ -143,7 +143,7 @@ def four_segments(folder):
         journal.finished(group(step, 3), wanted=True)
         journal.batch(step, [group(step)], {})
         if step < 3:
-            journal.begin(step + 1)
+            begin(journal, step + 1)
     journal.close()
     return [(kind, event) for step in range(4) for kind, event in ((GROUP, step), (BATCH, [step]))]
 
@@ -152,12 +152,12 @@ def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path
     """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal by then."""
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
-    number = first.begin(1)
+    number = begin(first, 1)
     first.finished(group(1), wanted=True)
     first.close()
     second = resumed(tmp_path, number, 1)
     second.finished(group(2), wanted=True)
-    second.begin(2)
+    begin(second, 2)
     second.finished(group(3), wanted=True)
     second.close()
     assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2), (GROUP, 3)]
@@ -236,7 +236,7 @@ def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
     """The run went on with others from its second state; a fallback to its first state uses what came before."""
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
-    number = first.begin(1)
+    number = begin(first, 1)
     first.close()
     second = resumed(tmp_path, number, 1, settings="others")
     second.finished(group(1), wanted=True)
@@ -344,7 +344,7 @@ def test_a_link_that_was_made_though_its_answer_says_that_the_file_is_there_is_o
         patched.setattr(segment_file.os, "link", repeated)
         journal = resumed(tmp_path)
         journal.finished(group(0), wanted=True)
-        journal.begin(1)
+        begin(journal, 1)
         journal.finished(group(1), wanted=True)
         journal.close()
     assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
@@ -358,11 +358,14 @@ def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path
     monkeypatch.setattr(segment_file.os, "link", no_hard_links)
     old = resumed(tmp_path)
     old.finished(group(0), wanted=True)
+    durable(old)
     new = resumed(tmp_path)
     new.finished(group(1), wanted=True)
-    with pytest.raises(Fenced, match=r"0000001\.log exists: another attempt"):
-        old.begin(1)
+    durable(new)
+    content = (tmp_path / "0000001.log").read_bytes()
+    assert begin(old, 1) == 2
     new.close()
+    assert (tmp_path / "0000001.log").read_bytes() == content
     assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -377,7 +380,7 @@ def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_p
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(segment_file.os, "rename", crash)
-        journal.begin(1)
+        begin(journal, 1)
     assert (tmp_path / "0000001.log").stat().st_size == 0
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
 
@@ -409,21 +412,21 @@ def test_the_folder_itself_outlives_the_machine(tmp_path, monkeypatch):
 
 def test_damaged_segments_go_with_those_that_no_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
-    journal.begin(10)
+    begin(journal, 10)
     (tmp_path / "0000000.log").write_bytes(b"")
-    journal.begin(20)
+    begin(journal, 20)
     journal.compact(20)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0000002.log"]
 
 
 def test_a_resume_of_a_kept_checkpoint_stays_though_the_segment_of_its_state_is_damaged(tmp_path):
     journal = resumed(tmp_path)
-    number = journal.begin(10)
+    number = begin(journal, 10)
     journal.finished(group(0), wanted=True)
     journal.close()
     journal = resumed(tmp_path, number, 10)
     (tmp_path / f"{number:07d}.log").write_bytes(b"")
-    journal.begin(20)
+    begin(journal, 20)
     journal.compact(10)
     journal.close()
     assert waiting(resumed(tmp_path, number, 10)) == [(GROUP, 0)]

@@ -10,10 +10,11 @@ import pytest
 
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.reward.grader import InlineGrader
+from rlpost.rollout.answer import version_spans
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.examples.calculator import generate, result
 from rlpost.rollout.generate import GroupWriter
-from rlpost.rollout.response_builder import ResponseBuilder, version_spans, without_older
+from rlpost.rollout.response_builder import ResponseBuilder, without_older
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -188,8 +189,8 @@ def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() ->
 
 def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 7}]
-    assert version_spans({"weight_versions": spans, "weight_version": "5"}, 7) == [(4, 2), (5, 5)]
-    assert version_spans({"weight_version": "5"}, 7) == [(5, 7)]
+    assert version_spans({"weight_versions": spans, "weight_version": "5"}, 7) == ((4, 2), (5, 5))
+    assert version_spans({"weight_version": "5"}, 7) == ((5, 7),)
     with pytest.raises(RolloutError, match="version 'default'"):
         version_spans({"weight_version": "default"}, 7)
 

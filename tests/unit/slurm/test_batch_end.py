@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.ledger import Ledger
 from slurm.container import Container
-from slurm.ledger import Ledger
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.run_folder import RunFolder, create_run_folder
 from slurm.container import Container, enroot_command, pyxis_options
 from slurm.errors import SpecError, SubmitError
 from slurm.executor import completed, submit
 from slurm.render import render_sbatch
-from slurm.run_folder import RunFolder, create_run_folder
 from slurm.spec import JobSpec
 from tests.unit.slurm.test_spec import HOSTILE, options
 

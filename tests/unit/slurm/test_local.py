@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from submitit.local.local import LocalJob
 
+from common.run_folder import RunFolder, create_run_folder
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import local_environment
-from slurm.run_folder import RunFolder, create_run_folder
 from slurm.spec import JobSpec
 from tests.cluster.lab_host import wait_until
 
@@ -27,7 +27,8 @@ def home(tmp_path: Path) -> Path:
     folder = tmp_path / "a'; touch x"
     folder.mkdir()
     (folder / "bootstrap").symlink_to(STUB_HOME / "bootstrap")
-    (folder / "slurm").symlink_to(Path(__file__).parents[3] / "slurm")
+    for name in ("slurm", "common"):
+        (folder / name).symlink_to(Path(__file__).parents[3] / name)
     return folder
 
 

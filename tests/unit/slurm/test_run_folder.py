@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm.errors import RunFolderError
-from slurm.run_folder import Ledger, create_run_folder, write_atomic
+from common.files import write_atomic
+from common.ledger import Ledger
+from common.run_folder import RunFolderError, create_run_folder
 
 SETTINGS = json.dumps({"grpo": {"eps_clip": 0.2}, "seed": 1})
 
@@ -149,7 +150,7 @@ def test_a_line_that_another_host_wrote_over_is_written_again(tmp_path, monkeypa
 
 def test_lines_of_many_processes_are_all_there(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from slurm.ledger import Ledger\n"
+        "import sys; from pathlib import Path; from common.ledger import Ledger\n"
         "for n in range(40): Ledger(Path(sys.argv[1])).append('e', by=sys.argv[2], n=n)"
     )
     path = tmp_path / "ledger.jsonl"

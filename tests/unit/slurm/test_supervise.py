@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm.ledger import Ledger
+from common.ledger import Ledger
 from slurm.supervise import Answer, Budgets, Ending, bad_hosts, decide, stalled_attempts
 
 ROOT = Path(__file__).parents[3]
@@ -169,15 +169,18 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, m
 
 
 BATCH_HOST_MODULES = (
-    "ledger",
-    "image",
-    "supervise",
-    "causes",
-    "evidence",
-    "remaining_hosts",
-    "nodelist",
-    "errors",
-    "login",
+    "common.attempt",
+    "common.exit_codes",
+    "common.files",
+    "common.ledger",
+    "slurm.image",
+    "slurm.supervise",
+    "slurm.causes",
+    "slurm.evidence",
+    "slurm.remaining_hosts",
+    "slurm.nodelist",
+    "slurm.errors",
+    "slurm.login",
 )
 
 
@@ -261,10 +264,10 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(t
 @pytest.mark.parametrize("name", BATCH_HOST_MODULES)
 def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
     """Syntax of Python 3.8, and no module of ours beside these."""
-    tree = ast.parse((ROOT / f"slurm/{name}.py").read_text(), feature_version=(3, 8))
+    tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(), feature_version=(3, 8))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = {module for module in modules if module and module.startswith("slurm")}
-    assert ours <= {f"slurm.{other}" for other in BATCH_HOST_MODULES}
+    ours = {module for module in modules if module and module.startswith(("slurm", "common"))}
+    assert ours <= set(BATCH_HOST_MODULES)
     assert not {"tomllib", "zoneinfo", "graphlib"} & modules
 
 

@@ -15,8 +15,8 @@ Input: events from the login node, the batch host and the driver. Output: the sa
 Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect other lines. The
 login node, the batch host and the driver append from different hosts, and appends of several NFS clients are not
 atomic: each line is written under a lock if the file system has locks, read back, and written again if another
-line replaced it. Batch hosts may have an old Python: this module, ``supervise`` and ``image`` need only the standard
-library of 3.8 and later.
+line replaced it. Batch hosts may have an old Python: what runs there needs only the standard library of 3.8 and
+later.
 """
 
 from __future__ import annotations

@@ -10,18 +10,18 @@ of another run is never reused by accident.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm.errors import RunFolderError
-from slurm.ledger import Ledger
+from common.files import write_atomic
+from common.ledger import Ledger
 
-__all__ = ["Ledger", "RunFolder", "create_run_folder", "write_atomic"]
+
+class RunFolderError(Exception):
+    """A run folder is taken or is not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,29 +148,3 @@ def _differences(there: Any, new: Any, key: str = "") -> list[str]:
     keys = sorted(set(there) | set(new))
     found = (_differences(there.get(k), new.get(k), f"{key}.{k}" if key else k) for k in keys)
     return [line for lines in found for line in lines]
-
-
-def write_atomic(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Put text at ``path``. A reader sees the file that was there or the whole new one, also after a crash."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF):  # CIFS, some FUSE
-            raise
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.agent.files import tail, write_atomic, write_first
+from common.files import tail, write_atomic, write_first
 
 
 def test_the_first_writer_wins(tmp_path: Path) -> None:
@@ -59,3 +59,39 @@ def test_the_first_wins_where_there_are_no_hard_links(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "link", refuses)
     assert write_first(tmp_path / "STOP", "first") and not write_first(tmp_path / "STOP", "second")
     assert (tmp_path / "STOP").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["STOP"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, ["one\n", "two\n"])
+    assert path.read_text() == "one\ntwo\n"
+
+    def broken():
+        yield "half"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        write_atomic(path, broken())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            write_atomic(path, ["three"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"] and path.read_text() == "one\ntwo\n"
+
+
+def test_a_temporary_name_that_a_crash_left_is_used_again(tmp_path: Path) -> None:
+    through = tmp_path / "lane"
+    through.write_text("half of an earlier text that was longer")
+    write_atomic(tmp_path / "file", "whole", mode=0o640, through=through)
+    assert (tmp_path / "file").read_text() == "whole" and list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_readers_other_than_the_owner_need_a_mode(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "secret", "x")
+        write_atomic(tmp_path / "shared", "x", mode=0o666)
+    finally:
+        os.umask(umask)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "shared")]
+    assert modes == [0o600, 0o644]

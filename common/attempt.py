@@ -1,0 +1,26 @@
+"""Names of the files of an attempt. Python 3.8 and later, because batch hosts use them.
+
+An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unused number from the Slurm restart count
+upwards.
+
+    STOP           stop request, see ``common.stop_file``
+    secret         created by the batch script (or by a single local agent), mode 0600; authenticates agents, Ray and
+                   engines
+    verdict        one word for the batch script: done | requeue | failed | config
+    verdict.json   the verdict with its cause, for the user
+    exclude        hosts to exclude from the next start, one per line; only if there are any
+    preflight.json checks of every host and their results
+    launch.log     output of srun, preceded by that of the image import
+    agent-HOST.log, driver.log
+"""
+
+from __future__ import annotations
+
+STOP_FILE = "STOP"
+SECRET_FILE = "secret"
+VERDICT_FILE = "verdict"
+VERDICT_JSON = "verdict.json"
+EXCLUDE_FILE = "exclude"
+PREFLIGHT_JSON = "preflight.json"
+DRIVER_LOG = "driver.log"
+LAUNCH_LOG = "launch.log"

@@ -1,0 +1,51 @@
+"""The cluster that the agents bring up, as they describe it to the driver on its standard input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.attempt import SECRET_FILE, STOP_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the allocation, as seen by the rendezvous."""
+
+    host: str
+    ip: str
+    ifname: str
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running Ray cluster. The agent writes it as one JSON line to the driver's standard input.
+
+    ``ray_address`` is ``IP:PORT`` of the head; ``nodes[0]`` is the head; ``port_base`` starts the block of
+    ``port_count`` TCP ports that this job may use for its own services on every node.
+    """
+
+    ray_address: str
+    attempt_dir: str
+    nodes: tuple[Node, ...]
+    port_base: int
+    port_count: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        raw = json.loads(text)
+        raw["nodes"] = tuple(Node(**node) for node in raw["nodes"])
+        return cls(**raw)
+
+    @property
+    def stop_file(self) -> Path:
+        return Path(self.attempt_dir) / STOP_FILE
+
+    @property
+    def secret(self) -> str:
+        return (Path(self.attempt_dir) / SECRET_FILE).read_text().strip()

@@ -1,0 +1,8 @@
+"""Exit codes of the driver, which the agents turn into a verdict, and of a job. Python 3.8 and later."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the state is committed; requeue
+EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot help

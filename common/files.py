@@ -1,0 +1,140 @@
+"""Atomic and durable writes, and reads of files that another host writes. Python 3.8 and later: batch hosts use it.
+
+Invariant: a reader on any node sees no file, the old file or the complete new one, also after a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Iterable  # noqa: UP035
+
+REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
+"""Errors of file systems without fsync of a folder (CIFS, some FUSE file systems)."""
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            sync_names(descriptor)
+        else:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_names(folder: int) -> None:
+    """Fsync an open folder; do nothing where the file system does not support that."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in REFUSES_FOLDERS:
+            raise
+
+
+def write_atomic(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> None:
+    """Put a text, or the pieces of one, at ``path``, replacing what is there: write, fsync, rename, fsync the folder.
+
+    ``mode`` is subject to the umask. ``through`` is the temporary file, on the same file system; the default is a new
+    file beside ``path``. Raises OSError; then ``path`` is as it was.
+    """
+    beside = _write_beside(path, text, mode=mode, through=through)
+    try:
+        os.replace(beside, path)
+    except BaseException:
+        _remove(beside)
+        raise
+    sync(path.parent)
+
+
+def write_first(path: Path, text: str) -> bool:
+    """Put ``text`` at ``path`` unless another process did before; return whether this call did. Mode 0600.
+
+    link(2) fails when the name exists, on NFS as well, which rename cannot promise. A request whose answer was lost is
+    sent again, and then its own success is answered with EEXIST: the number of links tells. Where there are no hard
+    links the name is taken by an empty file first, which a rename then fills.
+    """
+    beside = _write_beside(path, text)
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return os.stat(beside).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        os.replace(beside, path)
+    finally:
+        _remove(beside)
+    return True
+
+
+def write_within(folder: int, name: str, text: str) -> None:
+    """Like ``write_atomic``, in the folder of an open descriptor, even if that folder was renamed. Mode 0666."""
+    temporary = f".{name}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    sync_names(folder)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file exists that another host may just have written. Blocks while the storage hangs.
+
+    An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the client revalidate the
+    folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and drop that entry if the folder changed.
+    """
+    with suppress(OSError):
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    return os.path.exists(path)  # Path.exists raises ESTALE and EIO
+
+
+def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
+    """The last lines of a log; what is wrong with it when it cannot be read."""
+    try:
+        lines = tail_text(path, max_bytes).splitlines()
+    except OSError as error:
+        return f"({path} cannot be read: {error.strerror})"
+    return "\n".join(lines[-num_lines:]) if lines else f"({path} is empty)"
+
+
+def tail_text(path: Path, max_bytes: int) -> str:
+    """The end of a file, at most ``max_bytes``. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
+        return file.read().decode(errors="replace")
+
+
+def _write_beside(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> Path:
+    """Write and fsync a temporary file; return its path. Removes the file on errors."""
+    beside = through or path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    # A fixed name may be left over from a crash; a random one must be new.
+    exists = os.O_EXCL if through is None else os.O_TRUNC
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | exists, mode)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        _remove(beside)
+        raise
+    return beside
+
+
+def _remove(beside: Path) -> None:
+    with suppress(OSError):  # an error here must not hide that of the write
+        beside.unlink()

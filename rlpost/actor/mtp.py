@@ -1,0 +1,196 @@
+"""Multi-token prediction (MTP): train the layer that predicts the token after next, beside the policy.
+
+Input: the hidden states of the policy's last norm and the embedding of the next token, both without gradient. Output: a
+cross-entropy loss on the token after next. The layer is the draft model of engines that speculate.
+
+Invariants: no gradient reaches a weight of the policy, the output layer and the embedding included. The gradient norm
+and with it the clipping of the policy's gradients leave the layer out, so the policy is trained to the same bits with
+it and without it. Denominators are those of the policy's loss: they count the global batch.
+
+Position i of a sequence combines its hidden state with the embedding of token i + 1 and predicts token i + 2
+(DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core's ``multi_token_prediction.py``). Of a response all tokens
+count that have two tokens before them. The layer belongs to the last pipeline stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rlpost.actor import parallel
+from rlpost.actor.layer_specs import LOCAL
+from rlpost.actor.norm import SeparateRMSNorm
+from rlpost.actor.packing import PackedMicroBatch
+from rlpost.actor.step import MicroBatchLoss
+from rlpost.columns import FloatColumn, IntColumn, RunColumn
+from rlpost.types import MicroBatch, TrainSample
+
+MODULE = "mtp"
+"""Name of the module in the last chunk of the last stage; its keys in a checkpoint are Megatron-LM's."""
+CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
+"""A key that checkpoints with the layer have, and others do not."""
+PASSED_ON = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+"""What the layer takes from the call of the policy's decoder."""
+
+ATTENTION_STATE = "core_attention._extra_state"
+
+LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Any]
+
+
+class _Block(MultiTokenPredictionBlock):
+    """Megatron's, with the keys of a checkpoint that its decoder layers have with TransformerEngine and without it."""
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leave out the empty state of TransformerEngine's attention, as the decoder does."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {key: part for key, part in state.items() if not key.endswith(ATTENTION_STATE)}
+
+
+def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation: str, stage: int | None) -> None:
+    """Add the layer to the chunk that ends the model; weights are uninitialised.
+
+    GPTModel itself does not know of it: it would train embedding and output layer with the loss. The router of the
+    layer takes no part in routing replay, which has routes of the policy's layers alone.
+    """
+    config = copy.copy(chunk.config)
+    config.moe_enable_routing_replay = False
+    spec = get_mtp_layer_spec(block.layer_specs[-1], use_transformer_engine=implementation != LOCAL)
+    if implementation == LOCAL:
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = SeparateRMSNorm
+    chunk.mtp = _Block(config, MultiTokenPredictionBlockSubmodules([spec]), vp_stage=stage)
+    for parameter in chunk.mtp.parameters():
+        parameter.shared = True  # for Megatron's gradient norm: "counted elsewhere"
+
+
+def shifted(micro_batch: MicroBatch) -> MicroBatch:
+    """The samples one token later: packed, their input is the next token and their targets the tokens after next.
+
+    Sequences keep their length, so rows are laid out as those of ``micro_batch``.
+    """
+    return tuple(map(_shifted, micro_batch))
+
+
+def _shifted(sample: TrainSample) -> TrainSample:
+    prompt_length = max(sample.prompt_length - 1, 1)
+    num_lost = prompt_length + 1 - sample.prompt_length  # the first response token after a prompt of one token
+    loss_mask = RunColumn.of([*sample.loss_mask[num_lost:], 0])  # the last position has no token after next
+    return TrainSample(
+        token_ids=IntColumn([*sample.token_ids[1:], 0]),
+        prompt_length=prompt_length,
+        loss_mask=loss_mask,
+        rollout_logprobs=FloatColumn.zeros(len(loss_mask)),
+        advantage=0.0,
+        weight=sample.weight,
+        count=sample.count,
+    )
+
+
+class MtpTraining:
+    """The loss of the layer, added to the policy's on the last pipeline stage."""
+
+    def __init__(self, chunks: Sequence[GPTModel], *, scaling_factor: float) -> None:
+        """``chunks``: of this rank, as ``build_model`` returns them."""
+        self._first, self._last = chunks[0], chunks[-1]
+        self._factor = scaling_factor
+        self._is_on = False
+        self._seen: tuple[torch.Tensor, dict[str, Any]] | None = None
+        if self.is_here:
+            self._last.decoder.register_forward_hook(self._keep, with_kwargs=True)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds the layer, or a shard of it."""
+        return hasattr(self._last, MODULE)
+
+    def beside(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
+        """``loss_of`` with the layer's loss added. Collective: call on every rank, once before each training pass.
+
+        Args:
+            loss_of: the policy's, for ``step.run``.
+            loss: of the batch.
+            packed: the ``shifted`` micro-batches.
+        """
+        later, self._is_on = list(packed), self.is_here
+        embedding = self._embedding()
+
+        def both(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Any:
+            policy_loss, num_tokens, stats = loss_of(index, micro_batch, logits)
+            mtp_loss = self._loss(loss, later[index], embedding)
+            # Two terms without a common weight: the gradients of each are those that it has alone.
+            total = policy_loss + self._factor * mtp_loss
+            return total, num_tokens, stats | {"mtp_loss": mtp_loss.detach()}
+
+        return both
+
+    def finish(self) -> None:
+        """End a training pass, also one that failed: passes that only compute log-probs keep nothing."""
+        self._is_on, self._seen = False, None
+
+    def _keep(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        """Forward hook of the decoder. Megatron's schedules ask for the loss of a forward pass before the next one."""
+        if self._is_on:
+            self._seen = output.detach(), {name: kwargs[name] for name in PASSED_ON if name in kwargs}
+
+    def _loss(self, loss: MicroBatchLoss, later: PackedMicroBatch, embedding: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of this micro-batch's cross-entropies; scalar."""
+        logprobs_R, _ = loss.logprobs(self._logits(later.input_ids, embedding), later)
+        return -(logprobs_R * loss.weights(later)).sum()
+
+    def _logits(self, next_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """[1, T] -> [1, T, V / tp]: for each position the logits of the token after next."""
+        assert self._seen is not None, "the decoder runs before the loss is asked for"
+        (hidden, passed_on), self._seen = self._seen, None
+        layer = self._last.mtp.layers[0]
+        run = partial(layer._proj_and_transformer_layer, **passed_on)
+        inputs = (hidden, self._embedded(next_ids, embedding))
+        if layer.config.recompute_granularity == "full":
+            # A checkpoint whose inputs all lack a gradient would give none to the weights.
+            output = tensor_parallel.checkpoint(run, False, hidden.requires_grad_(), inputs[1])
+        else:
+            output = run(*inputs)
+        logits, _ = self._last.output_layer(output, weight=self._last.output_layer.weight.detach())
+        return logits.transpose(0, 1).contiguous()
+
+    def _embedding(self) -> torch.Tensor | None:
+        """This rank's shard of the embedding, [V / tp, hidden], without gradient; None where it is not needed.
+
+        The first stage has it and the last one needs it. A copy for the length of a pass takes two bytes a parameter;
+        Megatron's own copy would take gradients and Adam's state as well.
+        """
+        if parallel.pipeline_group().size() == 1:
+            return self._first.embedding.word_embeddings.weight.detach()
+        is_first = parallel_state.is_pipeline_first_stage()
+        if not is_first and not self.is_here:
+            return None
+        if is_first:
+            weight = self._first.embedding.word_embeddings.weight.detach()
+        else:
+            weight = torch.empty_like(self._last.output_layer.weight)  # the same rows of the vocabulary
+        dist.broadcast(weight, group=parallel_state.get_embedding_group(), group_src=0)
+        return weight
+
+    def _embedded(self, ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """[1, T] -> [T, 1, hidden], or this rank's part of the sequence with sequence parallelism."""
+        group = parallel.tensor_parallel_group()
+        row = ids[0] - group.rank() * embedding.size(0)
+        is_mine = (row >= 0) & (row < embedding.size(0))
+        found = F.embedding(row * is_mine, embedding) * is_mine[:, None]
+        if group.size() > 1:
+            dist.all_reduce(found, group=group)  # one rank has the row, the others add zeros
+            if self._last.config.sequence_parallel:
+                found = found.chunk(group.size())[group.rank()]
+        return found[:, None].contiguous()

@@ -1,0 +1,133 @@
+"""The stages of a run, in every mode: what the driver calls beyond the protocol of the loop, and what modes share."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from common.cluster import Cluster
+from rlpost.checkpoint.state import RunState
+from rlpost.config.tree import Config
+from rlpost.errors import CheckpointError, Fenced
+from rlpost.orchestration.batches import model_break_even
+from rlpost.orchestration.checkpoints import Checkpoints, written
+from rlpost.orchestration.generation import Generation
+from rlpost.orchestration.hf_export import HuggingFaceExport
+from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.observation import Observation
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.startup import Startup
+from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.rollout.journal import Journal
+from rlpost.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+
+class RunStages(ABC):
+    """Implements ``loop.Stages`` for one mode. Call ``start`` first, ``close`` last.
+
+    A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest first.
+    """
+
+    def __init__(self, config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.checkpoints = checkpoints
+        self.stop = stop
+        hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+        run = Path(cluster.attempt_dir).parents[1]
+        self.break_even = model_break_even(hf)
+        self.startup = Startup(config, cluster, stop=stop)
+        self.observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
+        self.generation = Generation(config, stop, check=checkpoints.check_owner)
+        self.closing = AsyncExitStack()
+        self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
+
+    def read_prompts(self) -> None:
+        """Read through the prompt files, in any thread. Raises DataError."""
+        self.generation.read_prompts()
+
+    @abstractmethod
+    async def start(self, checkpoint: Path | None) -> None:
+        """Start the workers; load ``checkpoint`` or, without one, the Hugging Face weights."""
+
+    @abstractmethod
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
+        """Return the source of batches, resumed from ``state``."""
+
+    @abstractmethod
+    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+        """Run the optimizer steps of a rollout."""
+
+    @abstractmethod
+    async def sync(self, policy_version: int) -> None:
+        """Send the weights to every engine and check the version on each."""
+
+    @abstractmethod
+    async def evaluate(self) -> Mapping[str, float]:
+        """Return means on every held-out set, as ``eval/SET/name``."""
+
+    @abstractmethod
+    async def save(self, state: RunState, *, wait: bool) -> None:
+        """Commit the actors' tensors and ``state``; with --async-save in the background, except with ``wait``.
+
+        Without ``wait``, a save that fails or is deferred is logged and retried later, and training continues. With
+        ``wait`` it is the last save: nothing is generated afterwards, and a failure is raised. Raises Fenced when
+        another attempt owns the folder.
+        """
+
+    @abstractmethod
+    async def weights_hash(self) -> str:
+        """Return a hash of the trainer's weights under their Hugging Face names; empty without a trainer."""
+
+    async def save_actors(
+        self, actors: ActorGroup, state: RunState, *, wait: bool, at_rest: AbstractAsyncContextManager[None]
+    ) -> None:
+        """Save as ``save`` promises. ``at_rest`` keeps weights and optimizer on the trainer's devices."""
+        in_background = self.config.checkpoint.async_save and not wait
+
+        async def write(folder: Path) -> None:
+            self.stop.saves.begin()
+            await actors.save(folder, state.step, in_background=in_background)
+
+        async with at_rest:
+            try:
+                if in_background:
+                    begun = await self.checkpoints.start(state, write, partial(written, actors.save_is_done))
+                else:
+                    begun = await self.checkpoints.commit(state, write)
+            except (CheckpointError, OSError) as error:
+                if wait or isinstance(error, Fenced):
+                    raise
+                logger.error("saving step %d failed, the previous checkpoint is kept: %s", state.step, error)
+                return
+            if begun and not self.stop.requested():
+                await self._hf_export.export(state.step, actors.export)
+
+    def save_is_owed(self) -> bool:
+        """Whether a save failed or was deferred."""
+        return self.checkpoints.is_owed
+
+    async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return metrics of throughput, weight sync, checkpoints and memory."""
+        return await self.observation.measured(step, metrics)
+
+    async def settle_saves(self) -> bool:
+        """Wait for a save in the background; False when it failed."""
+        return await self.checkpoints.settle()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode the tokens of a prompt, without special tokens."""
+        return self.generation.tokenizer.decode(token_ids)
+
+    async def close(self) -> None:
+        """Stop graders and router; Ray's workers and their engines end with the driver."""
+        await self.observation.close(is_leaving=self.stop.requested())
+        await self.generation.close()
+        await self.closing.aclose()

@@ -1,0 +1,109 @@
+"""Startup of a run's workers: placement, actor ranks, and the deadline by which all must be ready.
+
+Input: settings, the cluster that the agents started. Output: the placement, groups of workers that are set up, or an
+error that names the logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.cluster import Cluster
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.tree import Config
+from rlpost.errors import RlpostError
+from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.orchestration.training import Training
+from rlpost.orchestration.weight_coordinator import nccl_environment
+from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.workers import WorkerGroup, connect
+
+
+class Startup:
+    """Places workers on the cluster and starts the trainer's."""
+
+    def __init__(self, config: Config, cluster: Cluster, *, stop: StopRequest) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._stop = stop
+
+    def layout(self) -> tuple[Placement, Ports]:
+        """Connect to Ray; return the placement of workers and their ports."""
+        config, cluster = self._config, self._cluster
+        placement = place(connect(cluster), config)
+        num_stages = config.perf.pipeline_model_parallel_size
+        kept = 1 if config.observe.use_prometheus else 0  # the last port of the block serves Prometheus
+        return placement, service_ports(
+            cluster.port_base,
+            cluster.port_count - kept,
+            engines=placement.engines,
+            num_stages=num_stages,
+            over_tcp=config.sglang.shares_attention,
+        )
+
+    async def within_deadline(self, *starting: Awaitable[Any]) -> None:
+        """Await all of them. Raises Preempted on a stop request, RlpostError after --bringup-deadline-s."""
+        deadline_s = self._config.cluster.bringup_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._stop.unless_requested(asyncio.gather(*starting))  # no state is lost: training has not begun
+        except TimeoutError:
+            logs = self._cluster.attempt_dir
+            raise RlpostError(
+                f"actors and engines were not ready after {deadline_s} s (--bringup-deadline-s); "
+                f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log show which process hangs"
+            ) from None
+
+    def actor_workers(self, placement: Placement) -> ActorGroup:
+        """Create the worker of each rank; it imports Megatron while others start."""
+        settings, ranks = actor_settings(self._config), range(len(placement.actors))
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
+        env |= nccl_environment(self._config, os.environ)
+        workers = WorkerGroup(
+            [partial(_make_actor, settings)] * len(ranks),
+            placement.actors,
+            names=[f"actor-{rank}" for rank in ranks],
+            log_dir=Path(self._cluster.attempt_dir),
+            envs=[env] * len(ranks),
+        )
+        return ActorGroup(workers)
+
+    async def trainer(
+        self,
+        actors: ActorGroup,
+        placement: Placement,
+        ports: Ports,
+        checkpoint: Path | None,
+        *,
+        break_even: float,
+    ) -> Training:
+        """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
+
+        ``break_even`` is that of ``batches.model_break_even``.
+        """
+        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
+        # request arrives next, and does not promise the order of requests.
+        positions = await actors.gpu_positions()
+        await actors.reorder(order_by_gpu(placement.actors, positions))
+        await actors.setup(placement.actors[0].ip, ports.actor_group)
+        data_ranks = await actors.data_parallel_ranks()
+        is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
+        training = Training(self._config, actors, data_ranks, stop=self._stop, is_fresh=is_fresh, break_even=break_even)
+        if checkpoint is None:
+            await actors.import_weights()
+        else:
+            await actors.load(checkpoint)
+        return training
+
+
+def _make_actor(settings: ActorSettings) -> Any:
+    from rlpost.actor.actor import Actor  # imported in the worker: the driver loads neither torch nor Megatron
+
+    return Actor(settings)

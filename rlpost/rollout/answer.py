@@ -1,0 +1,111 @@
+"""Parsing of an engine's answers: the JSON of SGLang's ``POST /generate`` into columns. Pure.
+
+Input: the body of a response. Output: an ``Answer`` with one token id and log-prob per generated token.
+
+An answer of n tokens is about 45 n bytes of JSON, most of it ``output_token_logprobs``: n lists [log-prob, id, text].
+These are read as one flat list of numbers, because n lists would be n objects for Python's garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn
+from rlpost.errors import RolloutError
+from rlpost.rollout.routes import NARROW, RouteFormat
+
+_LOGPROBS = b'"output_token_logprobs":[['
+"""Cannot occur in a string, where each quote follows a backslash."""
+_BETWEEN, _AT_END = b",null],[", b",null"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine generated for one request; after an abort it may have no tokens.
+
+    ``finish_reason`` is SGLang's object with ``type`` and, where a stop token or string ended it, ``matched``.
+    ``version_spans`` are pairs (policy version, number of tokens) in order. ``routes`` are the experts of the tokens
+    that the engine has read, from the first one that was asked for; None if it returned none. ``meta_info`` has
+    SGLang's other fields, without the lists that have an entry per token.
+    """
+
+    token_ids: IntColumn
+    logprobs: FloatColumn
+    text: str
+    finish_reason: Mapping[str, Any]
+    version_spans: tuple[tuple[int, int], ...]
+    meta_info: Mapping[str, Any]
+    routes: RouteColumn | None = None
+
+
+def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
+    """Parse one answer; ``routes`` is the format of the experts in it, if they were asked for.
+
+    Raises:
+        ValueError: the body is not JSON, or not an answer with a log-prob for each token.
+        RolloutError: the engine generates with weights that have no number of a policy version, or its routes cannot
+            be those of the model.
+    """
+    raw, logprobs = _parsed(body)
+    try:
+        # An answer that was aborted before its first token has a text and a reason, and little else.
+        meta = raw["meta_info"]
+        reason, listed = meta["finish_reason"], meta.pop("output_token_logprobs", None) or []
+        token_ids = IntColumn(raw.get("output_ids") or ())
+        if logprobs is None:
+            logprobs = FloatColumn([entry[0] for entry in listed])
+        text, found = raw.get("text") or "", _routes(meta, routes)
+    except (KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
+        raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+    if np.isnan(logprobs.array).any():  # None reads as nan
+        raise ValueError("a token without a log-prob, or one that is not a number")
+    spans = version_spans(meta, len(token_ids))
+    return Answer(token_ids, logprobs, text, reason, spans, meta, found)
+
+
+def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | None:
+    """Take the experts out of ``meta_info``."""
+    wide, narrow = meta.pop("routed_experts", None), meta.pop(NARROW, None)
+    if form is None or (wide is None and narrow is None):
+        return None
+    return form.decode(wide) if narrow is None else form.decode(narrow, dtype="u1")
+
+
+def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
+    """Return (version, number of tokens) for each span of one response, in order.
+
+    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end counts.
+
+    Raises:
+        RolloutError: a version is not an integer, so it was not set by rlpost.
+    """
+    if not length:
+        return ()
+    reported = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    for span in reported:
+        if not str(span["version"]).isdecimal():
+            raise RolloutError(f"an engine generates with weights of version {span['version']!r}; an integer is needed")
+    ends = [*(min(span["end"], length) for span in reported[:-1]), length]
+    return tuple((int(span["version"]), end - span["start"]) for span, end in zip(reported, ends, strict=True))
+
+
+def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
+    """Parse JSON; return the log-probs apart, and leave out their list, where it is written as SGLang writes it."""
+    start = body.find(_LOGPROBS) + len(_LOGPROBS)
+    end = body.find(b"]]", start)
+    if start < len(_LOGPROBS) or end < 0:
+        return orjson.loads(body), None
+    try:
+        values = orjson.loads(b"[%b]" % body[start:end].replace(_BETWEEN, b",").removesuffix(_AT_END))
+        pairs = np.array(values, dtype=np.float64).reshape(-1, 2)  # exact: float32 numbers, and ids below 2**53
+    except (ValueError, TypeError):  # with blanks, or texts of tokens
+        return orjson.loads(body), None
+    # A missing log-prob shows as nan; the others round to what the engine computed.
+    return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(pairs[:, 0].astype(np.float32))

@@ -1,0 +1,115 @@
+"""Lets requests ask for routes of experts through a router that does not know the field for it.
+
+Input: an ASGI application, SGLang's server. Output: the same, where a ``POST /generate`` with the label
+``ROUTES_FROM`` has ``return_routed_experts`` and ``routed_experts_start_len`` instead, and its answer one byte for each
+expert instead of four: one driver reads the answers of all engines.
+
+sglang-router 0.3.2 parses a request into a structure and sends on what it knows: labels, but not these two.
+This becomes unnecessary when the router passes ``return_routed_experts`` and ``routed_experts_start_len`` on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from rlpost.rollout.routes import NARROW, ROUTES_FROM
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+_EXPERTS = b'"routed_experts":"'
+
+
+class RouteRequests:
+    """ASGI middleware (asgi.readthedocs.io, version 3)."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """One connection."""
+        if scope["type"] == "http" and scope["path"] == "/generate":
+            scope, receive, wants_routes = await _translated(scope, receive)
+            send = _narrowing(send) if wants_routes else send
+        await self._app(scope, receive, send)
+
+
+async def _translated(scope: dict[str, Any], receive: Receive) -> tuple[dict[str, Any], Receive, bool]:
+    """The connection with the translated body, which the application receives in one message; whether it is another."""
+    pieces: list[bytes] = []
+    message = await receive()
+    while message["type"] == "http.request" and message.get("more_body", False):
+        pieces.append(message.get("body", b""))
+        message = await receive()
+    if message["type"] != "http.request":  # the client has left
+        return scope, _first(message, receive), False
+    given = b"".join([*pieces, message.get("body", b"")])
+    body = translated(given)
+    whole = {"type": "http.request", "body": body, "more_body": False}
+    return {**scope, "headers": _with_length(scope["headers"], body)}, _first(whole, receive), body is not given
+
+
+def _first(message: dict[str, Any], receive: Receive) -> Receive:
+    """Receive a message before all others."""
+    waiting = [message]
+
+    async def receive_it() -> Any:
+        return waiting.pop() if waiting else await receive()
+
+    return receive_it
+
+
+def _narrowing(send: Send) -> Send:
+    """Send an answer in one piece, with narrow routes."""
+    start: dict[str, Any] = {}
+    pieces: list[bytes] = []
+
+    async def send_narrowed(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+            return
+        pieces.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        body = await asyncio.to_thread(narrowed, b"".join(pieces))
+        await send({**start, "headers": _with_length(start.get("headers", ()), body)})
+        await send({"type": "http.response.body", "body": body})
+
+    return send_narrowed
+
+
+def _with_length(headers: Iterable[Header], body: bytes) -> list[Header]:
+    others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*others, (b"content-length", str(len(body)).encode())]
+
+
+def narrowed(body: bytes) -> bytes:
+    """The body of an answer with one byte for each expert; as it is without experts, or where one needs more."""
+    start = body.find(_EXPERTS)  # not in a text, where each quote follows a backslash
+    if start < 0:
+        return body
+    first = start + len(_EXPERTS)
+    end = body.index(b'"', first)
+    experts = np.frombuffer(base64.b64decode(body[first:end]), dtype="<i4")
+    if not experts.size or experts.min() < 0 or experts.max() > np.iinfo(np.uint8).max:
+        return body
+    text = base64.b64encode(experts.astype(np.uint8).tobytes())
+    return b"".join([body[:start], b'"%b":"' % NARROW.encode(), text, body[end:]])
+
+
+def translated(body: bytes) -> bytes:
+    """The body of a request with the fields of SGLang in place of our label; any other body as it is."""
+    if ROUTES_FROM.encode() not in body:
+        return body
+    fields = json.loads(body)
+    labels = dict(fields.pop("custom_labels"))
+    start = int(labels.pop(ROUTES_FROM))
+    if labels:
+        fields["custom_labels"] = labels
+    return json.dumps({**fields, "return_routed_experts": True, "routed_experts_start_len": start}).encode()

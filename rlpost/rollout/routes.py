@@ -1,0 +1,82 @@
+"""Routes as an engine returns them: the experts of every layer for each token that it has read.
+
+Input: ``meta_info.routed_experts`` of an answer of SGLang, which is base64 text. Output: a ``RouteColumn`` with the MoE
+layers alone, a byte for each expert (two bytes from 256 experts on).
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpost.columns import RouteColumn
+from rlpost.errors import RolloutError
+
+ROUTES_FROM = "rlpost_routes_from"
+"""Label of a request that asks for routes: the position of the first token whose routes are wanted.
+
+The router (sglang-router 0.3.2) knows the fields of a request and drops ``return_routed_experts``. It passes
+labels on, and ``route_requests`` in the engine's process translates this one."""
+
+NARROW = "routed_experts_uint8"
+"""Name in ``meta_info`` of the same experts in one byte each, a quarter of the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFormat:
+    """The routes of one model.
+
+    ``layers`` are the MoE layers among all ``num_layers``; each sends a token to ``topk`` of ``num_experts``.
+    """
+
+    layers: tuple[int, ...]
+    num_layers: int
+    num_experts: int
+    topk: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of the routes of one token in memory."""
+        return len(self.layers) * self.topk * RouteColumn.dtype(self.num_experts).itemsize
+
+    def unknown(self, tokens: int) -> RouteColumn:
+        """Routes of ``tokens`` tokens that the trainer routes itself."""
+        dtype = RouteColumn.dtype(self.num_experts)
+        return RouteColumn(np.full((tokens, len(self.layers), self.topk), np.iinfo(dtype).max, dtype))
+
+    def decode(self, text: str, *, dtype: str = "<i4") -> RouteColumn:
+        """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or uint8 (``NARROW``).
+
+        Raises:
+            RolloutError: it has another shape, numbers of experts that do not exist, or one expert twice for a token.
+        """
+        numbers = np.frombuffer(base64.b64decode(text), dtype=dtype)
+        if numbers.size % (self.num_layers * self.topk):
+            raise RolloutError(
+                f"an engine returned {numbers.size} experts, which are not {self.num_layers} layers of {self.topk} for "
+                "each token; does it serve the model of --hf-checkpoint?"
+            )
+        every_layer = numbers.reshape(-1, self.num_layers, self.topk)
+        first, last = self.layers[0], self.layers[-1]
+        is_range = last - first + 1 == len(self.layers)  # then a view suffices, else a copy four times as large
+        routes = every_layer[:, first : last + 1] if is_range else every_layer[:, list(self.layers)]
+        if routes.size and (routes.min() < 0 or routes.max() >= self.num_experts):
+            raise RolloutError(
+                f"an engine returned expert {routes.max()} (smallest {routes.min()}) of {self.num_experts}; does it "
+                "serve the model of --hf-checkpoint?"
+            )
+        if routes.size and (np.diff(np.sort(routes[-1], axis=-1), axis=-1) == 0).any():
+            raise RolloutError(
+                "an engine returned one expert twice for a token: its MoE kernel chooses experts without recording "
+                "them; set --sglang-moe-runner-backend triton, or use --use-rollout-routing-replay false"
+            )
+        return RouteColumn(routes.astype(RouteColumn.dtype(self.num_experts)))
+
+    def encode(self, routes: RouteColumn) -> str:
+        """The inverse of ``decode``; layers without experts have expert 0, unknown routes -1."""
+        every_layer = np.zeros((len(routes), self.num_layers, self.topk), dtype="<i4")
+        every_layer[:, list(self.layers)] = routes.array
+        every_layer[~routes.known] = -1
+        return base64.b64encode(every_layer.tobytes()).decode()

@@ -1,0 +1,232 @@
+"""Writes one journal segment in a thread, in order, so that the event loop never waits for a disk.
+
+Input: a header, the first records, then single records. Output: the file NUMBER.log, whose number no other attempt has.
+
+Consecutive segments share one queue, so that a segment seals the complete one before it. After a storage failure, a
+missed deadline or too many pending bytes a segment is given up: nothing is written to it any more, even if the storage
+answers later, and the next segment has another queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rlpost.errors import CheckpointError, Fenced
+from rlpost.rollout.journal_format import Framing, Header, Record, header_content, segment_path
+from rlpost.rollout.segment_file import create, write_all
+from rlpost.run_files import RunFile
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 60.0
+SLOWEST_BYTES_PER_S = 10e6
+"""Storage that reads or copies records more slowly than this counts as hung."""
+MAX_PENDING_BYTES = 256 * 2**20
+RECORD_OVERHEAD_BYTES = 1024  # of a pending record in memory
+MAX_TAKEN = 16
+LOST = "a crash before the next checkpoint would repeat generation"
+
+
+def deadline_s(num_bytes: int = 0) -> float:
+    """Seconds after which storage that reads or copies ``num_bytes`` counts as hung."""
+    return DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S
+
+
+class SegmentWriter:
+    """One segment. The event loop calls its methods, a thread those that block."""
+
+    def __init__(
+        self,
+        folder: Path,
+        header: Header,
+        *,
+        check: Callable[[], None],
+        is_base: bool = False,
+        after: SegmentWriter | None = None,
+    ) -> None:
+        """
+        Args:
+            header: its number is increased while another file has it.
+            check: raises Fenced when another attempt owns the run.
+            is_base: a state begins this segment, which seals ``after`` and is its own base.
+            after: the segment that this one replaces.
+        """
+        self.header = header
+        self.copies: Sequence[Record] | None = None
+        """The waiting records as this segment has them; None until it is created."""
+        self._folder, self._check, self._is_base, self._after = folder, check, is_base, after
+        self._queue: RunFile = after._queue if after is not None and after.is_written else _queue(folder)
+        self._file: int | None = None
+        self._framing = Framing()
+        self._problem: str | None = None
+        self._num_copied = 0  # bytes of waiting records
+        self._pending: deque[bytes] = deque()
+        # Bytes of records: queued (event loop), written and synced (thread). -1: the file is not created.
+        self._queued, self._written, self._synced = 0, 0, -1
+
+    @property
+    def is_written(self) -> bool:
+        """False once the segment is given up."""
+        return self._problem is None
+
+    def next(self, step: int | None = None) -> SegmentWriter:
+        """Return the segment that replaces this one: for a state of ``step`` steps, or else for the same state."""
+        header = self.header if step is None else replace(self.header, step=step)
+        return SegmentWriter(self._folder, header, check=self._check, is_base=step is not None, after=self)
+
+    def create_soon(self, first: Sequence[bytes], waiting: Sequence[Record]) -> Future[bool]:
+        """Queue ``create``."""
+        self._num_copied = sum(record.size for record in waiting)
+        return self._queue.soon(partial(self.create, first, waiting))
+
+    async def start(self, first: Sequence[bytes], waiting: Sequence[Record]) -> None:
+        """Create the file within a deadline; raises as ``create`` does."""
+        await self._within_deadline(self.create_soon(first, waiting), "a new segment")
+
+    def append(self, content: bytes) -> None:
+        """Queue a record."""
+        if self._problem is not None:
+            return
+        if self._queued - self._written > MAX_PENDING_BYTES:
+            self.give_up(f"more than {MAX_PENDING_BYTES // 2**20} MiB wait to be written")
+            return
+        self._queued += _cost(content)
+        self._pending.append(content)
+        self._queue.soon(self._write_pending)
+
+    async def durable(self) -> None:
+        """Return when all queued records are on disk, or the segment is given up. Raises as ``create`` does."""
+        if self._problem is None and self._synced != self._queued:
+            await self._within_deadline(self._queue.soon(self._sync), "an fsync")
+
+    def give_up(self, why: str) -> None:
+        """Stop writing."""
+        if self._problem is not None:
+            return
+        self._problem = why
+        self._pending.clear()  # a queue that hangs must not keep them in memory
+        logger.error("journal: %s is no longer written (%s); %s", self._folder, why, LOST)
+        self._queue.soon(self._close)
+
+    def close(self) -> None:
+        """Write pending records and close the file; blocks for a few seconds at most."""
+        if self._problem is None:
+            with suppress(Fenced):
+                self._queue.finish(self._close)
+
+    def create(self, first: Sequence[bytes], waiting: Sequence[Record]) -> None:
+        """Create the file with ``first`` and copies of ``waiting``; blocks.
+
+        Raises Fenced when another attempt owns the run, CheckpointError when a waiting record cannot be read.
+        """
+        if self._after is not None:
+            self._replace(self._after)
+            self._after = None
+        last = self.header.number + MAX_TAKEN
+        while self._problem is None and self.copies is None:
+            path, copies = segment_path(self._folder, self.header.number), list[Record]()
+            try:
+                create(path, self._first_frames(path, first, waiting, copies))
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                self._synced, self.copies = 0, copies
+            except FileExistsError:  # an older attempt that is still alive was faster
+                self._check()
+                if self.header.number == last:
+                    self.give_up(f"{path} and the {MAX_TAKEN} files before it were created by another attempt")
+                self._take_next_number()
+            except OSError as error:
+                self._check()
+                self.give_up(str(error))
+            except CheckpointError as error:
+                self.give_up(str(error))
+                raise
+
+    def _replace(self, before: SegmentWriter) -> None:
+        """End the segment ``before``, and seal it if this one begins with a state."""
+        before._sync()
+        is_complete = before.is_written
+        previous = self.header.previous
+        if self._is_base:
+            previous = before._framing.seal(before.header.number) if is_complete else None
+        if is_complete:
+            before._close()
+        self.header = replace(self.header, number=before.header.number, previous=previous, unbroken=is_complete)
+        self._take_next_number()
+
+    def _take_next_number(self) -> None:
+        number = self.header.number + 1
+        self.header = replace(self.header, number=number, base=number if self._is_base else self.header.base)
+
+    def _first_frames(
+        self, path: Path, first: Sequence[bytes], waiting: Sequence[Record], copies: list[Record]
+    ) -> Iterator[bytes]:
+        """Yield the first frames of the file; add copies of waiting records to ``copies``."""
+        self._framing = framing = Framing()
+        yield framing.frame(header_content(self.header))
+        for content in first:
+            yield framing.frame(content)
+        for record in waiting:
+            offset, seed = framing.num_bytes, framing.checksum
+            frame = framing.frame(record.content())
+            copies.append(replace(record, path=path, offset=offset, size=len(frame), seed=seed))
+            yield frame
+
+    def _write_pending(self) -> None:
+        while self._file is not None and self._problem is None:
+            try:
+                content = self._pending[0]
+            except IndexError:
+                return
+            try:
+                write_all(self._file, self._framing.frame(content))
+            except OSError as error:
+                self.give_up(str(error))
+                return
+            self._written += _cost(content)
+            with suppress(IndexError):  # the event loop may have given up
+                self._pending.popleft()  # after the write: an unexpected error must not skip a record
+
+    def _sync(self) -> None:
+        self._write_pending()
+        if self._problem is not None or self._file is None or self._synced == self._written:
+            return
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self.give_up(str(error))
+        else:
+            self._synced = self._written
+
+    def _close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                os.close(file)
+
+    async def _within_deadline(self, done: Future[bool], what: str) -> None:
+        seconds = deadline_s(self._num_copied if self.copies is None else 0)
+        waiting = asyncio.wrap_future(done)
+        await asyncio.wait([waiting], timeout=seconds)
+        if waiting.done():
+            waiting.result()
+        else:
+            self.give_up(f"{what} took more than {seconds:.0f} s")
+
+
+def _queue(folder: Path) -> RunFile:
+    """A thread for writes in order; ``append`` bounds how many there are."""
+    return RunFile(folder, lost=LOST, max_waiting=MAX_PENDING_BYTES)
+
+
+def _cost(content: bytes) -> int:
+    """Bytes of a pending record in memory."""
+    return len(content) + RECORD_OVERHEAD_BYTES

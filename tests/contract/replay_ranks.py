@@ -1,0 +1,47 @@
+"""What a rank does in the tests of routing replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rlpost.types import TrainSample
+from tests.contract.actor_ranks import my_batch, whole_tensors
+
+
+def replay(actor: Any, samples: Sequence[TrainSample], *, then: str | None = None) -> dict[str, Any]:
+    """Compute log-probs in other groups than those of the training, then train one step.
+
+    Args:
+        actor: the actor.
+        samples: of the global batch.
+        then: the weights of this folder are imported between the two.
+    """
+    from rlpost.weights.importer import import_weights
+
+    actor.import_weights()
+    gradients: dict[str, Any] = {}
+    real_step = actor.optimizer.step
+
+    def step() -> Any:
+        gradients.update(whole_tensors(actor, gradients=True))
+        return real_step()
+
+    actor.optimizer.step = step
+    batch = my_batch(actor, samples, max_tokens=64)
+    mine = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
+    num_groups = max(len(batch.micro_batches) // 2, actor.settings.micro_batch_multiple)
+    order = list(range(len(mine)))[::-1]
+    groups = [tuple(order[start::num_groups]) for start in range(num_groups)]
+    found = actor.compute_logprobs(dataclasses.replace(batch, log_prob_groups=tuple(groups)))
+    if then is not None:
+        import_weights(actor.inventory, then)
+        actor.optimizer.reload_model_params()
+    metrics = actor.train_step(batch).metrics
+    return {
+        "samples": [sample.token_ids for sample in mine],
+        "logprobs": [list(values) for micro_batch in found for values in micro_batch],
+        "metrics": dict(metrics),
+        "gradients": gradients,
+    }

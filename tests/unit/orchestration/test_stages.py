@@ -1,0 +1,115 @@
+"""Every mode ends just what its start has begun, also when the start fails half way."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.cluster import Cluster
+from rlpost.config.load import load
+from rlpost.errors import SyncError
+from rlpost.orchestration import debug_modes, generation, stages, startup
+from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.debug_modes import RolloutOnly, TrainOnly, make_stages
+from rlpost.orchestration.placement import Placement, Ports, Slot
+from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.stages import ClusterStages
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "eos_token_id": 1,
+}
+SLOT = Slot("n0", "10.0.0.1", 1)
+MODES = {
+    "full": ({}, ClusterStages),
+    "rollout-only": ({"debug": {"debug_rollout_only": True}}, RolloutOnly),
+    "train-only": ({"debug": {"debug_train_only": True}}, TrainOnly),
+}
+
+
+class Workers:
+    """Ranks, engines, weights and graders at once: every call succeeds, closing is noted, some calls fail."""
+
+    def __init__(self, name: str, log: list[str], fails: tuple[str, ...] = ()) -> None:
+        self._name, self._log, self._fails = name, log, fails
+        self.router = self.counters = None
+
+    def close(self) -> Any:
+        self._log.append(f"close {self._name}")
+        return asyncio.sleep(0) if self._name in ("weights", "grader") else None
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getattr__(self, method: str) -> Any:
+        async def answer(*_: Any, **__: Any) -> list[Any]:
+            if method in self._fails:
+                raise SyncError(f"{self._name}: {method} failed")
+            return [None]
+
+        return answer
+
+
+def made(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """The stages of a mode on workers of which those calls fail, and what they close."""
+    log: list[str] = []
+    for module in (stages, debug_modes):
+        monkeypatch.setattr(module, "Fleet", lambda *_: Workers("fleet", log, fails))
+    monkeypatch.setattr(stages, "WeightCoordinator", lambda *_, **__: Workers("weights", log, fails))
+    stand_ins = {"connect": lambda cluster: [], "place": lambda *_: Placement((SLOT,), ((SLOT,),))}
+    stand_ins |= {"service_ports": lambda *_, **__: Ports((), (), 0, 0, 0, (0,))}
+    stand_ins |= {"WorkerGroup": lambda *_, **__: Workers("actors", log, fails), "Training": lambda *_, **__: None}
+    stand_ins |= {"order_by_gpu": lambda *_: [0]}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(startup, name, stand_in)
+    monkeypatch.setattr(generation, "PromptTokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(generation, "make_grader", lambda config: Workers("grader", log))
+    monkeypatch.setattr(generation.Generation, "connect", Workers("router", log).connect)
+    (folder / "model").mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (folder / "model" / name).write_text(json.dumps(MODEL))
+    config = load([], {"checkpoint": {"hf_checkpoint": str(folder / "model")}, **MODES[mode][0]}).config
+    cluster = Cluster("10.0.0.1:1", str(folder / "run/attempts/0"), (), 20000, 100)
+    checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", committed=lambda step, path: None)
+    stop = StopRequest(folder / "STOP")
+    return make_stages(config, cluster, checkpoints=checkpoints, stop=stop), log
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_settings_choose_the_mode(mode, tmp_path, monkeypatch):
+    made_stages, log = made(mode, tmp_path, monkeypatch, fails=())
+    assert type(made_stages) is MODES[mode][1]
+    asyncio.run(made_stages.close())
+    assert log == ["close grader"], "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("mode", "fails", "closed"),
+    [
+        ("full", "start", ["fleet"]),
+        ("full", "connect", ["weights", "fleet"]),
+        ("full", "call", ["fleet"]),
+        ("rollout-only", "start", ["fleet"]),
+        ("train-only", "call", []),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_behind(mode, fails, closed, tmp_path, monkeypatch):
+    made_stages, log = made(mode, tmp_path, monkeypatch, fails=(fails,))
+
+    async def run() -> None:
+        try:
+            with pytest.raises(SyncError, match="failed"):
+                await made_stages.start(None)
+        finally:
+            await made_stages.close()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert log == ["close grader", *(f"close {name}" for name in closed)]

@@ -1,0 +1,89 @@
+"""The order in which workers receive calls, with workers that answer at once instead of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlpost.orchestration import workers
+from rlpost.orchestration.placement import Slot
+from rlpost.orchestration.workers import Stored, WorkerGroup
+
+NUM_WORKERS = 5
+
+
+class Worker:
+    """Remembers the arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.call = self.call_aside = SimpleNamespace(remote=self._called)
+
+    def _called(self, method: str, keywords: Any, *arguments: Any) -> asyncio.Future[int]:
+        self.heard.append(arguments)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answer.set_result(len(self.heard))
+        return answer
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """The workers of groups that the test creates."""
+    found: list[Worker] = []
+
+    def remote(*arguments: Any) -> Worker:
+        found.append(Worker())
+        return found[-1]
+
+    options = SimpleNamespace(options=lambda **named: SimpleNamespace(remote=remote))
+    monkeypatch.setattr(workers.ray, "remote", lambda **named: lambda kind: options)
+    monkeypatch.setattr(workers, "CALLS_AT_ONCE", 2)
+    return found
+
+
+def group(folder: Path) -> WorkerGroup:
+    slots = [Slot("00" * 28, "10.0.0.1", 1)] * NUM_WORKERS
+    names = [f"actor-{rank}" for rank in range(NUM_WORKERS)]
+    return WorkerGroup([object] * NUM_WORKERS, slots, names=names, log_dir=folder, envs=[{}] * NUM_WORKERS)
+
+
+def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
+    made: list[Worker], tmp_path: Path
+) -> None:
+    """Ranks meet in collectives: one that never heard of a call would wait for the others in the next one."""
+
+    async def run() -> None:
+        actors = group(tmp_path)
+        first = asyncio.ensure_future(actors.call("m", "first"))
+        while not made[0].heard:
+            await asyncio.sleep(0)
+        assert not made[-1].heard, "the event loop ran before all calls were submitted"
+        first.cancel()
+        await actors.call("m", "second")
+
+    asyncio.run(run())
+    assert [worker.heard for worker in made] == [[("first",), ("second",)]] * NUM_WORKERS
+
+
+def test_calls_made_together_reach_all_workers_in_one_order(made: list[Worker], tmp_path: Path) -> None:
+    async def run() -> list[list[int]]:
+        actors = group(tmp_path)
+        return await asyncio.gather(actors.call("m", "a"), actors.call_aside("m", "b"), actors.call("m", "c"))
+
+    results = asyncio.run(run())
+    assert [worker.heard for worker in made] == [[("a",), ("b",), ("c",)]] * NUM_WORKERS
+    assert results == [[number] * NUM_WORKERS for number in (1, 2, 3)]
+
+
+def test_a_stored_argument_is_given_to_ray_as_its_reference(made: list[Worker], tmp_path: Path) -> None:
+    """Ray gives the worker the value of a reference that is an argument, and leaves one within an argument alone."""
+
+    async def run() -> None:
+        await group(tmp_path).call_each("m", [(Stored("reference"), None)] * NUM_WORKERS)
+
+    asyncio.run(run())
+    assert made[0].heard == [("reference", None)]
