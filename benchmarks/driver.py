@@ -42,6 +42,7 @@ from benchmarks.driver_parts import (
 from benchmarks.page import show
 from benchmarks.tables import machine, table
 from rlpost.config.tree import Config
+from rlpost.garbage import collect_between_steps_only
 from rlpost.orchestration.batches import batch_samples, rollout_metrics, rollout_samples, staleness_metrics
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
@@ -227,7 +228,7 @@ async def send_peer(bench: Bench, figures: Figures, make: Callable[[int], Sequen
         layout = Layout(num_ranks)
         parts, batch = await cost_of(made(layout))
         sent = bench.sent.total
-        _, sending = await cost_of(peers.send_references(workers.handles, parts, layout.data_ranks))
+        _, sending = await cost_of(peers.send_references(workers, parts, layout.data_ranks))
         figures.add_sent(num_ranks, batch, sending, bench.sent.total - sent, bench.millions)
 
 
@@ -396,6 +397,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=8192, help="requests (default: 8192)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
+    collect_between_steps_only()  # as the driver does
     with tempfile.TemporaryDirectory() as name:
         lines = asyncio.run(run(options, Path(name)))
     show(HEADING, lines, write=options.write)

@@ -171,11 +171,6 @@ class SharedWorkers(WorkerGroup):
         self._names = [self._names[index % num_processes] for index in processes]
         self._logs = [self._logs[index % num_processes] for index in processes]
 
-    @property
-    def handles(self) -> list[Any]:
-        """Ray's handle of each rank."""
-        return self._workers
-
     def stop(self) -> None:
         """End the processes."""
         for worker in set(self._workers):

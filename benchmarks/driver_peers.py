@@ -22,6 +22,8 @@ import httpx
 import ray
 import torch
 
+from rlpost.orchestration.workers import WorkerGroup
+
 MAX_PROMPT_LENGTH = 128
 
 
@@ -156,8 +158,7 @@ def verl_batches(data: DataProto, data_parallel_size: int) -> list[DataProto]:
     return DataProto({**data.batch, **more}).chunk(data_parallel_size)
 
 
-async def send_references(workers: Sequence[Any], batches: Sequence[Any], data_ranks: Sequence[int]) -> None:
+async def send_references(workers: WorkerGroup, batches: Sequence[Any], data_ranks: Sequence[int]) -> None:
     """Each batch into the object store once; every rank gets the reference to its own, in a list, and reads it."""
     references = [ray.put(batch) for batch in batches]
-    pairs = zip(workers, data_ranks, strict=True)
-    await asyncio.gather(*(worker.call.remote("read", ([references[rank]],), {}) for worker, rank in pairs))
+    await workers.call_each("read", [([references[rank]],) for rank in data_ranks])

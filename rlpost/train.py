@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common.cluster import Cluster
@@ -23,6 +24,7 @@ from rlpost.cli.secret_flags import hide_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.garbage import collect_between_steps_only
 
 FROM_AGENT = "--cluster-from-stdin"
 
@@ -32,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         hide_keys()
     words = sys.argv[1:] if arguments is None else arguments
-    code = run_command(_train, words)
+    code = run_command(partial(_train, owns_process=arguments is None), words)
     return EXIT_CONFIG if code == EXIT_BAD_INPUT and FROM_AGENT in words else code
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     made = parser("python -m rlpost.train", "Train. The agent starts this on the head node; users run rlpost.submit.")
     made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
     made.add_argument(FROM_AGENT, action="store_true", help="read the cluster from standard input")
@@ -53,6 +55,8 @@ def _train(arguments: Sequence[str]) -> int:
     take_out(run, os.environ)
     from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
+    if owns_process:
+        collect_between_steps_only()
     line = sys.stdin.readline()
     if not line:
         logging.error("the agents started no cluster; see their logs beside this one")

@@ -25,6 +25,7 @@ from typing import Protocol
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.errors import Fenced, Preempted, RlpostError
+from rlpost.garbage import between_steps
 from rlpost.metrics.progress import progress_line
 from rlpost.metrics.spans import span
 from rlpost.metrics.writer import MetricsWriter
@@ -166,6 +167,7 @@ class Loop:
         with _timed(metrics, "time/step_s"):
             with _timed(metrics, "time/generate_s"):
                 groups = await self._rollouts.batch()
+            between_steps()
             self._metrics.show(self.state.step + 1, groups)
             metrics |= {
                 **rollout_metrics(groups),
