@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 DEADLINE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
 """Storage that reads or copies records more slowly than this counts as hung."""
-MAX_PENDING_BYTES = 256 * 2**20
+MAX_PENDING_BYTES = 4 * 2**30
+"""Of samples that the driver holds anyway; routes of 89 layers with 8 experts each fill it with 6 million tokens."""
 RECORD_OVERHEAD_BYTES = 1024  # of a pending record in memory
 MAX_TAKEN = 16
 LOST = "a crash before the next checkpoint would repeat generation"
