@@ -1,13 +1,14 @@
-"""A run that is killed again and again, beside one that is not.
+"""Compare a run that is killed repeatedly with an undisturbed run.
 
     python -m benchmarks.crash --kills 100 [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
 its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
-batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the run that
-nobody touched, every prompt exactly once, and no group finished twice. Answers come from
-``benchmarks/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
-compared. The table says what each kind of kill cost: seconds until the run was further than it had been, and attempts.
+batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the
+undisturbed run, every prompt exactly once, and no group finished twice. Answers come from
+``benchmarks/crash_answers.py``: the composition of engine batches changes the last bits of log-probs, so the engines'
+text is not compared. The table shows the cost of each kind of kill: seconds until the run passed its earlier progress,
+and attempts.
 --write puts it into docs/benchmarks.md, section "Crashes".
 """
 
