@@ -1,12 +1,12 @@
-"""What bringing Ray up costs: seconds from the batch script's first line to a driver that sees every node and GPU.
+"""Cost of the Ray bring-up: seconds from the batch script's first line to a driver that sees every node and GPU.
 
     python -m benchmarks.bringup [--nodes 2 4 8] [--repeat 3] [--ways agents floor symmetric-run docs] [--write]
     python -m benchmarks.bringup --timeline --nodes 2 --ways agents --repeat 1
     python -m benchmarks.bringup --agents [--write]
 
-On a real Slurm (the tests' lab, root needed); rounds are interleaved way by way and the median shown. The ways stand in
-``benchmarks/bringup_peers.py``. --timeline prints what the agents said, in seconds from the same moment. --agents
-measures the agents alone, without Ray (``benchmarks/bringup_agents.py``). --write puts the table into
+Runs on a real Slurm (the tests' lab, as root). Rounds are interleaved, and the median is shown. The methods are in
+``benchmarks/bringup_peers.py``. --timeline prints the agents' log in seconds from the same start. --agents measures
+the agents without Ray (``benchmarks/bringup_agents.py``). --write puts the table into
 docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 """
 
@@ -41,7 +41,7 @@ class Runs:
         self.count = 0
 
     def seconds(self, way: str, num_nodes: int, *, timeline: bool = False) -> float:
-        """One bring-up, from nothing to nothing.
+        """Run one bring-up and clean up after it.
 
         Raises:
             RuntimeError: not ready in time; holds the end of what it said.
@@ -70,7 +70,7 @@ class Runs:
 
     def _end(self, job: str) -> None:
         self.lab.run("ctl", ["scancel", job], check=False)
-        for node in self.lab.nodes:  # the next way must not share the machine with what this one has left
+        for node in self.lab.nodes:  # remaining processes must not disturb the next measurement
             self.lab.run(node, ["pkill", "-KILL", "-f", "ray|driver.py"], check=False)
         self.lab.wait_idle(self.lab.nodes, deadline_s=DEADLINE_S)
 
@@ -80,7 +80,7 @@ def _said(folder: Path) -> str:
 
 
 def _timeline(folder: Path, started: float, ready: float) -> list[str]:
-    """What the agents wrote, by time; the last line is the driver's."""
+    """The agents' log lines, by time; the last line is the driver's."""
     lines = []
     for path in (folder / "attempt").glob("agent-*.log"):
         for found in re.finditer(r"^(\d\d:\d\d:\d\d)\.(\d{3}) \w+ (.*)$", path.read_text(), re.MULTILINE):
@@ -101,7 +101,7 @@ def measure(sizes: Sequence[int], ways: Sequence[str], repeat: int, *, timeline:
                 for way in ways:
                     try:
                         seconds = runs.seconds(way, num_nodes, timeline=timeline)
-                    except TimeoutError as error:  # a peer that does not come up is a result
+                    except TimeoutError as error:  # a failed bring-up of a peer is a result
                         print(error, file=sys.stderr)
                         seconds = math.inf
                     times.setdefault((way, num_nodes), []).append(seconds)

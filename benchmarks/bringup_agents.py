@@ -1,7 +1,7 @@
-"""The agents alone: Ray is a stub that starts at once (``tests/fakes/ray_stub``), so what is left is ours.
+"""Bring-up time of the agents without Ray, which is replaced by a stub (``tests/fakes/ray_stub``).
 
-Comes in: nothing. Goes out: rows for docs/benchmarks.md. Two ways: one agent a node on 64 real Slurm nodes, and one
-real head with simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that no lab holds.
+Output: rows for docs/benchmarks.md. Two setups: one agent per node on 64 real Slurm nodes, and one real head with
+simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that do not fit the lab.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
 
 
 def times(log: str) -> tuple[float, float, float]:
-    """Seconds of the day of the first and the last node that joined and of the cluster, from the head's log."""
+    """Seconds of the day of the first join, the last join and the ready cluster, from the head's log."""
     joined = [_at(line) for line in log.splitlines() if _JOINED.search(line)]
     (up,) = [_at(line) for line in log.splitlines() if _UP.search(line)]
     return joined[0], joined[-1], up

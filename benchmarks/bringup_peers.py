@@ -1,8 +1,8 @@
-"""Ways to bring Ray up in a Slurm job, each as the text of a batch script, for ``benchmarks.bringup``.
+"""Methods to start Ray in a Slurm job, each as the text of a batch script, for ``benchmarks.bringup``.
 
-Comes in: a ``Job``. Goes out: text. All of them start the same driver on the same nodes with the same CPUs, GPUs and
-object store, and stamp the moment in which they begin. ``FLOOR`` is the least that Ray itself allows; ``docs`` and
-``symmetric`` are the two ways that Ray's documentation describes, with the pauses that stand there.
+Input: a ``Job``. Output: text. All of them start the same driver on the same nodes with the same CPUs, GPUs and object
+store, and record their start time. ``FLOOR`` is the minimum that Ray itself needs; ``docs`` and ``symmetric`` are the
+two methods of Ray's documentation, with its pauses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NUM_CPUS, NUM_GPUS, STORE_BYTES = 2, 8, 100_000_000
 READY_FILE = "ready"
 STARTED_FILE = "started"
 
-# Imports first, as a trainer does; then the cluster; ready when all nodes with all GPUs are there.
+# Import first, as a trainer does; then connect; ready when all nodes with all GPUs are registered.
 DRIVER = f"""
 import pathlib, sys, time
 import ray
@@ -38,8 +38,8 @@ while True:
     time.sleep(60)
 """
 
-# One process a node. Ray's command line is imported before anything can be started; the only thing that is waited for
-# is the head's raylet in the GCS, and, before the driver connects, all raylets.
+# One process per node. Ray's command line is imported first. The nodes wait only for the head's raylet in the GCS, and
+# the driver waits for all raylets before it connects.
 FLOOR = """
 import os, socket, subprocess, sys, threading, time
 import ray.scripts.scripts as scripts
@@ -82,7 +82,7 @@ scripts.main()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its folder (shared, its own), and the interpreter of all."""
+    """One run: its separate shared folder, and the interpreter of all processes."""
 
     folder: Path
     num_nodes: int
@@ -109,7 +109,7 @@ srun --kill-on-bad-exit=0 --cpu-bind=none --output={job.folder}/attempt/agent-%N
 
 
 def floor(job: Job) -> str:
-    """The least that Ray needs."""
+    """The minimum that Ray needs."""
     (job.folder / "floor.py").write_text(FLOOR)
     words = f"{NUM_CPUS} {NUM_GPUS} {STORE_BYTES} {job.driver} {job.folder}"
     return f"""{job.stamp}
@@ -120,7 +120,7 @@ srun --cpu-bind=none --output={job.folder}/floor-%N.log \\
 
 
 def symmetric(job: Job) -> str:
-    """``ray symmetric-run`` (docs.ray.io, "Deploying on Slurm"); its limit of 30 s is raised so that it can finish."""
+    """``ray symmetric-run`` (docs.ray.io, "Deploying on Slurm"), with its limit of 30 s raised so that it finishes."""
     return f"""{job.stamp}
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)

@@ -1,4 +1,4 @@
-"""An engine without a model: answers every request with a prepared JSON in the format of SGLang's ``/generate``.
+"""An engine without a model, which answers requests with prepared JSON in the format of SGLang's ``/generate``.
 
     python -m benchmarks.canned_engine --port 30000 --length 1024 --delay 5 30
 
@@ -76,7 +76,7 @@ def _response(content: bytes) -> bytes:
 
 
 async def serve(port: int, length: int, delay: tuple[float, float]) -> None:
-    """Answer until the standard input ends."""
+    """Serve until the end of the standard input."""
     answers = [_response(json.dumps(prepared_answer(length, seed)).encode()) for seed in range(VARIANTS)]
     loop = asyncio.get_running_loop()
     server = await loop.create_server(

@@ -1,15 +1,14 @@
-"""What a checkpoint costs: how long training stands still for it, how long it takes in all, what memory it takes, how
-long a resume takes.
+"""Cost of a checkpoint: time that blocks training, total time, memory, and time of a resume.
 
     python -m benchmarks.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER] [--write]
 
 One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol of a run with its
 checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to as many files by as many threads, with
-fsync; a save that is waited for; saves in the background through a buffer that holds the whole state and through a
-bounded one. "blocking" is what a save takes of training when the next optimizer step comes after the state has been
-copied; "if a step comes at once" adds the wait of a step that comes right away. Memory is the peak of the process
-above what it held before its first save with that buffer. A resume finds the newest checkpoint, checksums included, and
-loads it. --folder says on which file system.
+fsync; a synchronous save; background saves through a buffer for the whole state and through a bounded one. "blocking"
+is the time that a save takes from training if the next optimizer step starts after the state has been copied; "if a
+step comes at once" adds the wait of a step that starts immediately. Memory is the peak of the process above its size
+before the first save with that buffer. A resume finds the newest checkpoint, verifies its checksums and loads it.
+--folder selects the file system.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Seconds = dict[str, list[float]]
 
 
 def make_model(folder: Path, size: str) -> int:
-    """Write a random Qwen3; how many parameters it has."""
+    """Write a random Qwen3; return its number of parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hidden, layers, vocabulary = SIZES[size]
@@ -84,7 +83,7 @@ def started(folder: Path, *, buffer_gb: float) -> Actor:
 
 
 class PeakMemory:
-    """The most that this process held within, above what it held before: ``num_bytes``."""
+    """Context manager: peak memory of the process within the block, above its size before (``num_bytes``)."""
 
     def __enter__(self) -> PeakMemory:
         self._before = self._peak = device.memory_in_use()
@@ -104,7 +103,7 @@ class PeakMemory:
 
 
 def plain_write(folder: Path, num_bytes: int) -> float:
-    """Seconds for as many bytes in as many files by as many threads, each flushed to disk."""
+    """Seconds to write the same bytes to as many files by as many threads, with fsync."""
     data = memoryview(bytearray(os.urandom(CHUNK)))
 
     def write(number: int) -> None:
@@ -137,14 +136,14 @@ class Measured:
         self._checkpoints.claim("bench")
 
     async def waited_for(self) -> None:
-        """A save that training waits for."""
+        """A synchronous save."""
         await self._checkpoints.commit(self._next(), self._write(in_background=False))
         assert self._checkpoints.last is not None
         self.seconds["waited for"].append(self._checkpoints.last.total_s)
         self.num_bytes = self._checkpoints.last.num_bytes
 
     async def in_background(self, kind: str, *, step_at_once: bool) -> None:
-        """A save beside training; with ``step_at_once`` an optimizer step comes right after it has begun."""
+        """A background save; with ``step_at_once`` an optimizer step follows immediately."""
         finish = lambda: asyncio.to_thread(self._actor.finish_save)  # noqa: E731
         begun = time.monotonic()
         with PeakMemory() as peak:
@@ -160,7 +159,7 @@ class Measured:
             self.seconds[f"{kind}, in all"].append(self._checkpoints.last.total_s)
 
     def plain(self) -> None:
-        """As many bytes, written."""
+        """A plain write of the same bytes."""
         self.seconds["plain write"].append(plain_write(self._folder, self.num_bytes))
 
     def resume(self) -> None:
@@ -200,7 +199,7 @@ async def measure(actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, 
 
 
 def rows(seconds: Seconds) -> list[list[str]]:
-    """A row a kind: median, least, and the ratios to a plain write and to the save that is waited for."""
+    """One row per kind: median, minimum, and the ratios to a plain write and to a synchronous save."""
     median = {kind: statistics.median(each) for kind, each in seconds.items()}
     return [
         [

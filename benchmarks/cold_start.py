@@ -1,10 +1,10 @@
-"""How long a person waits for a command that does nothing: cold starts of an installed wheel beside ``python -c pass``.
+"""Startup time of commands that do nothing: cold starts of an installed wheel, compared with ``python -c pass``.
 
     python -m benchmarks.cold_start [--repeat 15] [--write]
 
-The wheel is built from the checkout and installed in an environment of its own (``tests/installed.py``). Every command
-is started anew, in turn, in one run; the first round fills the caches of the file system and does not count. --write
-puts the table into docs/benchmarks.md, section "Cold start".
+The wheel is built from the checkout and installed in a separate environment (``tests/installed.py``). Commands run in
+turn, each in a new process; the first round fills the caches of the file system and does not count. --write puts the
+table into docs/benchmarks.md, section "Cold start".
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.unit.cli.projects import make_project
 
 HEADING = "## Cold start"
 INTRODUCTION = """\
-The wheel in an environment of its own, with what it requires and nothing else. Wall time of commands that are started
-anew, in turn, {repeat} rounds in one run; {machine}, Python {python}:
+The wheel in a separate environment with its requirements only. Wall time of commands that run in turn, each in a new
+process, {repeat} rounds in one run; {machine}, Python {python}:
 
 ```bash
 python -m benchmarks.cold_start --write
@@ -35,7 +35,7 @@ python -m benchmarks.cold_start --write
 
 
 def commands(programs: Path) -> dict[str, list[str]]:
-    """What is measured."""
+    """The measured commands."""
     rlpost = str(programs / "rlpost")
     return {
         "python -c pass": [str(programs / "python"), "-c", "pass"],
@@ -47,7 +47,7 @@ def commands(programs: Path) -> dict[str, list[str]]:
 
 
 def measure(programs: Path, project: Path, repeat: int) -> list[Sequence[str]]:
-    """A row a command: median, least and most seconds."""
+    """One row per command: median, minimum and maximum seconds."""
     times: dict[str, list[float]] = {name: [] for name in commands(programs)}
     for _ in range(repeat + 1):
         for name, command in commands(programs).items():

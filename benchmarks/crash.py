@@ -1,13 +1,14 @@
-"""A run that is killed again and again, beside one that is not.
+"""Compare a run that is killed repeatedly with an undisturbed run.
 
     python -m benchmarks.crash --kills 100 [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
 its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
-batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the run that
-nobody touched, every prompt exactly once, and no group finished twice. Answers come from
-``benchmarks/crash_answers.py``: what engines batch together moves log-probs in their last bits, so their text is not
-compared. The table says what each kind of kill cost: seconds until the run was further than it had been, and attempts.
+batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the
+undisturbed run, every prompt exactly once, and no group finished twice. Answers come from
+``benchmarks/crash_answers.py``: the composition of engine batches changes the last bits of log-probs, so the engines'
+text is not compared. The table shows the cost of each kind of kill: seconds until the run passed its earlier progress,
+and attempts.
 --write puts it into docs/benchmarks.md, section "Crashes".
 """
 
@@ -66,7 +67,7 @@ class Kill:
 
     @property
     def keeps_attempt(self) -> bool:
-        """Whether the run goes on without a new attempt."""
+        """Whether the run continues without a new attempt."""
         return self.place in ("engine", "router") or (self.place, self.signal) == ("batch shell", signal.SIGTERM)
 
     @property
@@ -79,7 +80,7 @@ class Kill:
 
 
 def finish(run: CrashedRun) -> None:
-    """Let it come to its end."""
+    """Wait for the end of the run."""
     wait_for(run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S)
     if not run.is_done:
         raise RuntimeError(f"the run ended without being done\n{run.tell()}")
@@ -126,7 +127,7 @@ def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
 
 
 def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
-    """When its job ended without it being done, or does not start again by itself."""
+    """Submit or release the run if its job ended early or does not restart automatically."""
     if (run.is_over and not run.is_done) or run.is_held:
         run.bring_back()
         kill.by_hand = True
@@ -182,7 +183,7 @@ def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
 
 
 def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
-    """What is not as in the run that nobody touched, in words; nothing when all is well."""
+    """Differences from the undisturbed run, as messages; empty if there are none."""
     found = []
     if run.weights() != untouched.weights():
         found.append("the final weights differ")
@@ -216,7 +217,7 @@ def table(kills: Sequence[Kill]) -> list[str]:
 
 
 def journal_share(run: CrashedRun) -> float:
-    """Of the time of all steps, what went into the journal."""
+    """Share of the journal in the time of all steps."""
     lines = read_metrics(run.folder / "metrics.jsonl")
     return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(line.get("time/step_s", 0.0) for line in lines)
 

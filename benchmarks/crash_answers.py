@@ -1,10 +1,10 @@
-"""Answers that are the same in every run, for ``benchmarks.crash``: every request is real, its text is thrown away.
+"""Deterministic answers for ``benchmarks.crash``: every request is real, but its text is replaced.
 
     --custom-generate-function-path FILE:answer --dynamic-sampling-filter-path FILE:is_wanted --rm-type exact_match
 
-Comes in: a prompt. Goes out: tokens, log-probs and text that follow from prompt and index alone, so that two runs can
-be compared to the last bit whatever an engine batches together. Every group that is finished is written down, with the
-process that did so, in the file beside this one.
+Input: a prompt. Output: tokens, log-probs and text that depend on prompt and index only, so that two runs can be
+compared bit for bit, independent of the engines' batches. Every finished group is recorded, with the process that
+finished it, in the file beside this one.
 """
 
 from __future__ import annotations

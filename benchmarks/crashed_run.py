@@ -47,8 +47,7 @@ class CrashedRun:
         return self.lab.run("ctl", command, cwd=REPOSITORY).stdout.split()[1]
 
     def bring_back(self) -> None:
-        """What a person does: submit it again after a job that ended; release one that Slurm holds because it lost its
-        node too often."""
+        """Act as the user: resubmit the run after its job ended; release a job that Slurm holds after node failures."""
         if self.is_over:
             self.job = self._submit("--resume")
         else:

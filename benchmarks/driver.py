@@ -1,4 +1,4 @@
-"""What a token costs the driver, from an engine's answer to the call of the trainer's ranks, and how its loop lags.
+"""CPU cost of a token in the driver, from an engine's answer to the call of the trainer's ranks, and its loop's lag.
 
     python -m benchmarks.driver [--tokens 1e6] [--rounds 3] [--ranks 64 1024] [--in-flight 8192] [--write]
 
@@ -89,7 +89,7 @@ class Layout:
 
 @dataclass
 class Figures:
-    """Of one way and one length: costs of each stage in each round, bytes."""
+    """Figures of one method and one length: costs of each stage in each round, bytes."""
 
     costs: dict[str, list[Cost]]
     sent: dict[int, float]
@@ -271,7 +271,7 @@ async def measure_held(bench: Bench, figures: Mapping[str, Figures]) -> None:
 async def measure_length(
     length: int, options: argparse.Namespace, folder: Path, workers: Mapping[int, SharedWorkers], sent: SentBytes
 ) -> tuple[dict[str, Figures], dict[int, LagSampler]]:
-    """All ways for answers of one length, in interleaved rounds."""
+    """Measure all methods for answers of one length, in interleaved rounds."""
     figures = {name: Figures(defaultdict(list), {}) for name in WAYS}
     sending: dict[int, LagSampler] = {}
     with canned_engines(length) as url:
@@ -326,7 +326,7 @@ def byte_rows(figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
 
 
 def lag_row(name: str, lags: Lags) -> list[str]:
-    """In milliseconds."""
+    """The row of the loop's lag in milliseconds."""
     values = (lags.p50, lags.p999, lags.most, lags.own_p999, lags.own_most)
     return [name, *(f"{1000 * value:.0f}" for value in values)]
 

@@ -1,4 +1,4 @@
-"""What the driver's benchmark measures with: canned engines, processor time by thread, lag of the loop, stub ranks."""
+"""Instruments of the driver's benchmark: canned engines, CPU time by thread, lag of the loop, stub ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same samples the way slime and verl hold and send them, written from their documentation.
+"""Store and send samples in the manner of slime and verl, implemented from their documentation.
 
 slime: an answer is read from HTTP with httpx into a ``Sample`` of Python lists; a rollout becomes one dict of lists for
 each data-parallel rank, which is put into Ray's object store once; every rank gets the reference.

@@ -1,4 +1,4 @@
-"""What the journal costs: seconds a million tokens, beside a plain write of the same bytes.
+"""Cost of the journal: seconds per million tokens, compared with a plain write of the same bytes.
 
     python -m benchmarks.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER] [--write]
 

@@ -1,8 +1,8 @@
-"""How often network detection is right on a folder of layouts, beside simple methods: netlayouts.py DIR [-v]
+"""Accuracy of network detection on a folder of layouts, compared with simple methods: netlayouts.py DIR [-v]
 
-Scored: socket interface, kind of RDMA, set of HCAs, GID index; a layout that does not say what is right is not counted.
-A simple method that lacks a fact it needs (which a listing did not show) is counted as not decidable there, not as
-wrong. Exit code 1 when detection is wrong anywhere.
+Scored: socket interface, kind of RDMA, set of HCAs, GID index; layouts without the expected value are not counted. If
+a layout lacks a fact that a simple method needs, the method counts as undecided, not as wrong. The exit code is 1 if
+detection is wrong for any layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCORED = ("socket_ifname", "rdma", "ib_hca", "gid_index")
 
 
 class MissingFact(Exception):
-    """The layout does not show what a method would look at."""
+    """The layout lacks a fact that a method needs."""
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""The schedule of micro-batches beside those of other trainers: how many, how even the ranks, how long it takes.
+"""Compare schedules of micro-batches with other trainers': their number, balance of the ranks, time to compute.
 
     python -m benchmarks.packing [--write]
 
 Lengths: GSM8K (question and solution, characters / 4, drawn from the training set), a long tail (log-normal, median
-1800, cut at 32768) and two humps (four of five around 300, the others around 6000). Beside ours stand, written anew
-from what is published: first fit in order of arrival, dealt to the ranks in turn (slime); the same with the
+1800, truncated at 32768) and two humps (four of five around 300, the others around 6000). Peers, reimplemented from
+published descriptions: first fit in order of arrival, dealt to the ranks in turn (slime); the same with the
 micro-batches dealt by Karmarkar-Karp (slime --balance-data); and Karmarkar-Karp twice, over the ranks with equal
 numbers of samples and within each rank into ceil(tokens / limit) micro-batches, which may pass the limit (verl).
 --write puts the tables into docs/benchmarks.md, section "Packing".
@@ -127,7 +127,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 @dataclass(frozen=True)
 class Step:
-    """What a schedule of one step comes to."""
+    """Figures of the schedule of one step."""
 
     micro_batches: int
     bound: int
@@ -199,7 +199,7 @@ _INTRODUCTION = (
     "Work is a sample's tokens and its attention, which costs a 7B model as much as its matrices at",
     f"{BREAK_EVEN:.0f} tokens; a step lasts as long as its busiest rank. Where less than a twentieth of the bound's",
     "room is free, even work may cost a round more; a sample longer than the limit fills more than its micro-batch,",
-    "which is why less than the bound is possible. Written anew beside ours: first fit in order of arrival (slime,",
+    "which is why less than the bound is possible. Reimplemented peers: first fit in order of arrival (slime,",
     "with and without --balance-data), and Karmarkar-Karp over ranks and then within them (verl), which may pass the",
     "limit and is left out of the second table (more than a minute). GSM8K's lengths are characters / 4, the others",
     "random. One thread,",

@@ -1,4 +1,4 @@
-"""Sections of docs/benchmarks.md that a benchmark writes by itself."""
+"""Write a benchmark's section of docs/benchmarks.md."""
 
 from __future__ import annotations
 

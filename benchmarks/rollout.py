@@ -1,4 +1,4 @@
-"""The rollout on a real SGLang server: the client's speed, what is generated for nothing, and when batches are made.
+"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of a step by rollout mode.
 
     python -m benchmarks.rollout [--rounds 3] [--write]
 

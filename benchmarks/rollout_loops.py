@@ -1,7 +1,7 @@
 """The three modes of the loop on a real engine, with a trainer that only waits (see ``benchmarks.rollout``).
 
-In: a served engine, lengths, how groups are written. Out: seconds of every step that is neither the first nor the last:
-those two have nothing to overlap with.
+Input: a served engine, lengths, a group writer. Output: seconds of every step except the first and the last, which have
+nothing to overlap with.
 """
 
 from __future__ import annotations

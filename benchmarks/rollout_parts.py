@@ -1,8 +1,7 @@
-"""What the rollout's benchmarks share: an engine behind a router, prompts, and answers whose lengths are forced.
+"""Shared parts of the rollout's benchmarks: an engine behind a router, prompts, and answers of prescribed length.
 
-Lengths are drawn by a seed from a log-normal distribution, the shape that reasoning models' answers have: most are
-short and a few are very long. An answer's length depends on its prompt and index alone, so every way of generating has
-the same work to do.
+A seed draws the lengths from a log-normal distribution, as those of reasoning models: most answers are short, and a few
+are very long. An answer's length depends on its prompt and index only, so that all methods have the same work.
 """
 
 from __future__ import annotations

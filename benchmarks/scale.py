@@ -1,10 +1,10 @@
-"""What grows with engines, nodes, prompts, groups, steps and attempts: processor seconds and memory at a large size.
+"""CPU seconds and memory at large numbers of engines, nodes, prompts, groups, steps and attempts.
 
     python -m benchmarks.scale [NAME ...] [--write]
 
-Each subject runs in a process of its own, with the driver's or the command line's own code. Engines are stubs behind
-real HTTP in another process (``benchmarks.stub_engines``); Ray's actors of a thousand ranks wait for GPUs that this
-machine has not, so that the driver makes its calls and no process starts.
+Each subject runs in a separate process, with the code of the driver or the command line. Engines are stubs behind real
+HTTP in another process (``benchmarks.stub_engines``). Ray's actors of a thousand ranks wait for GPUs that this machine
+lacks, so that the driver makes its calls, but no process starts.
 """
 
 from __future__ import annotations

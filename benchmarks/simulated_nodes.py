@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
 
-Comes in: the attempt's folder, with the secret and soon the port of a head on this machine; every simulated node has
-its own loopback address. Goes out, when the head has ended all: a JSON file with the messages and bytes of all
-connections by kind and direction. Ray on a simulated node is what ``tests/fakes/ray_stub`` does there: one line to the
-stub's head.
+Input: the attempt's folder, with the secret and later the port of a head on this machine; every simulated node has its
+own loopback address. Output, after the head has ended all nodes: a JSON file with the messages and bytes of all
+connections by kind and direction. Instead of Ray, a simulated node sends one line to the head of
+``tests/fakes/ray_stub``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def host_names(num_nodes: int) -> tuple[str, ...]:
 
 
 def address(rank: int) -> str:
-    """A loopback address of its own for each node."""
+    """The loopback address of a node; each node has a different one."""
     return "127.0.0.1" if rank == 0 else f"127.1.{rank // 250}.{rank % 250 + 1}"
 
 

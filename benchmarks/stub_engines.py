@@ -1,4 +1,4 @@
-"""Engines and a router that say yes to everything, for control requests; another process than the driver's.
+"""Engines and a router that accept every control request, in a process separate from the driver's.
 
     python -m benchmarks.stub_engines --port 30000 --num 512
 

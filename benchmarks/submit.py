@@ -1,4 +1,4 @@
-"""What submitting costs: wall time of each command from a cold start, requests to the controller by size of the job.
+"""Cost of a submission: wall time of each command from a cold start, controller requests by size of the job.
 
     python -m benchmarks.submit [--repeat 7] [--write]
 
@@ -52,7 +52,7 @@ class Site:
         return seconds, _processor_s() - spent
 
     def commands(self, nodes: int) -> dict[str, list[str]]:
-        """What is measured; each real submission gets a run folder of its own."""
+        """The measured commands; each real submission gets a new run folder."""
         self.count += 1
         verb = [sys.executable, "-m", "rlpost"]
         recipe = ["recipe.toml", "--nodes", str(nodes), "--rollout-batch-size", str(max(SIZES))]

@@ -1,4 +1,4 @@
-"""What a benchmark's section is made of: a table, and where and when its figures were taken."""
+"""Parts of a benchmark's section: a table, and the machine and date of the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens a second of a whole training step: log-probs of the old policy, forward, backward, clipping and optimizer.
+"""Tokens per second of a training step: log-probs of the old policy, forward, backward, clipping and optimizer.
 
     python -m benchmarks.train_step [--size small] [--steps 5] [--trl FOLDER] [--write]
 
@@ -8,7 +8,7 @@ AdamW, with its rows padded as TRL pads them (all to the longest of the generati
 with padding to the longest of each micro-batch, samples in order of length, and the shortest possible loss. The first
 step's gradient norms are compared, so all do the same work. A token is one of a sample, padding does not count.
 
-TRL is no dependency of this project; beside its pins it goes into a folder of its own:
+TRL is not a dependency of this project; install it into a separate folder:
 
     pip install --no-deps --target FOLDER trl==1.16.0 accelerate datasets pyarrow pandas dill multiprocess xxhash
 

@@ -1,4 +1,4 @@
-"""Weight sync: seconds of an update of a real engine, beside a plain copy of the same bytes over the same medium.
+"""Seconds of a weight update of a real engine, compared with a plain copy of the same bytes over the same medium.
 
     python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
 
@@ -194,7 +194,7 @@ def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
 
 
 def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
-    """``servers_own`` in a process of its own, with the server's environment."""
+    """Run ``servers_own`` in a separate process, with the server's environment."""
     sizes = [[tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))]
     mine, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=servers_own, args=(sizes, theirs), daemon=True)

@@ -1,12 +1,11 @@
-"""One question about a host or an image, and how bad the answer is. Standard library of Python 3.8 and later.
+"""Result of one check of a host or an image. Standard library of Python 3.8 and later.
 
-Levels, from the best to the worst:
+Levels, from the least to the most severe:
 
     OK
     WARN          continues, but may be slow or fail later
-    EXCLUDE_NODE  this host is unfit, another may be fit
-    FATAL_CONFIG  no host can be fit, because the request is wrong: the image lacks something, or the same check
-                  excludes all of several hosts
+    EXCLUDE_NODE  this host is unfit; another host may be fit
+    FATAL_CONFIG  no host can be fit: the image lacks something, or the same check excludes all hosts
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ LEVELS = get_args(Level)
 
 GIB = 1 << 30
 UNLIMITED = -1
-"""A limit of the kernel that is none."""
+"""Value of a kernel limit that is not set."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of a table. ``found`` says what was got and, unless OK, what is needed and how to get it."""
+    """One row of a table. ``found``: the observed value and, unless OK, the required one and the remedy."""
 
     name: str
     level: Level
@@ -32,5 +31,5 @@ class Check:
 
 
 def level_of(checks: Sequence[Check]) -> Level:
-    """The worst level among the checks; OK without any."""
+    """The most severe level of the checks; OK if there are none."""
     return max((check.level for check in checks), key=LEVELS.index, default="OK")

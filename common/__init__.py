@@ -1,1 +1,1 @@
-"""What login node, batch host, agents and driver agree on: files of a run and their formats. Standard library only."""
+"""Run files and formats shared by login node, batch host, agents and driver. Standard library only."""

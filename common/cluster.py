@@ -1,4 +1,4 @@
-"""The cluster that the agents bring up, as they describe it to the driver on its standard input."""
+"""Description of the Ray cluster, which an agent sends to the driver on its standard input."""
 
 from __future__ import annotations
 

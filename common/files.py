@@ -1,6 +1,7 @@
-"""Atomic and durable writes, and reads of files that another host writes. Python 3.8 and later: batch hosts use it.
+"""Atomic and durable writes, and reads of files that another host writes.
 
-Invariant: a reader on any node sees no file, the old file or the complete new one, also after a crash.
+Invariant: a reader on any node sees no file, the old file or the complete new one, also after a
+crash. Python 3.8 and later, because batch hosts use it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def sync_names(folder: int) -> None:
 
 
 def write_atomic(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> None:
-    """Put a text, or the pieces of one, at ``path``, replacing what is there: write, fsync, rename, fsync the folder.
+    """Replace ``path`` with a text, or the parts of one: write, fsync, rename, fsync the folder.
 
-    ``mode`` is subject to the umask. ``through`` is the temporary file, on the same file system; the default is a new
-    file beside ``path``. Raises OSError; then ``path`` is as it was.
+    ``mode`` is subject to the umask. ``through`` is the temporary file, on the same file system; the
+    default is a new file beside ``path``. Raises OSError and leaves ``path`` unchanged then.
     """
     beside = _write_beside(path, text, mode=mode, through=through)
     try:
@@ -55,11 +56,11 @@ def write_atomic(path: Path, text: str | Iterable[str], *, mode: int = 0o600, th
 
 
 def write_first(path: Path, text: str) -> bool:
-    """Put ``text`` at ``path`` unless another process did before; return whether this call did. Mode 0600.
+    """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode 0600.
 
-    link(2) fails when the name exists, on NFS as well, which rename cannot promise. A request whose answer was lost is
-    sent again, and then its own success is answered with EEXIST: the number of links tells. Where there are no hard
-    links the name is taken by an empty file first, which a rename then fills.
+    link(2) fails if the name exists, also on NFS; rename does not. If NFS loses the reply and
+    retries the request, a successful link returns EEXIST: a link count above 1 identifies this case.
+    On a file system without hard links, an empty file reserves the name and a rename replaces it.
     """
     beside = _write_beside(path, text)
     try:
@@ -92,7 +93,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists that another host may just have written. Blocks while the storage hangs.
+    """Whether a file exists that another host may have written recently. Blocks while storage hangs.
 
     An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the client revalidate the
     folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and drop that entry if the folder changed.
@@ -103,7 +104,7 @@ def is_there(path: Path) -> bool:
 
 
 def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
-    """The last lines of a log; what is wrong with it when it cannot be read."""
+    """The last lines of a log, or a message if it cannot be read or is empty."""
     try:
         lines = tail_text(path, max_bytes).splitlines()
     except OSError as error:
@@ -112,7 +113,7 @@ def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
 
 
 def tail_text(path: Path, max_bytes: int) -> str:
-    """The end of a file, at most ``max_bytes``. Raises OSError."""
+    """The last ``max_bytes`` bytes of a file. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
         return file.read().decode(errors="replace")
@@ -121,7 +122,7 @@ def tail_text(path: Path, max_bytes: int) -> str:
 def _write_beside(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> Path:
     """Write and fsync a temporary file; return its path. Removes the file on errors."""
     beside = through or path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    # A fixed name may be left over from a crash; a random one must be new.
+    # A file with a fixed name may remain from a crash; a random name must be new.
     exists = os.O_EXCL if through is None else os.O_TRUNC
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | exists, mode)
     try:
@@ -136,5 +137,5 @@ def _write_beside(path: Path, text: str | Iterable[str], *, mode: int = 0o600, t
 
 
 def _remove(beside: Path) -> None:
-    with suppress(OSError):  # an error here must not hide that of the write
+    with suppress(OSError):  # an error here must not hide the error of the write
         beside.unlink()

@@ -7,7 +7,7 @@ Input: events from the login node, the batch host and the driver. Output: the sa
     started     attempt, step, nodes                                      driver: the cluster is up
     ready       attempt, step                                             driver: trainer and engines answer
     committed   step, checkpoint, bytes, seconds                          driver
-    preempted   reason, step, saved, seconds_from_signal                  driver: everything is safe
+    preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue
     done        step, weights                                             driver
@@ -34,7 +34,7 @@ from typing import Any
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
-"""Before the end of the file as it was seen: a client with an old size writes further back."""
+"""Search this far before the end: an NFS client with a stale file size writes at an earlier offset."""
 LONGEST_SHOWN = 60
 
 
@@ -45,7 +45,7 @@ class Ledger:
     path: Path
 
     def append(self, event: str, **details: Any) -> None:
-        """Add a line; it is on disk when this returns. ``details`` must be JSON values. Raises OSError."""
+        """Append a line and fsync it. ``details`` must be JSON values. Raises OSError."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
         line = json.dumps({"time": now, "event": event, **details}).encode()
         for _ in range(TRIES):
@@ -55,13 +55,17 @@ class Ledger:
         raise OSError(errno.EIO, f"a line was overwritten {TRIES} times: do other hosts append here?", str(self.path))
 
     def read(self) -> list[dict[str, Any]]:
-        """All entries in order, each with its ``event``; damaged lines are left out. Empty without a file."""
+        """All entries in order, without damaged lines; empty if there is no file."""
         return [entry for entry in map(_entry, self._lines()) if entry is not None]
 
     def damage(self) -> list[str]:
-        """The lines that ``read`` leaves out, in words."""
-        damaged = ((number, line) for number, line in enumerate(self._lines(), start=1) if _entry(line) is None)
-        return [f"line {number} is damaged or half written: {line[:LONGEST_SHOWN]!r}" for number, line in damaged]
+        """A message for each damaged line, which ``read`` omits."""
+        messages = []
+        for number, line in enumerate(self._lines(), start=1):
+            if _entry(line) is None:
+                shown = line[:LONGEST_SHOWN]
+                messages.append(f"line {number} is damaged or half written: {shown!r}")
+        return messages
 
     def _lines(self) -> list[bytes]:
         try:
@@ -71,13 +75,13 @@ class Ledger:
         return [line for line in data.split(b"\n") if line]
 
     def _write(self, line: bytes) -> int:
-        """Append a line; returns the size of the file before."""
+        """Append a line; return the size of the file before it."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             _lock(descriptor)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # whoever wrote last was cut off: leave its line broken, not ours
+                line = b"\n" + line  # the last write is incomplete: do not append to its line
             line += b"\n"
             while line:
                 line = line[os.write(descriptor, line) :]
@@ -87,14 +91,14 @@ class Ledger:
         return size
 
     def _holds(self, line: bytes, start: int) -> bool:
-        """Whether the file has the line; opened again, because NFS asks the server at an open."""
+        """Whether the file contains the line. Reopen it: NFS revalidates its cache at open."""
         with open(self.path, "rb") as file:
             file.seek(start)
             return line in file.read().split(b"\n")
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None for a damaged one."""
+    """The entry of a line; None if the line is damaged."""
     try:
         entry = json.loads(line.decode())
         if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
@@ -107,7 +111,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def _lock(descriptor: int) -> None:
-    """Wait for the lock of the file, LOCK_S at most; go without where it cannot be had."""
+    """Lock the file; continue without a lock after LOCK_S, or if the file system has no locks."""
     deadline = time.monotonic() + LOCK_S
     while True:
         try:

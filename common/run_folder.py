@@ -26,7 +26,7 @@ class RunFolderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run. Making the value touches nothing."""
+    """Paths of one run. Construction does not access the file system."""
 
     root: Path
 
@@ -37,27 +37,27 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """The code as it was submitted."""
+        """Snapshot of the code at submission."""
         return self.root / "code"
 
     @property
     def script(self) -> Path:
-        """The batch script as it was submitted."""
+        """The submitted batch script."""
         return self.root / "job.sbatch"
 
     @property
     def ledger(self) -> Ledger:
-        """What happened to the run, one line an event."""
+        """The run's events, one line each."""
         return Ledger(self.root / "ledger.jsonl")
 
     @property
     def metrics(self) -> Path:
-        """One line a step, written by the driver."""
+        """One line per step, written by the driver."""
         return self.root / "metrics.jsonl"
 
     @property
     def attempts(self) -> Path:
-        """One folder a start of the job; ``latest`` points to the last."""
+        """One folder per start of the job; ``latest`` links to the newest."""
         return self.root / "attempts"
 
     @property
@@ -76,7 +76,7 @@ class RunFolder:
         return self.root / "submitit"
 
     def new_attempt(self) -> Path:
-        """Make the folder of a new attempt, with a number that no attempt has had, and point ``latest`` to it."""
+        """Create an attempt folder with the first unused number and link ``latest`` to it."""
         self.attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = 0
         while True:
@@ -92,15 +92,15 @@ class RunFolder:
 
 
 def create_run_folder(root: Path, run_json: str, *, resume: bool = False) -> RunFolder:
-    """Make the folder of a run, or enter it again, and leave the settings in run.json.
+    """Create the folder of a run, or reuse it, and write the settings to run.json.
 
     Args:
-        root: where; parents are made as needed.
+        root: path of the folder; missing parents are created.
         run_json: the resolved settings, a JSON object.
-        resume: go on with the run that is there, with these settings from now on.
+        resume: resume an existing run with these settings.
 
     Raises:
-        RunFolderError: another run, or something that is no run, is there.
+        RunFolderError: the path belongs to another run or is not a run folder.
     """
     folder = RunFolder(root.absolute())
     if folder.root.exists() and not folder.root.is_dir():

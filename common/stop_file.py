@@ -1,8 +1,8 @@
-"""The STOP file of an attempt: the request that its run must end soon.
+"""The STOP file of an attempt: a request to save and end the run.
 
-The first process that learns of the end writes the file: the batch script at USR2 (bash, ``slurm/render.py``), an agent
-at TERM or by its own clock, a local run at Ctrl-C, ``rlpost cancel``. Agents and the driver poll it. A later writer
-changes nothing, so reason and deadline are those of the first.
+Several processes may write it: the batch script at USR2 (bash, ``slurm/render.py``), an agent at TERM
+or when its deadline is near, a local run at Ctrl-C, ``rlpost cancel``. Only the first write takes
+effect, so its reason and deadline apply. Agents and the driver poll the file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class StopMessage:
 
     reason: str
     time: float | None = None
-    """Of the signal, by the clock of the host that wrote the file."""
+    """Time of the signal, from the clock of the host that wrote the file."""
     deadline: float | None = None
-    """When the run is killed."""
+    """Time at which the run is killed."""
 
 
 def parse_stop(text: str) -> StopMessage:

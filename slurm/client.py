@@ -17,13 +17,14 @@ from slurm.states import JobInfo, JobState, is_job_id, parse_job
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 60.0
-POLL_S = 15.0  # every question costs the controller something
+POLL_S = 15.0  # limits the load on the controller
 
 
 def is_available() -> bool:
-    """Whether jobs can be submitted from here: sbatch is on PATH and knows a cluster, up or down.
+    """Whether this host can submit jobs: sbatch is on PATH and has a cluster configuration.
 
-    A machine may have the commands and no cluster: then every command says that it finds no configuration.
+    A host may have Slurm's commands without a cluster; each command then reports a missing
+    configuration. A controller that is down still counts as a cluster.
     """
     if shutil.which("sbatch") is None:
         return False
@@ -34,7 +35,7 @@ def is_available() -> bool:
 
 
 def job_info(job_id: str) -> JobInfo:
-    """What the controller knows about a job; state UNKNOWN when it has forgotten it or does not answer."""
+    """Query the controller about a job; state UNKNOWN if the job is purged or there is no answer."""
     try:
         done = _slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -47,10 +48,10 @@ def job_info(job_id: str) -> JobInfo:
 
 
 def cancel(job_id: str) -> None:
-    """End a job for good: our batch script does not requeue after this.
+    """Cancel a job; the batch script does not requeue it.
 
     Raises:
-        JobError: Slurm refuses or does not answer; holds what it said.
+        JobError: Slurm rejects the command (with its message) or does not answer.
     """
     done = _order("scancel", _checked(job_id))
     if done.returncode != 0:
@@ -58,26 +59,26 @@ def cancel(job_id: str) -> None:
 
 
 def ask_to_requeue(job_id: str) -> None:
-    """Tell the batch script of a running job to save, requeue and go on: the signal that announces a time limit.
+    """Make a running job save and requeue: send its batch script USR2, as before a time limit.
 
     Raises:
-        JobError: Slurm refuses or does not answer; holds what it said.
+        JobError: Slurm rejects the command (with its message) or does not answer.
     """
     done = _order("scancel", "--batch", "--signal=USR2", _checked(job_id))
-    # scancel leaves with 0 after "Job/step already completing or completed".
+    # scancel exits with 0 after "Job/step already completing or completed".
     if done.returncode != 0 or "error" in done.stderr:
         raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
 
 
 def expected_start(script: Path, environ: Mapping[str, str]) -> str:
-    """When and where Slurm would start this script; submits nothing.
+    """Slurm's estimate of when and where this script would start (``sbatch --test-only``).
 
     Args:
-        environ: of sbatch, which sends it to the controller with the question, as with a job.
+        environ: environment of sbatch, which sends it to the controller as for a submission.
 
     Raises:
-        SubmitError: sbatch would not take it; holds what it said.
-        JobError: there is no sbatch here, or it does not answer.
+        SubmitError: sbatch would reject the script (with its message).
+        JobError: sbatch is missing on this host or does not answer.
     """
     done = _order("sbatch", "--test-only", str(script), environ=environ)
     if done.returncode != 0:
@@ -92,7 +93,7 @@ def _checked(job_id: str) -> str:
 
 
 def _order(*argv: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command whose answer is needed. Raises JobError when there is none."""
+    """Run a command. Raises JobError if it is missing or does not answer."""
     try:
         return _slurm(*argv, environ=environ)
     except FileNotFoundError:

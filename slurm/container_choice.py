@@ -17,15 +17,15 @@ _STAMP = re.compile(r"(?m)^\S+ \S+ container: ")
 
 
 def choose(backend: str, image: str, variables: Sequence[str] = ()) -> tuple[str, str]:
-    """The backend as seen from this host, and a line that says why.
+    """The backend that this host would choose, and a line with the reason.
 
     Args:
         backend: auto, pyxis or enroot.
-        image: path or name; empty where it is not known.
+        image: path or name; empty if unknown.
         variables: names that must be set in the environment.
 
     Raises:
-        SpecError: it is not available here, or a variable is wrong or missing; holds the remedy.
+        SpecError: the backend is not available, or a variable is wrong or missing; with the remedy.
     """
     done = subprocess.run(["bash", str(SCRIPT), backend, image, *variables], capture_output=True, text=True)
     said = _STAMP.sub("", done.stderr).strip()

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A command in the container in which this node's agent runs, with the agent's environment: enroot_exec.sh NAME COMMAND...
+# Run a command in the container of this node's agent, with its environment: enroot_exec.sh NAME COMMAND...
 set -eu
 . "${BASH_SOURCE%/*}/enroot_node.sh"
 name=$1_$node
@@ -9,5 +9,5 @@ if [ -z "$pid" ]; then
   echo "no process of the container $name runs on $node; see agent-$node.log of the attempt" >&2
   exit 1
 fi
-# The environment is that of the process, nothing of this one.
+# The command gets the environment of that process, not of this one.
 exec enroot exec -- "$pid" "$@"

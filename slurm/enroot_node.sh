@@ -1,40 +1,40 @@
 # shellcheck shell=bash disable=SC2013,SC2034
-# Functions of the enroot_*.sh scripts, for one node, outside the container. To be sourced.
-# A container of raw enroot is called rlpost_JOB_RESTART_NODE: ENROOT_DATA_PATH may be shared by the nodes.
+# Functions of the enroot_*.sh scripts, for one node, outside the container. Source this file.
+# A raw enroot container is named rlpost_JOB_RESTART_NODE, because nodes may share ENROOT_DATA_PATH.
 node=${SLURMD_NODENAME:-$(hostname)}
 
-# process_of CONTAINER: id of its oldest process, which is the agent's; nothing where none runs here.
-# Not "enroot list -f": where ENROOT_DATA_PATH is a bind mount, it takes running containers for unknown ones. In a
-# process's own list of mounts the source of its root ends with the container's name in both cases.
+# process_of CONTAINER: pid of its oldest process, which is the agent; empty if none runs on this node.
+# "enroot list -f" does not recognise running containers if ENROOT_DATA_PATH is a bind mount. In the mountinfo
+# of a process, the source of its root ends with the container's name in both cases.
 process_of() {
   local file pid stat fields oldest='' since=''
   for file in $(grep -lsE "^[0-9]+ [0-9]+ [0-9]+:[0-9]+ ([^ ]*/)?${1//./[.]} / " /proc/[0-9]*/mountinfo); do
     pid=${file#/proc/} pid=${pid%/mountinfo}
     { stat=$(<"/proc/$pid/stat"); } 2>/dev/null || continue # has ended
     read -ra fields <<<"${stat##*) }"
-    # Field 22 of proc(5), without pid and command: ticks since boot. Numbers of processes wrap.
+    # Field 22 of proc(5), here without pid and command: start time in ticks since boot. Pids may wrap.
     [ -n "$since" ] && [ "${fields[19]}" -ge "$since" ] && continue
     oldest=$pid since=${fields[19]}
   done
   echo "$oldest"
 }
 
-# has_container CONTAINER: whether it is there, running or not.
+# has_container CONTAINER: whether it exists, running or not.
 has_container() { enroot list 2>/dev/null | grep -qxF -- "$1"; }
 
-# jobs_in_queue JOB...: those of them that Slurm knows; fails where it gives no answer that can be trusted.
+# jobs_in_queue JOB...: the jobs that Slurm knows; fails if squeue gives no reliable answer.
 jobs_in_queue() {
   local known ids
-  # This job's own id is asked for as well: an answer without it says nothing about the others.
+  # Query this job as well: an answer without it is incomplete.
   ids=$(IFS=,; echo "$SLURM_JOB_ID,$*")
   known=$(timeout 10 squeue -h -j "$ids" -o %A 2>/dev/null) || return 1
   grep -qx "$SLURM_JOB_ID" <<<"$known" || return 1
   echo "$known"
 }
 
-# remove_stale PATTERN: removes this node's containers without a process whose names match PATTERN, a regular expression
-# with the job as its first group, if they are of an earlier start of this job or of a job that has left the queue.
-# Whatever it cannot find out or remove stays; it never fails.
+# remove_stale PATTERN: remove this node's stale containers. PATTERN is a regular expression for the name, with the
+# job as its first group. A container is stale if it has no process and belongs to an earlier start of this job or
+# to a job that has left the queue. In doubt a container stays; this function never fails.
 remove_stale() {
   local name job known
   local -A job_of=()

@@ -1,3 +1,3 @@
 #!/bin/sh
-# Runs in the container in place of the image's entrypoint, which may print, fork or change folders.
+# Replaces the image's entrypoint in the container, which may print, fork or change the directory.
 cd "$RLPOST_HOME" && exec "$@"

@@ -1,12 +1,13 @@
 #!/bin/bash
-# One node, after its agent: remove what the agent's container leaves on the disk.
-#   enroot_remove.sh enroot NAME    NAME_NODE; fails where it has to stay
-#   enroot_remove.sh pyxis NAME     pyxis_NAME, which pyxis' default scope "global" leaves, and those of cancelled jobs.
-#                                   Says nothing and never fails: with scope "job" there is none, nor need enroot be here.
+# Remove the files of the agent's container from one node after the agent has ended.
+#   enroot_remove.sh enroot NAME    removes NAME_NODE; fails if a process still runs in it
+#   enroot_remove.sh pyxis NAME     removes pyxis_NAME, which remains with pyxis' default scope "global", and those of
+#                                   cancelled jobs. Silent, never fails: with scope "job" there is no such container,
+#                                   and enroot may not be installed.
 set -u
 . "${BASH_SOURCE%/*}/enroot_node.sh"
 
-# Not under an agent that is still ending, whose files would vanish: it has 10 s.
+# Wait up to 10 s for an agent that is still ending: removal would delete its files.
 remove() {
   local pid
   has_container "$1" || return 0
@@ -24,7 +25,7 @@ remove() {
 
 if [ "$1" = pyxis ]; then
   exec >/dev/null 2>&1
-  unset "${!ENROOT_@}" # pyxis does not read the job's
+  unset "${!ENROOT_@}" # pyxis does not use the job's variables
   PATH=$PATH:/usr/local/bin:/usr/bin:/bin
   command -v enroot || exit 0
   remove "pyxis_$2"

@@ -1,7 +1,7 @@
 #!/bin/bash
-# One node's agent in a container of raw enroot: enroot_start.sh IMAGE NAME MOUNT... -- COMMAND...
-# Extracts the image as NAME_NODE first: a mounted .sqsh dies of the signals that Slurm sends to a step.
-# The agent takes this shell's place, for under proctrack/cgroup only the task itself gets those signals.
+# Run one node's agent in a raw enroot container: enroot_start.sh IMAGE NAME MOUNT... -- COMMAND...
+# The image is extracted as NAME_NODE first: a signal to the step would kill the process that mounts a .sqsh.
+# The agent replaces this shell (exec), because under proctrack/cgroup only the task itself gets those signals.
 set -eu
 . "$RLPOST_HOME/slurm/enroot_node.sh"
 image=$1 name=$2_$node
@@ -12,10 +12,10 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
-# What this node's killed starts left: a cancelled job can start no step that would remove anything.
+# Remove the containers of killed starts on this node: a cancelled job cannot start a step for that.
 remove_stale "rlpost_([0-9]+)_[0-9]+_${node//./[.]}"
 enroot create --name "$name" -- "$image"
-# Only what is named gets in.
+# enroot passes only the variables that are named.
 for variable in "${!SLURM@}" "${!NVIDIA_@}" "${!CUDA_VISIBLE_@}" "${!RLPOST_@}" PYTHONPATH; do
   options+=(--env "$variable")
 done

@@ -15,13 +15,16 @@ OTHER_NAMES = {
     "requeue": ("NO_REQUEUE",),
     "no-requeue": ("REQUEUE",),
 }
-"""Of the variables of sbatch (man sbatch), by option; SBATCH_ and the option's own name is one of each."""
+"""Suffixes of the SBATCH_ variables that set an option, in addition to the option's name (man sbatch)."""
 
 
 def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what a job left in whose shell this process runs: srun takes it for options, and sbatch hands it on to
-    the srun of the new job. What Slurm is reached by stays, and what a user sets for sbatch (SBATCH_ACCOUNT), other
-    than in submitit's ``clean_env``."""
+    """Remove the variables of an enclosing job.
+
+    srun would read them as options, and sbatch would pass them to the srun of the new job. Variables
+    that locate the Slurm cluster are kept. Unlike submitit's ``clean_env``, this also keeps the
+    user's variables for sbatch (SBATCH_ACCOUNT).
+    """
     return {
         name: value
         for name, value in environ.items()
@@ -30,8 +33,11 @@ def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_script(environ: Mapping[str, str], script: str) -> dict[str, str]:
-    """For sbatch with this script: outside any job, and without variables for options that the script has. They would
-    win, and a user's SBATCH_PARTITION may be a default, not an answer to ``--partition``."""
+    """Environment of sbatch for this script, without variables of options that the script sets.
+
+    Those variables would override the script, and a user's SBATCH_PARTITION may be a general default.
+    Variables of an enclosing job are removed as well.
+    """
     stated = re.findall(r"(?<= --)[a-z-]+", "".join(re.findall(r"(?m)^#SBATCH .*$", script)))
     names = {name for option in stated for name in (option, *OTHER_NAMES.get(option, ()))}
     winning = {"SBATCH_" + name.upper().replace("-", "_") for name in names}

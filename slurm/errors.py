@@ -1,4 +1,4 @@
-"""Every error of this package.
+"""Exceptions of this package.
 
 SlurmError
   SpecError(ValueError)       a value of a job spec cannot go into a batch script
@@ -10,7 +10,7 @@ SlurmError
 
 
 class SlurmError(Exception):
-    """Base of all of them."""
+    """Base class of this package's exceptions."""
 
 
 class SpecError(SlurmError, ValueError):
@@ -26,8 +26,8 @@ class SnapshotError(SlurmError):
 
 
 class SubmitError(SlurmError):
-    """sbatch did not take the job."""
+    """sbatch rejected the job."""
 
 
 class JobError(SlurmError):
-    """Slurm does not know the job, refuses an order, or does not answer."""
+    """Slurm does not know the job, rejects a command, or does not answer."""

@@ -1,4 +1,4 @@
-"""Derive the verdict of an attempt without one from the files that it left, and write it.
+"""Derive a missing verdict of an attempt from the attempt's files, and write it.
 
 Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the run.
 Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never fails: a file that
@@ -23,9 +23,10 @@ TAIL_BYTES = 1 << 16
 
 
 def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
-    """What became of an attempt whose agents left no verdict; ``nodelist`` is Slurm's compact list of its hosts.
+    """Find out why the agents of an attempt wrote no verdict.
 
-    Its verdict is ``none`` where agents had begun, or nothing at all is known. Secrets of the run are masked.
+    ``nodelist`` is Slurm's compact list of its hosts. The verdict is ``none`` if agents had started,
+    or if there is no evidence. Secrets of the run are masked.
     """
     launch = tail(attempt_dir / LAUNCH_LOG)
     try:
@@ -33,7 +34,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     except NodelistError:
         hosts = ()
     ends = task_ends(launch, hosts)
-    if not hosts:  # the ledger lost the start of this attempt: at least those that left something
+    if not hosts:  # the ledger lacks the start of this attempt: use the hosts that left files
         logs = {path.stem[len("agent-") :] for path in attempt_dir.glob("agent-*.log")}
         hosts = sorted(logs | set(ends))
     left = {host: HostEnd(ends.get(host, ""), tail(attempt_dir / f"agent-{host}.log")) for host in hosts}
@@ -45,7 +46,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
 
 
 def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
-    """Write the files that the agents would have written; the word comes last."""
+    """Write the verdict files in place of the agents; ``verdict`` comes last."""
     if finding.verdict == "none":
         return
     content = {"verdict": finding.verdict, "cause": finding.cause, "exclude": list(finding.exclude)}
@@ -54,31 +55,31 @@ def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
             write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in finding.exclude))
         write_atomic(attempt_dir / VERDICT_JSON, json.dumps(content, indent=1) + "\n")
         write_atomic(attempt_dir / VERDICT_FILE, finding.verdict + "\n")
-    except OSError as error:  # a full disk: the ledger and the log still say it
+    except OSError as error:  # a full disk: the ledger and the log still record the verdict
         print(f"{attempt_dir}: the verdict cannot be written: {error}", file=sys.stderr)
 
 
 def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:
-    """The text without the secrets of this run and what looks like one."""
+    """Mask this run's secrets, and anything that looks like a secret, in a text."""
     lines = tail(run_folder / "secrets.env").splitlines()
     values = [line.partition("=")[2].strip().strip("'\"") for line in lines]
     return without_secrets(text, [*values, tail(attempt_dir / SECRET_FILE).strip()])
 
 
 def resume_point(run_folder: Path, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Where the next attempt begins, as a sentence for the log."""
+    """A sentence for the log: where the next attempt resumes."""
     newest = next((entry for entry in reversed(entries) if entry.get("event") == "committed"), None)
     journal = any(path.is_file() and path.stat().st_size for path in _save_folder(run_folder).glob("journal/*"))
     if newest is not None:
         beyond = " and the journal" if journal else ""
         return f"it resumes from checkpoint {newest.get('checkpoint') or newest.get('step')}{beyond}"
-    if journal:  # perhaps without a record
+    if journal:  # which may contain no record
         return "no checkpoint yet: it starts from the beginning, with what the journal holds"
     return "nothing is saved yet: it starts from the beginning"
 
 
 def tail(path: Path) -> str:
-    """The end of a file, at most TAIL_BYTES; empty where it cannot be read."""
+    """The last TAIL_BYTES bytes of a file; empty if it cannot be read."""
     try:
         return tail_text(path, TAIL_BYTES)
     except OSError:

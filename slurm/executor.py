@@ -35,9 +35,9 @@ class RunExecutor(submitit.SlurmExecutor):
     """submitit's Slurm executor with our batch script.
 
     Args:
-        folder: submitit's own folder.
+        folder: submitit's folder.
         script: text of the batch script.
-        num_nodes: tasks of the job, one a node.
+        num_nodes: number of tasks, one per node.
     """
 
     def __init__(self, folder: Path, *, script: str, num_nodes: int) -> None:
@@ -118,17 +118,19 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
     if debug:
         job_id = f"local-{os.getpid()}"
         run.ledger.append("submitted", job_id=job_id, nodes=1)
-        with suppress(SlurmError):  # the attempt's folder says how it ended
+        with suppress(SlurmError):  # the attempt's folder holds the verdict
             submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
         return job_id
-    # The process must import this package wherever the user stands, and use the GPUs that it was given: submitit counts
-    # from 0.
+    # The process must import this package from any working directory. It must also keep the user's
+    # GPUs: submitit sets CUDA_VISIBLE_DEVICES to 0, 1, ...
     variables = [f"PYTHONPATH={spec.home}"]
-    variables += [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        variables.append(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}")
     python = shlex.join(["env", *variables, spec.python])
     executor = submitit.LocalExecutor(folder=run.submitit, python=python)
     executor.update_parameters(
-        timeout_min=math.ceil(spec.time_limit_s / 60) + 1,  # the attempt itself ends in time; this is the safety net
+        # A fallback: the attempt itself ends at the time limit.
+        timeout_min=math.ceil(spec.time_limit_s / 60) + 1,
         signal_delay_s=spec.signal_lead_s + 60,
         gpus_per_node=spec.num_gpus_per_node,
     )

@@ -29,19 +29,19 @@ SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
 
 @dataclass(frozen=True, slots=True)
 class LocalAttempt:
-    """Call it to run one attempt to its end. Picklable: plain values of a spec whose places are all given."""
+    """Callable that runs one attempt to its end. Picklable; all paths of the spec must be set."""
 
     spec: JobSpec
 
     def __call__(self) -> str:
-        """Start the agent, wait for it, return the verdict: ``done`` or ``requeue`` (stopped; can go on).
+        """Start the agent, wait for it, return the verdict: ``done`` or ``requeue`` (can resume).
 
         Raises:
-            SlurmError: the attempt failed or left no verdict; names the folder to look into.
+            SlurmError: the attempt failed or left no verdict; names the attempt's folder.
         """
         assert self.spec.home and self.spec.run_folder
         attempt_dir = RunFolder(Path(self.spec.run_folder)).new_attempt()
-        ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 some time before
+        ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _: request_stop(attempt_dir, _named(received), deadline=ends))
         with (attempt_dir / "agent-local.log").open("wb") as log:
@@ -52,12 +52,12 @@ class LocalAttempt:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # signals reach it through STOP only, as on a cluster
+                start_new_session=True,  # the agent sees STOP, not the signals, as on a cluster
             )
         try:
             code = agent.wait(timeout=self.spec.time_limit_s)
         except subprocess.TimeoutExpired:
-            agent.kill()  # what it started ends with it
+            agent.kill()  # its child processes end with it
             raise SlurmError(f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended") from None
         verdict = read_verdict(attempt_dir)
         logger.info("agent ended (exit %d), verdict: %s", code, verdict)
@@ -85,7 +85,7 @@ def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
 
 
 def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:
-    """The environment of the agent: nothing of a scheduler, so that it knows itself alone."""
+    """The agent's environment without a scheduler's variables, so that it runs as a single node."""
     kept = {key: value for key, value in inherited.items() if not key.startswith(SCHEDULER_PREFIXES)}
     return {**kept, "PYTHONPATH": home, "RLPOST_HOME": home}
 
@@ -100,7 +100,7 @@ def _named(number: int) -> str:
 
 
 def read_verdict(attempt_dir: Path) -> str:
-    """The agents' one word, or ``none``."""
+    """The attempt's verdict, or ``none``."""
     try:
         return (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
     except FileNotFoundError:

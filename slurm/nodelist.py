@@ -7,19 +7,20 @@ import re
 
 from slurm.errors import NodelistError
 
-MAX_HOSTS = 65536  # more is a typing error, and would fill the memory
+MAX_HOSTS = 65536  # a longer list is a typing error and would exhaust memory
 
 _ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Host names in Slurm's order: ``n[01-03,07],gpu-a1`` is n01 n02 n03 n07 gpu-a1. Repetitions stay.
+    """Host names in Slurm's order: ``n[01-03,07],gpu-a1`` is n01 n02 n03 n07 gpu-a1.
 
-    Numbers keep the width of a range's first; of several brackets in one name the last runs fastest.
+    Duplicates are kept. Numbers are padded to the width of the first number of their range. If a name
+    has several brackets, the last one varies fastest.
 
     Raises:
-        NodelistError: shows the list and the part that is wrong.
+        NodelistError: shows the list and the invalid part.
     """
     hosts: list[str] = []
     position = 0

@@ -1,6 +1,6 @@
 #!/bin/bash
-# One node, before its agent and inside the container if there is one: prepare.sh LINE... -- COMMAND...
-# Each line is shell of its own; the first that fails ends the task. The command takes this shell's place.
+# Run the setup commands of one node, inside its container if any, then its agent: prepare.sh LINE... -- COMMAND...
+# Each LINE is a shell command; the first failure ends the task. COMMAND replaces this shell (exec).
 while [ "$1" != -- ]; do
   eval "$1" || {
     echo "setup command failed: $1" >&2

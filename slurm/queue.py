@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slurm.client import COMMAND_TIMEOUT_S
 from slurm.states import JobState, is_job_id, parse_state
 
-# man squeue: id, state, time left, expected start, nodes, reason; the reason is last because it is prose.
+# man squeue: id, state, time left, expected start, nodes, reason. The reason is free text, so it is last.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
 FORGOTTEN = "Slurm has forgotten the job, or never knew it"
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -24,7 +24,11 @@ _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """One job: ``nodelist`` is compact, ``reason`` says why it waits, ``expected_start`` is Slurm's text or empty."""
+    """One job of the queue.
+
+    ``nodelist`` is compact, ``reason`` is why the job is pending, ``expected_start`` is Slurm's text
+    or empty.
+    """
 
     job_id: str
     state: JobState
@@ -35,12 +39,12 @@ class QueueEntry:
 
     @property
     def is_over(self) -> bool:
-        """The job will not run again unless somebody requeues it; one that the controller has forgotten is over."""
+        """Whether the job has ended; a job that the controller has purged counts as ended."""
         return self.state.is_over or self.reason == FORGOTTEN
 
 
 def parse_queue(text: str) -> dict[str, QueueEntry]:
-    """The answer of ``squeue`` in our format, by job id; lines of another shape are left out."""
+    """Parse the output of ``squeue`` in our format into entries by job id; ignore other lines."""
     entries = {}
     for line in text.splitlines():
         words = line.strip().split("|", 5)
@@ -63,16 +67,21 @@ def seconds_left(text: str) -> int | None:
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
-    """What is known of each of these jobs, all in one ``squeue``; an entry for every id, UNKNOWN at worst."""
-    asked = sorted(filter(is_job_id, job_ids))
-    found, why = _answer(asked) if asked else ({}, FORGOTTEN)
-    return {job_id: found.get(job_id, QueueEntry(job_id, JobState.UNKNOWN, reason=why)) for job_id in job_ids}
+    """Query these jobs with one ``squeue``; every id gets an entry, UNKNOWN if there is no other."""
+    valid_ids = sorted(filter(is_job_id, job_ids))
+    found, why = _query(valid_ids) if valid_ids else ({}, FORGOTTEN)
+    entries = {}
+    for job_id in job_ids:
+        unknown = QueueEntry(job_id, JobState.UNKNOWN, reason=why)
+        entries[job_id] = found.get(job_id, unknown)
+    return entries
 
 
-def _answer(asked: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
-    """What the controller knows, and why there is nothing of the others."""
+def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
+    """Entries of the jobs that the controller knows, and the reason why the others have none."""
+    jobs = f"--jobs={','.join(job_ids)}"
     try:
-        done = _command("squeue", "--noheader", "--states=all", f"--jobs={','.join(asked)}", f"--format={_FORMAT}")
+        done = _command("squeue", "--noheader", "--states=all", jobs, f"--format={_FORMAT}")
     except FileNotFoundError:
         return {}, "there is no squeue here"
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -18,7 +18,7 @@ ANSWER_S = 10.0
 
 
 def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and what to do; None where it can.
+    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and the remedy; None if it can.
 
     ``excluded`` holds compact host lists.
     """
@@ -34,7 +34,7 @@ def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | No
 
 
 def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | None:
-    """The sentence. Pure.
+    """Message about too few remaining nodes; None if there are enough. Pure.
 
     Args:
         job: a line of ``scontrol --oneliner show job``.
@@ -43,7 +43,7 @@ def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | No
     """
     needed = re.match(r"\d+", _value(job, "NumNodes"))
     features = _value(job, "Features")
-    # Alternatives, counts and brackets are left to Slurm: then every node counts.
+    # Only conjunctions are evaluated; with alternatives, counts or brackets every node counts.
     wanted = set(features.split("&")) if re.fullmatch(r"[\w.&-]+", features) else set()
     hosts = set()
     for line in nodes.splitlines():
@@ -71,7 +71,7 @@ def _value(shown: str, key: str) -> str:
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What a command of Slurm says; empty where it does not, or not in time."""
+    """Output of a Slurm command; empty if it fails or times out."""
     plain = {key: value for key, value in environ.items() if not key.startswith("SINFO_")}
     try:
         done = subprocess.run(

@@ -21,11 +21,11 @@ from slurm.spec import JobSpec
 
 
 def render_conversion(spec: JobSpec, save: str) -> str:
-    """The script that fills ``save`` with tools/convert_hf_to_torch_dist.py; a leading variable is left to the shell.
+    """Render the script that converts weights into ``save`` (tools/convert_hf_to_torch_dist.py).
 
-    One torchrun a node, a process for each GPU. The folder gets its name when all is written; where it is there
-    already the job ends at once. Until then it has the job's number in its name: nothing else is removed, be it what
-    another conversion writes just now.
+    The shell expands a leading variable of ``save``. One torchrun runs per node, with one process per
+    GPU. If ``save`` exists, the job ends at once. The job writes to a folder with its job id in the
+    name, which it renames at the end, and removes only that folder: another conversion may be writing.
     """
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
@@ -51,7 +51,10 @@ exit 1
 
 
 def render_look(spec: JobSpec) -> str:
-    """The script that runs ``bootstrap.image.doctor`` where the agents of this job would run: the file ``findings``."""
+    """Render the script that runs ``bootstrap.image.doctor`` where the job's agents would run.
+
+    The output is the file ``findings`` in the run folder.
+    """
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\
 {_begin(spec)}
@@ -76,7 +79,7 @@ def _begin(spec: JobSpec) -> str:
 
 
 def _srun(spec: JobSpec) -> str:
-    """The beginning of the srun command, up to what it runs."""
+    """The srun command without the program that it runs."""
     return f"""\
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
   --output="${{run_folder//%/%%}}/%N.log" \\
@@ -84,7 +87,7 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --mpi=none \\
 
 
 _RENDERED = """\
-# Rendered by slurm/render_once.py, which says why each step is as it is.
+# Rendered by slurm/render_once.py; its docstrings give the reason for each step.
 """
 _HEAD = """\
 set -u; unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" SLURM_{CPUS,NTASKS}_PER_GPU SLURM_EXPORT_ENV "${!SQUEUE_@}"

@@ -23,7 +23,7 @@ PACKAGES = ("rlpost", "bootstrap", "slurm", "common", "jobs")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was copied. ``commit`` is None outside git and before the first commit."""
+    """Facts about a copy. ``commit`` is None outside git and before the first commit."""
 
     commit: str | None
     is_dirty: bool
@@ -31,10 +31,10 @@ class Snapshot:
 
 
 def snapshot_code(source: Path, target: Path) -> Snapshot:
-    """Copy the code below ``source`` to ``target``, replacing what is there; leave the same facts in TARGET.json.
+    """Replace ``target`` with a copy of the code below ``source``; write its facts to TARGET.json.
 
     Raises:
-        SnapshotError: git does not list the files, or there is no code.
+        SnapshotError: git cannot list the files, or there is no code.
     """
     snapshot = _copy_all(source, target)
     write_atomic(target.with_name(f"{target.name}.json"), json.dumps(asdict(snapshot)) + "\n")
@@ -45,7 +45,8 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
     source, target = source.resolve(), target.absolute()
     in_git = (source / ".git").exists()
     paths = _git_files(source) if in_git else _package_files(source)
-    own = target if target.parent == source else target.parent  # the run's folder, with all its checkpoints
+    # Exclude the run's folder, which holds its checkpoints.
+    own = target if target.parent == source else target.parent
     paths = [path for path in paths if not (source / path).is_relative_to(own)]
     if not paths:
         raise SnapshotError(f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}")
@@ -58,7 +59,7 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
-        target.rename(old)  # to remove it takes seconds, and a job may start in any of them
+        target.rename(old)  # removal takes seconds, during which a job may start
     beside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
     commit = _git_line(source, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
@@ -66,10 +67,10 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
 
 
 def _copy(file: Path, to: Path) -> int:
-    """Copy one entry of git's list; the number of files."""
+    """Copy one entry of git's list; return the number of files."""
     if not file.is_symlink() and not file.exists():
         return 0  # deleted, and the deletion is not committed
-    if file.is_dir() and not file.is_symlink():  # a repository inside the repository, or the place of one
+    if file.is_dir() and not file.is_symlink():  # a nested repository, or an empty submodule folder
         return _copy_all(file, to).num_files if (file / ".git").exists() else 0
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(file, to, follow_symlinks=False)
@@ -99,6 +100,9 @@ def _git_line(source: Path, *arguments: str) -> str | None:
 
 
 def _git(source: Path, *arguments: str) -> list[str]:
-    """git's command line. A checkout of the site's belongs to somebody else, which git refuses unless it is told that
-    its configuration is trusted: whoever submits runs the code in it."""
+    """git's command line.
+
+    git rejects a checkout that another user owns, such as a site-wide one, unless it is a
+    safe.directory. The user who submits runs this code, and so trusts it.
+    """
     return ["git", "-c", f"safe.directory={source}", "-C", str(source), *arguments]

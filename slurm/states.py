@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """Slurm's job states that make a difference to us (man squeue, JOB STATE CODES); all others are UNKNOWN."""
+    """Slurm's job states that matter here (man squeue, JOB STATE CODES); all others are UNKNOWN."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
@@ -28,7 +28,7 @@ class JobState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """The job will not run again unless somebody requeues it."""
+        """Whether the job has ended; only a requeue would run it again."""
         return self not in _ALIVE
 
 
@@ -46,7 +46,7 @@ _ALIVE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job. ``exit_code`` is that of the batch script; ``nodelist`` is compact and empty while it waits."""
+    """One job. ``exit_code``: of the batch script; ``nodelist``: compact, empty while it is pending."""
 
     job_id: str
     state: JobState
@@ -62,15 +62,15 @@ def is_job_id(text: str) -> bool:
 
 
 def parse_state(text: str) -> JobState:
-    """A state as squeue, scontrol or sacct write it (``CANCELLED by 0``, ``RUNNING+``)."""
+    """Parse a state of squeue, scontrol or sacct (``CANCELLED by 0``, ``RUNNING+``)."""
     word = re.split(r"[ +,]", text.strip(), maxsplit=1)[0]
     return JobState(word) if word in JobState.__members__ else JobState.UNKNOWN
 
 
 def parse_job(text: str) -> JobInfo:
-    """The first line of ``scontrol --oneliner show job``; state UNKNOWN when there is none."""
+    """Parse the first line of ``scontrol --oneliner show job``; state UNKNOWN if there is none."""
     line = next(iter(text.splitlines()), "")
-    # Values such as Comment may hold blanks and even KEY=VALUE: of each key the first counts.
+    # Values such as Comment may contain blanks and even KEY=VALUE: use the first value of each key.
     values: dict[str, str] = {}
     for key, value in re.findall(r"(?:^|\s)(\w+)=(\S*)", line):
         values.setdefault(key, value)

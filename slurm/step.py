@@ -16,9 +16,10 @@ from pathlib import Path
 from slurm.container import HOST_VARIABLES, Container, container_name
 from slurm.errors import JobError
 
-# Inside, before the command: pyxis takes a running container for an ended one where enroot's data folder is a bind
-# mount. The root of the agent's container and the one here have the same id only if they are one (proc(5), mountinfo).
-# The brackets keep the pattern from finding itself.
+# Runs in the container before the command. If enroot's data folder is a bind mount, pyxis does not
+# recognise the running container. The roots of the agent's container and of this one have the same
+# mount id only if the containers are the same (proc(5), mountinfo). The brackets keep grep from
+# matching its own command line.
 _WARN_OF_SECOND_CONTAINER = """\
 root_of() { while read -r id _ _ _ point _; do [ "$point" != / ] || echo "$id"; done <"/proc/$1/mountinfo"; }
 here=$(root_of self 2>/dev/null) agent='' same=''
@@ -34,14 +35,16 @@ exec "$@"\
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Where a step goes.
+    """Where and with which environment a step runs.
 
     Attributes:
         run_folder: the run's folder, which is mounted into its container.
-        home: folder of the run's code, in which the step starts; on plain sbatch not in the run's folder.
-        container: what the agents run in, None for the node itself.
-        num_restarts: of the job, which the container's name holds.
-        environment: (name, value) of what the recipe and Ray's commands need beyond the environment of srun.
+        home: folder of the run's code, the step's working directory; outside the run's folder after
+            a plain sbatch.
+        container: the agents' container; None for the node itself.
+        num_restarts: restart count of the job, part of the container's name.
+        environment: (name, value) of variables that the recipe and Ray's commands need in addition
+            to the environment of srun.
     """
 
     run_folder: Path
@@ -54,22 +57,27 @@ class Inside:
 def step_argv(
     job_id: str, command: Sequence[str], *, nodes: Sequence[str], inside: Inside, terminal: bool = False
 ) -> list[str]:
-    """The ``srun`` that runs a command once on each of ``nodes``, in the code's folder, with the agents' environment.
+    """The ``srun`` command that runs ``command`` once on each of ``nodes``.
+
+    The command runs in the code's folder with the agents' environment.
 
     Args:
-        terminal: give the command a terminal instead of numbering the lines of several nodes.
+        terminal: allocate a terminal; otherwise label the output lines of several nodes.
 
     Raises:
-        JobError: there are no nodes; srun would choose one.
+        JobError: ``nodes`` is empty, and srun would choose one.
     """
     if not nodes:
         raise JobError(f"job {job_id} has no nodes")
     count = len(nodes)
     argv = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     argv += [f"--nodelist={','.join(nodes)}", "--cpu-bind=none", "--mpi=none"]
-    argv += ["--pty"] if terminal else ["--label"] if count > 1 else []
-    # Only what env sets inside gets there always: pyxis lets the image's /etc/environment beat srun's, and enroot exec
-    # takes nothing but the environment of the process that it joins.
+    if terminal:
+        argv.append("--pty")
+    elif count > 1:
+        argv.append("--label")
+    # Set the variables with env inside the container: with pyxis the image's /etc/environment overrides
+    # srun's environment, and enroot exec uses only the environment of the process that it joins.
     pairs = [f"{name}={value}" for name, value in inside.environment]
     command = ["env", *pairs, *command] if pairs else list(command)
     container = inside.container
@@ -86,6 +94,6 @@ def step_argv(
 
 
 def _both_ends(mount: str) -> str:
-    """SOURCE as SOURCE:SOURCE, with or without a mode; pyxis wants both."""
+    """Expand SOURCE to SOURCE:SOURCE, with or without a mode; pyxis requires both."""
     source, *rest = mount.split(":")
     return mount if rest and rest[0].startswith("/") else ":".join((source, source, *rest))

@@ -1,7 +1,7 @@
 #!/bin/bash
-# One node's part of a conversion: torchrun.sh PYTHON PROCESSES ADDRESS PORT COMMAND...
-# Only the step itself knows a node's rank. With a rank torchrun meets at the address that is given; its other way,
-# c10d, has each node guess by host names whether it is the first.
+# Start torchrun on one node of a conversion: torchrun.sh PYTHON PROCESSES ADDRESS PORT COMMAND...
+# SLURM_NODEID is known only inside the step. With an explicit node rank, torchrun uses the given address; its c10d
+# rendezvous would let each node compare host names to find out whether it is the master.
 set -eu
 python=$1 processes=$2 address=$3 port=$4
 shift 4

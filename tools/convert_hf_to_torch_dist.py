@@ -1,6 +1,7 @@
-"""Hugging Face weights to Megatron's torch_dist: ``--hf-checkpoint X --save Y``.
+"""Convert Hugging Face weights to Megatron's torch_dist: ``--hf-checkpoint X --save Y``.
 
-Alone, under torchrun or under srun; MODEL_ARGS of Megatron recipes and every layout are understood (docs/actor.md).
+Runs as a single process, under torchrun or under srun; accepts the MODEL_ARGS of Megatron recipes and every layout
+(docs/actor.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The model and the data sets of a recipe from the Hugging Face hub: ``python tools/fetch_assets.py RECIPE``.
+"""Download the model and data sets of a recipe from the Hugging Face hub: ``python tools/fetch_assets.py RECIPE``.
 
-The same as ``rlpost fetch``; docs/recipes.md says more.
+The same as ``rlpost fetch``; see docs/recipes.md.
 """
 
 from __future__ import annotations

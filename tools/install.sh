@@ -1,11 +1,10 @@
 #!/bin/bash
-# Make or refresh the virtual environment: tools/install.sh [FOLDER], .venv unless given.
+# Create or update the virtual environment: tools/install.sh [FOLDER], by default .venv.
 #
-# With a GPU driver present the gpu extra is installed with all that it asks for, and TransformerEngine where a CUDA
-# toolkit is there to compile it. Without a driver the CPU stack goes in by
-# three steps, so that nothing pulls CUDA wheels beside the torch that is there; see tools/no_deps.txt.
-# RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel), RLPOST_SGLANG the version of SGLang on a
-# machine without a GPU: to try another one, into a folder of its own.
+# With a GPU driver: install the gpu extra with all dependencies, and TransformerEngine if a CUDA toolkit can compile it.
+# Without a driver: install the CPU stack in three steps, so that no package pulls CUDA wheels; see tools/no_deps.txt.
+# RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel). RLPOST_SGLANG overrides the version of
+# SGLang on a machine without a GPU; use a separate FOLDER to try another version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
@@ -14,7 +13,7 @@ wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh - <<< "${RLPOST_SGLANG
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
-if [ ! -x "$venv/bin/pip" ]; then # a folder without pip is what a Python without ensurepip leaves
+if [ ! -x "$venv/bin/pip" ]; then # also if a Python without ensurepip created the folder
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "install: $python is $("$python" -V 2>&1), needed is 3.11 or newer: PYTHON=python3.12 make install" >&2
@@ -24,7 +23,7 @@ if [ ! -x "$venv/bin/pip" ]; then # a folder without pip is what a Python withou
 fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
-    echo "install: GPU stack (a while)"
+    echo "install: GPU stack (takes minutes)"
     "${pip[@]}" -e '.[gpu,dev]' megatron-core==0.16.1
     if command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
         echo "install: TransformerEngine, compiled against torch (minutes)"

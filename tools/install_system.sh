@@ -1,6 +1,6 @@
 #!/bin/bash
-# Debian packages for the tests on a real Slurm and in a real browser (chromium: 113 MB to load, 414 MB installed): as
-# root on Debian or Ubuntu they are installed, elsewhere named.
+# Debian packages for the tests on a real Slurm and in a real browser (chromium: 113 MB to download, 414 MB installed).
+# As root on Debian or Ubuntu, install them; otherwise list them.
 set -euo pipefail
 packages=(slurm-wlm munge iproute2 shellcheck bindfs)
 programs=(slurmctld munged ip shellcheck bindfs)
@@ -20,7 +20,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     if [ "${#missing[@]}" -gt 0 ]; then
         apt-get install -y -qq --no-install-recommends "${missing[@]}" > /dev/null
     fi
-    if [ -n "$browser" ]; then # Ubuntu has it as a snap alone
+    if [ -n "$browser" ]; then # on Ubuntu, chromium is available as a snap only
         apt-get install -y -qq --no-install-recommends "$browser" > /dev/null ||
             echo "no package $browser here; tests in a browser will be skipped"
     fi

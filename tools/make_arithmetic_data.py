@@ -1,8 +1,8 @@
-"""Two-digit addition as a prompt set: the smallest task on which a policy visibly learns.
+"""Write a prompt set of two-digit additions, the smallest task on which a policy visibly learns.
 
 Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for example
 ``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly once, in one of the two
-files. The same seed always gives the same bytes; files that are already right are left alone.
+files. The same seed always gives the same bytes; files with the right content are not rewritten.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def holds_only(path: Path, lines: list[dict[str, str]]) -> bool:
-    """Whether a file is missing or has none but these lines: those of another seed are the same in another order."""
+    """Whether a file is missing or has only these lines; another seed changes only their order."""
     known = {json.dumps(line) for line in lines}
     return not path.exists() or set(path.read_text().splitlines()) <= known
 
 
 def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
-    """Replace ``path`` as a whole; False when it already holds these lines."""
+    """Replace ``path`` atomically; False if it already has these lines."""
     text = "".join(json.dumps(line) + "\n" for line in lines)
     if path.is_file() and path.read_text() == text:
         return False
@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     train, heldout = problems(arguments.seed)
     for name in ("train.jsonl", "heldout.jsonl"):
         if not holds_only(arguments.out / name, [*train, *heldout]):
-            sys.exit(
-                f"--out {arguments.out}: {name} is there with other lines than these problems; name another folder"
-            )
+            sys.exit(f"--out {arguments.out}: {name} exists with other content; use another folder")
     for name, lines in (("train.jsonl", train), ("heldout.jsonl", heldout)):
         written = write_lines(arguments.out / name, lines)
         print(f"{arguments.out / name}: {len(lines)} problems{'' if written else ', already there'}")

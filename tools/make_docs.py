@@ -1,6 +1,6 @@
-"""Write the pages of docs/ that follow from code and recipes: ``python tools/make_docs.py [--check]``.
+"""Write the pages of docs/ that are generated from code and recipes: ``python tools/make_docs.py [--check]``.
 
-With --check nothing is written; the exit code is 1 when a page differs from the code.
+With --check nothing is written; the exit code is 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    os.environ.pop("RLPOST_ASSETS", None)  # the same page on every machine
+    os.environ.pop("RLPOST_ASSETS", None)  # so that pages are the same on every machine
     if parser.parse_args().check:
         current = {name: (DOCS / name).read_text() if (DOCS / name).exists() else "" for name in PAGES}
         return 0 if all(current[name] == page() for name, page in PAGES.items()) else 1

@@ -1,11 +1,11 @@
 """Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py [--check]``.
 
-And jobs/convert_NAME.sbatch for the weights that a recipe names as NAME_torch_dist; recipes with the same share one.
-And slurm/cluster_flags.sh, with which they refuse flags that come too late. Of packages this needs pydantic alone.
+Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per conversion), and
+slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The only dependency is pydantic.
 
-The scripts are for ``sbatch`` on a login node without Python. They carry the layout of ``JOBS`` and what the site's
-profile says (``jobs/clusters/site.toml``; tiny's go without); everything else stays in the recipe. Variables such as
-$RLPOST_ASSETS stay variables. With --check nothing is written; the exit code is 1 when a file differs.
+The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS`` and the site's
+profile (``jobs/clusters/site.toml``, except for tiny); everything else stays in the recipe. Variables such as
+$RLPOST_ASSETS are not expanded. With --check nothing is written; the exit code is 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurm.render_once import render_conversion
 from slurm.spec import JobSpec
 
 PROJECT = Path(__file__).parents[1]
-JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] in which the script differs from its recipe
+JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] that override the recipe
 LATE_FLAGS = PROJECT / "slurm/cluster_flags.sh"
 CONVERTED = "_torch_dist"
 # 16 GPUs of 80 GB, at most 45 GB of weights on each; the other models fit one node.
@@ -45,7 +45,7 @@ def rendered(name: str) -> str:
 
 
 def conversions() -> dict[str, str]:
-    """The recipe of each conversion, by the folder that it makes: the first one that wants it."""
+    """The recipe of each conversion, by target folder: the first recipe that names it."""
     found: dict[str, str] = {}
     for path in sorted((PROJECT / "jobs/recipes").glob("*.toml")):
         wanted = read_toml(path)["checkpoint"].get("ref_load", "")
@@ -66,7 +66,7 @@ def rendered_conversion(name: str) -> str:
 
 
 def for_any_home(spec: JobSpec, config: Config) -> JobSpec:
-    """The same job with the image cache in the project's folder of the job, where the profile names none."""
+    """The same job with the image cache in the job's RLPOST_HOME, unless the profile sets one."""
     if spec.container is None or config.cluster.image_cache is not None or spec.container.is_imported:
         return spec
     return replace(spec, container=replace(spec.container, cache=None))

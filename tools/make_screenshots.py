@@ -22,13 +22,13 @@ VIEWS = (("report", 1280, 1420, False), ("report-dark", 1280, 1420, True), ("rep
 
 
 def main() -> int:
-    """Write the pictures; returns 2 where there is no browser."""
+    """Write the pictures; return 2 if there is no browser."""
     run = find_run(sys.argv[1] if len(sys.argv) > 1 else None, Path("runs"))
     IMAGES.mkdir(exist_ok=True)
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(page(read_view(run, (job_ids(run) or [None])[-1], None), COLUMNS))
     drawn = console.export_svg(title=f"rlpost status --watch {run.root.name}")
-    # Rich names a font on another machine; a picture of ours loads nothing.
+    # Remove Rich's reference to a font on another host: the picture must not load anything.
     (IMAGES / "status.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
     program = find_browser()
     if program is None:

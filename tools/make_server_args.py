@@ -1,8 +1,8 @@
-"""Write the copy of SGLang's table of settings that login nodes check against: ``rlpost/config/server_args.json``.
+"""Write SGLang's settings to ``rlpost/config/server_args.json``, which login nodes use for validation.
 
 Run it in the training environment after setup.cfg pins another SGLang:  python tools/make_server_args.py
-Types come from the source, as for any other version; choices and defaults from the parser that SGLang itself builds,
-for some of them are computed. ``--check`` writes nothing and exits with 1 when the copy differs.
+Types come from the source, as for any other version; choices and defaults come from SGLang's parser, because some of
+them are computed. ``--check`` writes nothing and exits with 1 if the file is out of date.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rlpost.config.server_arg_table import COPY  # noqa: E402
 
 
 def document() -> str:
-    """The copy's text: one line for each setting, without what equals a ServerArg's own defaults."""
+    """Content of the file: one line per setting, without values that equal ServerArg's defaults."""
     import sglang
     from sglang.srt.server_args import ServerArgs
 
@@ -35,7 +35,7 @@ def document() -> str:
 
 
 def entry(arg: ServerArg, action: argparse.Action | None) -> str:
-    """One field in JSON, with what its action in the parser adds."""
+    """One setting in JSON, with choices and default of its parser action."""
     if action is not None:
         choices = [choice for choice in action.choices or () if choice is not None]
         ordered = sorted(choices) if isinstance(action.choices, set | frozenset) else choices
@@ -47,7 +47,7 @@ def entry(arg: ServerArg, action: argparse.Action | None) -> str:
 
 
 def main() -> int:
-    """Write the copy, or compare it."""
+    """Write or check the file."""
     text = document()
     if sys.argv[1:] == ["--check"]:
         return int(COPY.read_text() != text)

@@ -1,14 +1,14 @@
-"""A complete Hugging Face model of half a million parameters, made on the spot and without any download.
+"""Create a complete Hugging Face model of half a million parameters without any download.
 
 Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer with a chat
-template, and a generation config. A short supervised warm-up on two-digit addition leaves it right now and then, so
-that reinforcement learning has something to reinforce. The problems come from ``make_arithmetic_data.py``, which is
-run first where they are missing; the held-out ones are never trained on.
+template, and a generation config. After a short supervised warm-up on two-digit addition some answers are right, so
+that reinforcement learning has rewards. ``make_arithmetic_data.py`` creates the problems if they are missing; the
+held-out ones are never trained on.
 
-With ``--recipe RECIPE --scale-down RANKS`` it is the model of that recipe in small, in the folders that ``rlpost submit
-RECIPE --scale-down RANKS`` names: of its family, in FP8 blocks as well where the recipe's engines infer in FP8.
+``--recipe RECIPE --scale-down RANKS`` creates a small model of the recipe's family, in the folders that ``rlpost submit
+RECIPE --scale-down RANKS`` expects; also in FP8 blocks if the recipe's engines use FP8.
 
-``tiny_model.json`` is written last and says that the folder is complete: a second call with the same settings does
+``tiny_model.json`` is written last and marks the folder as complete: a second call with the same settings does
 nothing. The same settings give the same weights on the same machine.
 """
 
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "tiny_model.json"
-FORMAT = 1  # raise it when a change makes folders of the past wrong
+FORMAT = 1  # increment it when existing folders become invalid
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzQA+-*=?:., \n"
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
-VOCAB_SIZE = 64  # every tensor-parallel size up to 8 divides it with room to spare
+VOCAB_SIZE = 64  # divisible by every tensor-parallel size up to 8
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -39,11 +39,11 @@ BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 LONGEST_ANSWER = 4
 PREDICTS_MORE = ("glm4_moe",)
-"""Kinds of models whose published folders hold a layer behind the last, for multi-token prediction."""
+"""Model types whose published checkpoints have an additional layer for multi-token prediction."""
 
 
 def make_tokenizer() -> Any:
-    """One id a character; ids left over get names of their own, so that whatever is sampled can be decoded."""
+    """One id per character; unused ids get names, so that every sampled id can be decoded."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -137,7 +137,7 @@ def warm_up(model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to make."""
+    """Configuration of a model to create."""
 
     hf: dict[str, Any]
     """The model's config.json."""
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the files depend on, as the marker tells it."""
+        """All settings that determine the files, as the marker stores them."""
         said: dict[str, Any] = {"format": FORMAT, "seed": self.seed, "warmup_steps": self.num_steps}
         return said if self.hf == TINY else said | {"model": self.hf, "in_chat": self.in_chat}
 
@@ -176,7 +176,7 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
 
 
 def add_prediction_layer(folder: Path, hf: Mapping[str, Any]) -> None:
-    """The layer behind the last that predicts one more token, as GLM-4.5's folder has it: it is handed on untrained."""
+    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's checkpoint."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -223,9 +223,10 @@ def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
-    """Move the files of ``built`` into ``out``, the marker last: a reader who waits for it never sees a half."""
+    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete folder."""
     unfinished = built / COMPLETE
-    unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")  # ours, should we be killed now
+    # Marks the folder as created here, in case this process is killed.
+    unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")
     os.replace(unfinished, out / COMPLETE)
     said["files"] = sorted(path.name for path in built.iterdir())
     for name in said["files"]:
@@ -236,7 +237,7 @@ def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
 
 
 def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float]) -> None:
-    """Let ``make`` fill a folder and move it to ``out``, unless all is there already."""
+    """Create files with ``make`` and move them to ``out``, unless ``out`` is complete."""
     if is_complete(out, settings):
         print(f"{out}: already there")
         return
@@ -260,14 +261,14 @@ def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float
 
 
 def make_problems(data: Path) -> None:
-    """The problems, where they are missing."""
+    """Create the problems if they are missing."""
     if not all((data / name).is_file() for name in ("train.jsonl", "heldout.jsonl")):
         maker = Path(__file__).with_name("make_arithmetic_data.py")
         subprocess.run([sys.executable, str(maker), "--out", str(data)], check=True)
 
 
 def make_scaled(recipe: Path, ranks: int, *, seed: int, num_steps: int) -> None:
-    """The model of a recipe in small, and its problems, where the scaled recipe looks for them."""
+    """Create a recipe's small model and its problems in the folders of the scaled-down recipe."""
     from rlpost.actor.hf_config import hf_config
     from rlpost.cli.scaled import model_words
     from rlpost.config.load import files_of, load
@@ -293,10 +294,10 @@ def make_scaled(recipe: Path, ranks: int, *, seed: int, num_steps: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the model")
-    parser.add_argument("--data", type=Path, help="folder of the problems; the same as --out unless given")
+    parser.add_argument("--data", type=Path, help="folder of the problems (default: --out)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the warm-up")
     parser.add_argument("--warmup-steps", type=int, default=240, help="supervised steps of 64 problems")
-    parser.add_argument("--recipe", type=Path, nargs="+", default=[], help="make the models of recipes in small")
+    parser.add_argument("--recipe", type=Path, nargs="+", default=[], help="create small models of these recipes")
     parser.add_argument("--scale-down", type=int, default=2, metavar="RANKS", help="as of rlpost submit (default: 2)")
     arguments = parser.parse_args(argv)
     for recipe in arguments.recipe:

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Is every package of the image to be had at its pin, and do they go together? tools/resolve_image.sh [EXTRA...]
-# Resolves for the image's Python and system by uv, from metadata alone: nothing is installed but uv, in a folder that
-# goes again. Prints what pip would install.
+# Check that the image's pinned packages exist and are compatible: tools/resolve_image.sh [EXTRA...]
+# uv resolves them for the image's Python and platform from metadata; only uv itself is installed, in a temporary
+# folder. Prints what pip would install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Print a Python that can read settings and render batch files: tools/settings_python.sh [FOLDER], .venv unless given.
+# Print a Python that can read settings and render batch files: tools/settings_python.sh [FOLDER], by default .venv.
 #
-# That of the folder where it has pydantic; else that of .venv-jobs, which is made here with pydantic alone.
+# Uses the Python of FOLDER if it has pydantic, else that of .venv-jobs, which is created here with pydantic only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 small=.venv-jobs

@@ -29,15 +29,16 @@ def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: floa
     return grace_s if left_s is None else min(max(left_s - LEAVE_S, 1.0), max(grace_s, lead_s))
 
 
-def end_after_signal(asked: float | None, told: float | None, *, now: float, lead_s: float) -> float | None:
+def end_after_signal(queried: float | None, initial: float | None, *, now: float, lead_s: float) -> float | None:
     """End of a job after a stop signal.
 
-    ``asked``: Slurm's answer now, which takes precedence. Otherwise ``told``, the end known at the start of the job,
-    but at most ``lead_s`` seconds from now.
+    ``queried``: Slurm's current answer, which takes precedence. Otherwise ``initial``, the end known at
+    the start of the job, but at most ``lead_s`` seconds from now.
     """
-    if asked is not None:
-        return asked
-    return now + lead_s if told is None else min(told, now + lead_s)
+    if queried is not None:
+        return queried
+    latest = now + lead_s
+    return latest if initial is None else min(initial, latest)
 
 
 class JobClock:
@@ -48,19 +49,19 @@ class JobClock:
         self.lead_s = lead_s
         self.now = now
         self._job_id = environ.get("SLURM_JOB_ID", "")
-        self._told = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
+        self._initial_end = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
 
     async def end(self) -> float | None:
         """Currently known end of the job; None if unknown."""
-        asked = await self._ask()
-        return self._told if asked is None else asked
+        queried = await self._query_end()
+        return self._initial_end if queried is None else queried
 
     async def end_after_signal(self, *, ask: bool) -> float | None:
         """Deadline of a stop request received now; ``ask``: query Slurm."""
         if not self._job_id:
             return None
-        asked = await self._ask() if ask else None
-        return end_after_signal(asked, self._told, now=self.now(), lead_s=self.lead_s)
+        queried = await self._query_end() if ask else None
+        return end_after_signal(queried, self._initial_end, now=self.now(), lead_s=self.lead_s)
 
     async def until_due(self) -> None:
         """Return when a stop request is due even without a signal; never if the end is unknown."""
@@ -71,13 +72,14 @@ class JobClock:
             await asyncio.sleep(min(wait_s, ASK_AGAIN_S))
         await asyncio.get_running_loop().create_future()
 
-    async def _ask(self) -> float | None:
+    async def _query_end(self) -> float | None:
+        """End of the job from squeue; None outside Slurm or without an answer."""
         if not self._job_id:
             return None
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         command = ["squeue", "--noheader", f"--jobs={self._job_id}", "--format=%e"]
         try:
-            asking = await asyncio.create_subprocess_exec(
+            squeue = await asyncio.create_subprocess_exec(
                 *command,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -86,10 +88,10 @@ class JobClock:
         except OSError:
             return None
         try:
-            answer, _ = await asyncio.wait_for(asking.communicate(), ASK_TIMEOUT_S)
+            answer, _ = await asyncio.wait_for(squeue.communicate(), ASK_TIMEOUT_S)
         except TimeoutError:
             with suppress(ProcessLookupError):  # it has just exited
-                asking.kill()
+                squeue.kill()
             return None
         return _seconds(answer.decode(errors="replace"))
 

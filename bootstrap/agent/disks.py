@@ -17,7 +17,7 @@ from pathlib import Path
 
 _LOOK_EVERY_S = 1.0
 _MIB = 1 << 20
-# Ray's raylet, a log and a verdict still find room for their last words.
+# Leaves space for the last messages of Ray's raylet, a log and the verdict.
 _FULL_BYTES = 64 * _MIB
 _PROBE_EVERY_S = 5.0
 _PROBE_BYTES = 65_536
@@ -26,7 +26,7 @@ _NO_ROOM = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "disk quota e
 
 
 class DiskFull(Exception):
-    """A place is full; ``node_is_bad`` when it belongs to this node, so that another node would have room."""
+    """A disk is full; ``node_is_bad``: it belongs to this node, so another node may have space."""
 
     def __init__(self, cause: str, *, node_is_bad: bool) -> None:
         super().__init__(cause)
@@ -35,25 +35,27 @@ class DiskFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WatchedFolder:
-    """A folder to watch; ``stands_s`` is for how long it has to be full."""
+    """A folder to watch; ``grace_s``: seconds for which it must stay full."""
 
     folder: Path
     what: str
     belongs_to_node: bool
-    stands_s: float
+    grace_s: float
 
 
 def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder, ...]:
-    """What an agent watches: Ray's folder on its node; the run folder, which all share, only where it is given."""
-    own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, stands_s=1.0)
-    return (own,) if run_folder is None else (own, WatchedFolder(run_folder, "the run folder", False, stands_s=10.0))
+    """Folders that an agent watches: Ray's folder on its node and, if given, the shared run folder."""
+    own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, grace_s=1.0)
+    if run_folder is None:
+        return (own,)
+    return own, WatchedFolder(run_folder, "the run folder", belongs_to_node=False, grace_s=10.0)
 
 
 def shortage(free: int, total: int, free_inodes: int, num_inodes: int) -> str | None:
-    """Why nothing more can be written where so much is free (bytes, inodes), or None.
+    """Why a file system with these free bytes and inodes counts as full; None if it does not.
 
-    A file system of which nothing is known says 0 of 0 (some FUSE and overlay mounts), and without a fixed number of
-    inodes (btrfs, Lustre at times) 0 inodes of 0.
+    Some FUSE and overlay mounts report 0 of 0 bytes, and file systems without a fixed number of inodes
+    (btrfs, sometimes Lustre) 0 of 0 inodes: neither counts as full.
     """
     if total > 0 and free < min(_FULL_BYTES, total // 2):
         return f"{free / _MIB:.0f} MiB left of {total / _MIB:.0f}"
@@ -63,7 +65,7 @@ def shortage(free: int, total: int, free_inodes: int, num_inodes: int) -> str | 
 
 
 async def until_full(places: Sequence[WatchedFolder]) -> DiskFull:
-    """Returns when one of the places is full, and says which; never otherwise."""
+    """Return a ``DiskFull`` when one of the folders is full; otherwise never return."""
     watching = [asyncio.create_task(_until_full(place)) for place in places]
     try:
         done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -80,31 +82,37 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
     try:
         while True:
             found = await asyncio.to_thread(_shortage_at, place.folder)  # a shared file system may stall
-            # A quota shows in no figure of the file system, only to who writes; a shared one is asked less often.
-            if found is None and not place.belongs_to_node and (full_since is not None or loop.time() >= probe_at):
+            # statvfs does not show quotas, only a write does. Probe a shared file system less often.
+            is_probe_due = full_since is not None or loop.time() >= probe_at
+            if found is None and not place.belongs_to_node and is_probe_due:
                 found = await asyncio.to_thread(_refusal_at, place.folder)
                 probe_at = loop.time() + _PROBE_EVERY_S
             now = loop.time()
-            full_since = None if found is None else now if full_since is None else full_since
-            if full_since is not None and now - full_since >= place.stands_s:
-                cause = f"{place.what} {place.folder} is full: {found}; make room there, or use another place"
+            if found is None:
+                full_since = None
+            elif full_since is None:
+                full_since = now
+            if full_since is not None and now - full_since >= place.grace_s:
+                cause = f"{place.what} {place.folder} is full: {found}; free space there, or use another folder"
                 return DiskFull(cause, node_is_bad=place.belongs_to_node)
             await asyncio.sleep(_LOOK_EVERY_S)
     finally:
         if not place.belongs_to_node:
-            _give_back(place.folder / _RESERVE)  # room for the verdict
+            _remove(place.folder / _RESERVE)  # frees space for the verdict
 
 
 def _shortage_at(folder: Path) -> str | None:
     try:
-        room = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return None
-    return shortage(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize, room.f_favail, room.f_files)
+    free = status.f_bavail * status.f_frsize
+    total = status.f_blocks * status.f_frsize
+    return shortage(free, total, status.f_favail, status.f_files)
 
 
 def _refusal_at(folder: Path) -> str | None:
-    """Why a small file cannot be written there for want of room, or None. The last that could stays as a reserve."""
+    """Why a small file cannot be written (disk full, quota), or None. The last one stays as a reserve."""
     probe = folder / f"{_RESERVE}.new"
     try:
         with probe.open("wb") as file:
@@ -113,11 +121,11 @@ def _refusal_at(folder: Path) -> str | None:
             os.fsync(file.fileno())
         probe.replace(folder / _RESERVE)
     except OSError as error:
-        _give_back(probe)
+        _remove(probe)
         return _NO_ROOM.get(error.errno or 0)
     return None
 
 
-def _give_back(path: Path) -> None:
+def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()

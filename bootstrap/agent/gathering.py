@@ -82,7 +82,7 @@ class Gathering:
             self._folder_test.answered(host, message)
 
     def can_do_without(self, host: str, why: str) -> bool:
-        """Record that a node is gone; return whether the cluster can run without it."""
+        """Record the loss of a node; return whether the cluster can run without it."""
         if self.used:
             return host not in self.used
         self._absent[host] = why
@@ -116,7 +116,7 @@ class Gathering:
             await self._changed.wait()
 
     async def _wait_for_the_rest(self) -> None:
-        """Wait until every host has joined or is known to be gone."""
+        """Wait until every host has joined or is known to be lost."""
         while any(host not in self._absent for host in self._reception.missing()):
             self._changed.clear()
             await self._changed.wait()
@@ -187,7 +187,7 @@ class Gathering:
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """Read the preflight facts of the host that this agent runs on."""
-    # Early: the report is due within 10 s of the hello, and reading from a cold file system may take that long.
+    # Cache the versions now: the report is due within 10 s of the hello, and a cold file system is slow.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
@@ -203,7 +203,7 @@ def _host_facts(report: NodeReport) -> HostFacts:
 
 
 def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
-    """Names of ``names`` that are visible here; a shared folder shows all of them within ``_CANARY_S``."""
+    """The ``names`` that are visible here; a shared folder shows all of them within ``_CANARY_S``."""
     folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
     deadline = time.monotonic() + _CANARY_S
     while True:

@@ -82,7 +82,7 @@ class HeadAgent:
         self._following: list[asyncio.Task[None]] = []
         self._watching: list[asyncio.Task[None]] = []  # Ray and the disks of this node
         self._ending = False
-        self._telling: asyncio.Task[None] | None = None
+        self._sending_cluster: asyncio.Task[None] | None = None
         self._claim: socket.socket | None = None
         self._ray: LocalRay | None = None
 
@@ -99,7 +99,8 @@ class HeadAgent:
                 logger.info("the cluster is up after %.1f s", loop.time() - started_at)
                 # Writing a long line blocks until the driver reads; stops and losses must be noticed meanwhile.
                 line = bringup.result().to_json()
-                self._telling = asyncio.create_task(asyncio.to_thread(_write_line, driver_input, line))
+                write = asyncio.to_thread(_write_line, driver_input, line)
+                self._sending_cluster = asyncio.create_task(write)
                 outcome = await self._outcome_of_run(driver)
             else:
                 os.close(driver_input)
@@ -187,8 +188,8 @@ class HeadAgent:
                 ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
                 preparing = asyncio.create_task(self._prepare_ray())
                 preparing.add_done_callback(look_at_error)  # on an unfit host preflight reports the problem
-                await self._open_door(ports)
-                own, environ = await self._find_own_place()
+                await self._listen_for_nodes(ports)
+                own, environ = await self._report_own_node()
                 starting = self._start_ray(own, ports, environ, preparing)
                 reports, _ = await all_or_first_error(self._admit(own), starting)
                 await self._start_others(reports, ports)
@@ -215,7 +216,7 @@ class HeadAgent:
         # Without --socket-ifname, the interface that reaches the nodes is unknown until they connect.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
-    async def _open_door(self, ports: PortBlock) -> None:
+    async def _listen_for_nodes(self, ports: PortBlock) -> None:
         """Listen for the other nodes, if any, and publish the addresses."""
         if len(self._facts.hosts) == 1:
             return
@@ -226,7 +227,7 @@ class HeadAgent:
             published = tuple(address for address in published if address.ifname == ifname)
         write_atomic(self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
 
-    async def _find_own_place(self) -> tuple[NodeReport, dict[str, str]]:
+    async def _report_own_node(self) -> tuple[NodeReport, dict[str, str]]:
         """Report of the head and its network variables, once the first node has connected."""
         facts, options = self._facts, self._options
         await asyncio.to_thread(installed_versions)  # slow on a cold file system; heartbeats continue
@@ -240,7 +241,7 @@ class HeadAgent:
         self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
         row = network_row(network, found, installed_versions())
         own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
-        # A routed fabric also has its address on the loopback interface, so check the address, not the interface.
+        # On a routed fabric the loopback interface holds the address: test the address, not the interface.
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
@@ -288,7 +289,7 @@ class HeadAgent:
         await asyncio.gather(*(self._reception.links[report.rank].send(order) for report in reports[1:]))
         assert self._ray is not None
         await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
-        self._ray.watch_no_more()
+        self._ray.stop_watching()
 
     async def _watch_ray(self, ray: LocalRay) -> None:
         await asyncio.wait([ray.kept.exited])

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 
 class FactsError(ValueError):
-    """The environment does not say what an agent must know."""
+    """The environment lacks required variables, or they are inconsistent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """This node's place: ``hosts[rank]`` is this host, ``hosts[0]`` the head."""
+    """This node's position in the job: ``hosts[rank]`` is this host, ``hosts[0]`` the head."""
 
     host: str
     rank: int
@@ -38,17 +38,17 @@ class Facts:
 
 
 def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
-    """Place of this agent among its peers.
+    """Read this agent's position in the job.
 
     Raises:
-        FactsError: inside a job but not inside a job step, or Slurm's values contradict each other.
+        FactsError: in a job but outside a job step, or Slurm's variables are inconsistent.
     """
     job_id = environ.get("SLURM_JOB_ID")
     if job_id is None:
         return Facts(hostname, 0, (hostname,), f"l{os.getpid()}", 0, in_slurm=False)
     if "SLURM_NODEID" not in environ:
-        raise FactsError("SLURM_NODEID is unset inside a Slurm job: start one agent a node with srun, not by hand")
-    # The step's own list counts: a step may run on fewer nodes than the job has, and node ids count within the step.
+        raise FactsError("SLURM_NODEID is not set in a Slurm job; start one agent per node with srun")
+    # Use the step's list: a step may run on fewer nodes than its job, and node ids count within the step.
     key = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     hosts = expand_hosts(environ.get(key, ""))
     rank = int(environ["SLURM_NODEID"])
@@ -58,10 +58,12 @@ def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Slurm's compact host list in full: ``n[01-03,7],gpu-a`` -> n01 n02 n03 n7 gpu-a (man scontrol, show hostnames).
+    """Expand Slurm's compact host list: ``n[01-03,7],gpu-a`` -> n01 n02 n03 n7 gpu-a.
+
+    Same result as ``scontrol show hostnames``.
 
     Raises:
-        FactsError: unbalanced brackets or a range that is not one.
+        FactsError: unbalanced brackets or an invalid range.
     """
     if text.count("[") != text.count("]"):
         raise FactsError(f"host list {text!r}: brackets do not match")

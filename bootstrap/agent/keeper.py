@@ -58,7 +58,7 @@ class Keeper:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._selector.register(channel, selectors.EVENT_READ)
         self._line = b""
-        self._agent_is_there = True
+        self._is_agent_connected = True
         self._kill_at: float | None = None  # monotonic seconds; set once ending has begun
         self._pid = _spawn(command)
         self._report(event="started", pid=self._pid)
@@ -69,10 +69,10 @@ class Keeper:
             self._wait()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_all(signal.SIGKILL)
-                self._kill_at = time.monotonic() + _KILL_ROUND_S  # again: a fork may have slipped through
+                self._kill_at = time.monotonic() + _KILL_ROUND_S  # repeat: a fork may have been missed
         self._report(event="gone")
         leave_at = time.monotonic() + _LINGER_S
-        while self._agent_is_there and time.monotonic() < leave_at:
+        while self._is_agent_connected and time.monotonic() < leave_at:
             self._kill_at = leave_at
             self._wait()
 
@@ -90,7 +90,7 @@ class Keeper:
         except OSError:
             data = b""
         if not data:
-            self._agent_is_there = False
+            self._is_agent_connected = False
             self._selector.unregister(self._channel)
             self._begin_end(_ORPHANED_GRACE_S)
         *lines, self._line = (self._line + data).split(b"\n")

@@ -28,7 +28,7 @@ from common.files import tail
 logger = logging.getLogger(__name__)
 
 _END_GRACE_S = 10.0
-_LAST_WORDS_S = 2.0  # what Ray said last may still be on its way when its end is known
+_LAST_WORDS_S = 2.0  # Ray's last output may arrive after its exit is known
 
 
 class RayError(Exception):
@@ -36,11 +36,11 @@ class RayError(Exception):
 
 
 class LocalRay:
-    """A process that has imported Ray and, once it was told to, is ``ray start --block``."""
+    """A process that has imported Ray and becomes ``ray start --block`` on request."""
 
     def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
         self.kept = kept
-        self.registered: dict[str, int] = {}  # GPUs of each node that the GCS knows, by address; on the head only
+        self.registered: dict[str, int] = {}  # on the head: GPUs of each node in the GCS, by address
         self._news = asyncio.Event()
         self._session_folder = session_folder
         self._log = log
@@ -49,10 +49,10 @@ class LocalRay:
 
     @classmethod
     async def prepare(cls, session_folder: str, environ: Mapping[str, str], log: Path) -> LocalRay:
-        """Let a process import Ray; returns at once.
+        """Start a process that imports Ray; returns at once.
 
         Raises:
-            RayError: the session folder cannot be made, or belongs to somebody else.
+            RayError: the session folder cannot be created, or belongs to another user.
         """
         _make_own_folder(Path(session_folder))
         output, input_end = os.pipe()
@@ -68,26 +68,28 @@ class LocalRay:
         return ray
 
     def start(self, node: RayNode, environ: Mapping[str, str]) -> None:
-        """Give the order; ``environ`` comes on top of what the process has.
+        """Start Ray; ``environ`` is added to the environment of the process.
 
         Raises:
-            RayError: a port is taken.
+            RayError: a port is in use.
         """
         if taken := busy_ports(node.ports.service_ports):
             raise RayError(f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on")
         watch = host_port(node.ip, node.ports.gcs) if node.is_head else None
         order = {"argv": start_argv(node), "environ": dict(environ), "watch": watch}
-        assert self._orders is not None, "ordered twice"
-        with suppress(BrokenPipeError):  # it has ended, which is noticed where that is waited for
+        assert self._orders is not None, "start may be called once"
+        with suppress(BrokenPipeError):  # the process has exited; wait_registered reports that
             os.write(self._orders, json.dumps(order).encode() + b"\n")
         if not node.is_head:
-            self.watch_no_more()
+            self.stop_watching()
 
     async def wait_registered(self, wanted: Mapping[str, int]) -> None:
-        """Until the GCS knows all these nodes, each with so many GPUs. On the head only.
+        """Wait until all these nodes are registered in the GCS. On the head only.
+
+        ``wanted``: number of GPUs of each node, by address.
 
         Raises:
-            RayError: Ray ended instead, or a node has other GPUs than it should.
+            RayError: Ray exited, or a node has a different number of GPUs.
         """
         while missing := wanted.keys() - self.registered.keys():
             self._news.clear()
@@ -101,22 +103,22 @@ class LocalRay:
             if self.registered[ip] != num_gpus:
                 raise RayError(f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there")
 
-    def watch_no_more(self) -> None:
-        """No further order will come, and no node is waited for any more."""
+    def stop_watching(self) -> None:
+        """Close the process's input, which ends its reports about registered nodes."""
         if self._orders is not None:
             os.close(self._orders)
             self._orders = None
 
     async def last_words(self) -> str:
-        """Why there is no Ray any more, for people; with all that it said before."""
+        """Message about the exit of Ray, with the last lines of its log."""
         if self._copying is not None:
             await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
         code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
         return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:
-        """End Ray; copy its own logs first when somebody will want to read them."""
-        self.watch_no_more()
+        """End Ray; copy its logs to ``keep_logs_in`` unless that is None."""
+        self.stop_watching()
         await self.kept.end(_END_GRACE_S)
         logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
         if keep_logs_in is not None and logs.exists():
@@ -129,7 +131,7 @@ class LocalRay:
             self._copying.cancel()
 
     async def _copy(self, descriptor: int) -> None:
-        """Append Ray's output to the log and look for the lines about nodes."""
+        """Append Ray's output to the log and parse the lines about registered nodes."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -141,8 +143,9 @@ class LocalRay:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._read_line(line.decode(errors="replace"))
-                with suppress(OSError):  # a full disk is noticed elsewhere; Ray and the list of nodes go on
-                    await asyncio.to_thread(_append, self._log, data)  # the folder is shared and may stall
+                # A full disk is detected elsewhere (``disks``). In a thread: the shared folder may stall.
+                with suppress(OSError):
+                    await asyncio.to_thread(_append, self._log, data)
         finally:
             transport.close()
 
@@ -159,7 +162,7 @@ def _append(log: Path, data: bytes) -> None:
 
 
 def _make_own_folder(path: Path) -> None:
-    """Make ``path`` afresh with mode 0700; one that we left behind ourselves is removed first."""
+    """Create ``path`` with mode 0700; replace one that this user left behind."""
     try:
         _remove_own(path)
         path.mkdir(mode=0o700)

@@ -142,7 +142,9 @@ class NodeAgent:
             problem = str(error)
         row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
         taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first port
-        said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
+        reported = replace(
+            host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time()
+        )
         return NodeReport(
             self._facts.host,
             self._facts.rank,
@@ -150,7 +152,7 @@ class NodeAgent:
             installed_versions(),
             link.local_ip,
             ifname,
-            asdict(said),
+            asdict(reported),
             row,
         )
 
@@ -200,15 +202,15 @@ class NodeAgent:
             return
         self._is_needed = True
         life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
-        told_to_end = asyncio.create_task(self._next_order(link))
-        await asyncio.wait([life, told_to_end], return_when=asyncio.FIRST_COMPLETED)
-        if not told_to_end.done():
+        end_order = asyncio.create_task(self._next_order(link))
+        await asyncio.wait([life, end_order], return_when=asyncio.FIRST_COMPLETED)
+        if not end_order.done():
             error = life.exception()
             logger.error("%s", error)
             bad = isinstance(error, DiskFull) and error.node_is_bad
             await link.send({"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad})
         life.cancel()
-        await told_to_end
+        await end_order
 
     async def _next_order(self, link: Link) -> Message:
         order = await link.receive()

@@ -31,7 +31,7 @@ class Options:
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Parse the command line; exits with usage and code 2 on an error."""
-    parser = argparse.ArgumentParser(prog="python -m bootstrap.agent", description="One agent a node.")
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.agent", description="Run the agent of one node.")
     parser.add_argument("--attempt-dir", type=Path, required=True, help="folder of this attempt, shared by all nodes")
     parser.add_argument("--num-gpus", type=int, required=True, help="GPUs of this node that Ray may allocate")
     parser.add_argument("--socket-ifname", help="network interface to use (default: detected)")

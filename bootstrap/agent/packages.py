@@ -16,11 +16,11 @@ _FORMS = (".dist-info", ".egg-info")
 
 
 def fingerprint(folders: Iterable[str] | None = None) -> str:
-    """Hexadecimal digits over every ``NAME-VERSION`` on the import path; the order of the path plays no part."""
+    """Hexadecimal digest of every ``NAME-VERSION`` on the import path, independent of its order."""
     found: set[str] = set()
     for folder in sys.path if folders is None else folders:
         try:
             found.update(name for name in os.listdir(folder or ".") if name.endswith(_FORMS))
-        except OSError:  # archives, and folders that are not there
+        except OSError:  # archives and missing folders
             continue
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_NUM_DIGITS]

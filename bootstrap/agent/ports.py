@@ -25,12 +25,12 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortError(Exception):
-    """No block of ports can be had."""
+    """No block of ports is available."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortBlock:
-    """Where everything of one job listens."""
+    """The TCP ports of one job."""
 
     base: int
 
@@ -44,7 +44,7 @@ class PortBlock:
 
     @property
     def service_ports(self) -> range:
-        """Ports that have to be free before Ray starts."""
+        """Ports that must be free before Ray starts."""
         return range(self.base + 1, self.base + NUM_SERVICE_PORTS)
 
     @property
@@ -57,7 +57,7 @@ class PortBlock:
 
 
 def ephemeral_floor(path: Path = _EPHEMERAL_RANGE) -> int:
-    """First port that the kernel hands to outgoing connections; 32768 where it does not say."""
+    """First port of the kernel's range for outgoing connections; 32768 if it cannot be read."""
     try:
         return int(path.read_text().split()[0])
     except OSError:
@@ -65,9 +65,9 @@ def ephemeral_floor(path: Path = _EPHEMERAL_RANGE) -> int:
 
 
 def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
-    """All blocks below ``floor``, the job's own first.
+    """All blocks below ``floor``, starting with the one that the job id selects.
 
-    Neighbouring job ids begin at different blocks, so that jobs which share a node rarely try the same.
+    Consecutive job ids start with different blocks, so that jobs on a shared node rarely collide.
 
     Raises:
         PortError: no block fits below ``floor``.
@@ -85,25 +85,25 @@ def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
 
 
 def busy_ports(ports: range) -> list[int]:
-    """Those on which somebody listens."""
+    """The ports on which a process listens."""
     return [port for port in ports if not _is_free(port)]
 
 
 def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socket.socket]:
-    """The first free block and the listening rendezvous socket, which holds it while it is open.
+    """The first free block and its listening rendezvous socket, which reserves it while open.
 
-    Connections of an attempt before this one that are winding down hold nothing: the kernel keeps them for a minute,
-    and a job that is started again is to have its own block again, where the others look first.
+    Connections of an earlier attempt in TIME_WAIT do not count as busy: the kernel keeps them for a
+    minute, and a requeued job must get the same block, which the nodes try first.
 
     Raises:
-        PortError: every block is in use, or nobody can listen at ``bind_ip``.
+        PortError: every block is in use, or ``bind_ip`` is not an address of this host.
     """
     for block in candidate_blocks(job_id, floor):
         claim = _socket_for(bind_ip)
         claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             claim.bind((bind_ip, block.rendezvous))
-            claim.listen()  # of those that are bound with that option only one may
+            claim.listen()  # SO_REUSEADDR lets several sockets bind, but only one can listen
         except OSError as error:
             claim.close()
             if error.errno == errno.EADDRNOTAVAIL:
@@ -121,7 +121,7 @@ def host_port(ip: str, port: int) -> str:
 
 
 def _socket_for(bind_ip: str) -> socket.socket:
-    """A socket of the address's family; one for all addresses takes connections over IPv4 and IPv6."""
+    """A socket of the address's family; for all addresses, one that accepts IPv4 and IPv6."""
     if ":" not in bind_ip and (bind_ip or not socket.has_dualstack_ipv6()):
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     both = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -131,7 +131,7 @@ def _socket_for(bind_ip: str) -> socket.socket:
 
 def _is_free(port: int) -> bool:
     with _socket_for("") as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are winding down do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
         try:
             probe.bind(("", port))
         except OSError:

@@ -18,10 +18,10 @@ from bootstrap.network.here import socket_environment
 
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65 ("/session_<date>_<time>_<pid>/sockets/plasma_store").
 _MAX_TEMP_DIR_BYTES = 40
-# Ray opens its temp dir to everybody (mode 0777), so it lies in a folder of ours that is not.
+# Ray makes its temp dir accessible to all users (mode 0777), so it is placed in a private folder.
 _RAYS_PART = "t"
 
-# What a launcher leaves in the environment makes programs below Ray believe that they are ranks of it.
+# Variables of a launcher, which would make programs below Ray act as ranks of that launcher.
 _SCRUBBED = re.compile(
     r"(SLURM|SLURMD|SRUN|SBATCH|PMI|PMIX|OMPI|PRTE)_.*|PMI[0-9]?|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
     r"|MASTER_(ADDR|PORT)|RAY_ADDRESS|RAY_AUTH_TOKEN"
@@ -48,10 +48,10 @@ class RayNode:
 
 
 def temp_dir(facts: Facts) -> str:
-    """Folder of Ray's sessions, node-local and this attempt's own; Ray's temp dir is ``rays_part`` of it.
+    """Node-local folder of this attempt for Ray's session; Ray's temp dir is its ``rays_part``.
 
     Raises:
-        ValueError: the name is too long for a Unix socket inside it.
+        ValueError: the path is too long for a Unix socket inside it.
     """
     path = f"/tmp/r{facts.job_id}.{facts.restart_count}"
     if len(rays_part(path).encode()) > _MAX_TEMP_DIR_BYTES:
@@ -65,10 +65,10 @@ def rays_part(folder: str) -> str:
 
 
 def start_argv(node: RayNode) -> list[str]:
-    """Arguments of Ray's command line that run it on a node until it is told to end.
+    """Arguments of Ray's command line to run Ray on a node in the foreground.
 
-    What nobody here uses is not started: the autoscaler's monitor and the monitor that carries the workers' output to
-    the driver. Each is a process that loads Ray while the raylet does.
+    The autoscaler's monitor and the log monitor, which sends the workers' output to the driver, are
+    disabled. Both are unused, and each is a process that imports Ray while the raylet starts.
     """
     argv = ["start"]
     if node.is_head:
@@ -101,7 +101,8 @@ def start_argv(node: RayNode) -> list[str]:
 def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Path) -> dict[str, str]:
     """Environment of the driver, and the part of Ray's that does not depend on the network.
 
-    Ray's token authentication reads the attempt's secret from its file: it is in no argv and in no variable.
+    Ray's token authentication reads the attempt's secret from its file, so the secret appears in no
+    command line and no variable.
     """
     environ = {key: value for key, value in inherited.items() if not _SCRUBBED.fullmatch(key)}
     environ |= {
@@ -118,13 +119,13 @@ def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Pa
 
 
 def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the process that will be ``ray start``; every Ray worker of the node inherits it.
+    """Environment of the process that becomes ``ray start``; every Ray worker of the node inherits it.
 
-    Ray drains for 30 s at TERM and keeps looking for a lost head for 60 s by default. Our agents decide when a node
-    ends, so neither wait has anything to wait for.
+    By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide when
+    a node ends, so both timeouts are shortened.
 
-    ``ray status`` shows what the autoscaler's monitor last wrote, and no monitor runs (``start_argv``). With the flag
-    of the second autoscaler in the GCS it asks the GCS itself, which knows nodes and resources without a monitor.
+    ``ray status`` prints what the autoscaler's monitor last wrote, and no monitor runs
+    (``start_argv``). With autoscaler v2 enabled it queries the GCS, which has nodes and resources.
     """
     return {
         "RAY_enable_autoscaler_v2": "1",
@@ -137,9 +138,10 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
 def network_environment(
     base: Mapping[str, str], node: RayNode, ifname: str, fabric: Mapping[str, str]
 ) -> dict[str, str]:
-    """What comes on top once the node's address, which ``ifname`` holds, is known.
+    """Variables that depend on the node's address, which belongs to the interface ``ifname``.
 
-    ``fabric`` is what was detected of this node beyond the interface; what the user has set (``base``) outranks it.
+    ``fabric``: variables detected for this node's RDMA ports; the user's variables in ``base`` take
+    precedence.
     """
     return {
         **{key: value for key, value in fabric.items() if not base.get(key)},

@@ -22,8 +22,9 @@ import sys
 import threading
 from typing import Any
 
-# Commands beside ``ray start`` whose imports (FastAPI and more) take longer than Ray's own, and what the server for
-# remote clients needs, which no option turns off. Ray goes without what cannot be imported; None stands for that here.
+# Modules of other Ray commands, whose imports (FastAPI and more) take longer than Ray's, and grpc, which the Ray
+# client server needs; no option disables that server. Ray skips modules that cannot be imported, and None in
+# sys.modules makes an import fail.
 _UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli", "grpc")
 _POLL_S = 0.05
 _RPC_TIMEOUT_S = 5.0
@@ -32,12 +33,12 @@ _REGISTERED = "registered node "
 
 
 def registered_line(ip: str, num_gpus: int) -> str:
-    """What the watcher prints of a node; on a line of its own, whatever Ray is just printing."""
+    """The watcher's line about a node; it starts with a line break, because Ray prints concurrently."""
     return f"\n{_REGISTERED}{ip} {num_gpus}\n"
 
 
 def parse_registered(line: str) -> tuple[str, int] | None:
-    """Address and number of GPUs, when this is a line of the watcher."""
+    """Address and number of GPUs of a watcher's line; None for other lines."""
     if not line.startswith(_REGISTERED):
         return None
     ip, num_gpus = line.removeprefix(_REGISTERED).split()
@@ -45,7 +46,7 @@ def parse_registered(line: str) -> tuple[str, int] | None:
 
 
 def import_ray() -> Any:
-    """The module of Ray's command line, with what ``ray start`` needs and no more."""
+    """Import Ray's command line with only the modules that ``ray start`` needs."""
     for name in _UNUSED:
         sys.modules[name] = None  # type: ignore[assignment]
     from ray.scripts import scripts
@@ -54,24 +55,24 @@ def import_ray() -> Any:
 
 
 def _watch(gcs_address: str, until: int) -> None:
-    """Print each node as soon as the GCS knows it; ends when descriptor ``until`` has been closed by the agent."""
+    """Print each node once it is registered in the GCS, until the agent closes ``until``."""
     from ray._raylet import GcsClient
     from ray.exceptions import RpcError
 
     host, _, port = gcs_address.rpartition(":")
-    while not _accepts(host.strip("[]"), int(port)):  # a client that is made too early waits for seconds
+    while not _accepts(host.strip("[]"), int(port)):  # a client created too early waits for seconds
         if _closed(until):
             return
     client = GcsClient(address=gcs_address)
-    told: set[str] = set()
+    printed: set[str] = set()
     while not _closed(until):
         try:
             nodes = client.get_all_node_info(timeout=_RPC_TIMEOUT_S, state_filter=_ALIVE).values()
         except RpcError:
-            continue  # whether the GCS lives is for ``ray start`` to say
+            continue  # ``ray start`` reports a dead GCS
         for node in nodes:
-            if node.node_manager_address not in told:
-                told.add(node.node_manager_address)
+            if node.node_manager_address not in printed:
+                printed.add(node.node_manager_address)
                 num_gpus = int(node.resources_total.get("GPU", 0))
                 os.write(1, registered_line(node.node_manager_address, num_gpus).encode())
 
@@ -85,16 +86,16 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _closed(descriptor: int) -> bool:
-    """Whether the other end has been closed; this is also the pause between two questions."""
+    """Whether the other end is closed; waits for _POLL_S, which is also the polling interval."""
     return bool(select.select([descriptor], [], [], _POLL_S)[0])
 
 
 def main() -> int:
-    """Entry of the process."""
+    """Entry point of the process."""
     scripts = import_ray()
     orders = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # what Ray starts has nothing to read there
+    os.dup2(nothing, 0)  # Ray's child processes must not read the orders
     os.close(nothing)
     with open(orders, "rb", buffering=0, closefd=False) as stream:
         line = stream.readline()

@@ -65,7 +65,7 @@ class NodeReport:
     rank: int
     num_gpus: int
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    ip: str = ""  # as the connection shows it
+    ip: str = ""  # local address of the connection
     ifname: str = ""
     host_facts: Mapping[str, Any] = field(default_factory=dict)  # of preflight.HostFacts
     network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison

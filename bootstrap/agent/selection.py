@@ -18,14 +18,15 @@ def choose_hosts(
 ) -> tuple[str, ...]:
     """The first ``num_needed`` fit hosts.
 
-    The head runs the driver and is the address that all others have; it cannot be replaced within an attempt.
+    The head runs the driver, and all nodes connect to its address, so an attempt cannot replace it.
 
     Args:
-        absent: hosts that did not join, or left again, each with the reason.
-        can_requeue: false outside Slurm, where nobody would start the attempt again elsewhere.
+        absent: hosts that did not join or were lost, each with the reason.
+        can_requeue: false outside Slurm, where nothing restarts the attempt on other hosts.
 
     Raises:
-        BringupError: no host can run this (verdict config), or too few of these can (requeue without the bad ones).
+        BringupError: no host can run the job (verdict config), or too few hosts are fit (verdict
+            requeue, with the unfit hosts excluded).
     """
     if preflight.fatal is not None:
         raise BringupError(preflight.fatal, verdict="config")

@@ -1,8 +1,8 @@
 """Checks of a container image, from facts read inside it. Pure.
 
-Input: ``ImageFacts`` and the requirements. Output: ``Check`` values: FATAL_CONFIG where a run would fail for what the
-image lacks, WARN where it would be slow or behave unexpectedly. Facts that cannot be read, e.g. without a GPU here, are
-not faults.
+Input: ``ImageFacts`` and the requirements. Output: ``Check`` values: FATAL_CONFIG if a run would fail because the image
+lacks something, WARN if it would be slow or behave unexpectedly. Facts that cannot be read (e.g. on a host without a
+GPU) are not faults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bootstrap.image.pins import Requirement, parse
 
 TE_USES = "optimizer_cpu_offload, the precision-aware optimizer with other types, grouped experts and fused permutation"
 RDMA_LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1")
-# Kernel drivers of RDMA devices and the part of rdma-core (or the vendor's) that speaks to them from a program.
+# Kernel drivers of RDMA devices, and the user-space provider of rdma-core (or the vendor) for each.
 PROVIDERS = {
     "mlx5_core": "mlx5",
     "mlx4_core": "mlx4",
@@ -27,42 +27,42 @@ PROVIDERS = {
 }
 _WANTED_NOFILE = 65_535
 _NEEDED_SHM = GIB  # Docker's 64 MiB break NCCL, Ray and SGLang alike
-_NCCL_GID = (2, 21)  # chooses the RoCE GID by itself (NCCL 2.21, release notes)
-# Of the image's variables, those that change a run, and how.
+_NCCL_GID = (2, 21)  # selects the RoCE GID automatically (NCCL 2.21, release notes)
+# Variables of the image that change a run, and their effect.
 _HARMFUL = {
     "PYTHONPATH": "its folders come before the packages; rlpost's own value wins in a job",
     "PYTHONHOME": "another Python's library",
     "PIP_CONSTRAINT": "pip refuses other versions than the image's: set it empty when you install",
     "LD_PRELOAD": "a library in every process",
-    "MASTER_ADDR": "taken out by the agents",
-    "NCCL_SOCKET_IFNAME": "beats what the agents find; take it out of the image",
-    "GLOO_SOCKET_IFNAME": "beats what the agents find; take it out of the image",
-    "NCCL_IB_HCA": "beats what the agents find; take it out of the image",
-    "OMP_NUM_THREADS": "beats the number that each process is given",
+    "MASTER_ADDR": "removed by the agents",
+    "NCCL_SOCKET_IFNAME": "overrides the agents' detection; remove it from the image",
+    "GLOO_SOCKET_IFNAME": "overrides the agents' detection; remove it from the image",
+    "NCCL_IB_HCA": "overrides the agents' detection; remove it from the image",
+    "OMP_NUM_THREADS": "overrides the number of threads of each process",
     "CUDA_VISIBLE_DEVICES": "hides GPUs from every process",
 }
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What was read; None is what could not be."""
+    """Facts read in an image; None: could not be read."""
 
     python: str = ""
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of some packages, their own requirements
-    te_range: str = ""  # the TransformerEngine that the installed Megatron-core accepts, as its metadata write it
-    commands: Mapping[str, str | None] = field(default_factory=dict)  # command: where
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # requirements of some packages
+    te_range: str = ""  # TransformerEngine versions that Megatron-core accepts, from its metadata
+    commands: Mapping[str, str | None] = field(default_factory=dict)  # command: path
     libraries: Mapping[str, bool] = field(default_factory=dict)  # shared library: whether it can be loaded
     providers: Sequence[str] = ()  # RDMA providers installed
-    rdma_drivers: Sequence[str] = ()  # kernel drivers of the RDMA devices that are seen here
+    rdma_drivers: Sequence[str] = ()  # kernel drivers of the visible RDMA devices
     has_gpu_devices: bool = False
     nccl: Mapping[str, str] = field(default_factory=dict)  # file: version
     memlock: int | None = None
     nofile: int | None = None
     shm_bytes: int | None = None
     home: str = ""
-    unwritable: Sequence[str] = ()  # of the folders that a run writes to
+    unwritable: Sequence[str] = ()  # folders that a run writes to
     environment: Mapping[str, str] = field(default_factory=dict)
     entrypoints: Sequence[str] = ()
 
@@ -76,13 +76,14 @@ def check_image(
     compiled: Sequence[Requirement] = (),
     te_reasons: Sequence[str] = (),
 ) -> tuple[Check, ...]:
-    """Every check, in the order of the table; for nodes without GPUs those that matter there.
-
-    On a CPU SGLang runs without what it asks for: those are packages of CUDA (tools/no_deps.txt).
+    """Run every check, in the order of the table.
 
     Args:
-        compiled: pins of what is compiled against torch (``te`` in setup.cfg).
-        te_reasons: settings of a recipe that need TransformerEngine; without any its absence is no lack.
+        cpu: omit the checks that need GPUs. On a CPU, SGLang runs without its CUDA dependencies
+            (tools/no_deps.txt).
+        compiled: pins of packages that are compiled against torch (``te`` in setup.cfg).
+        te_reasons: settings of a recipe that need TransformerEngine; if there are none, a missing
+            TransformerEngine is a warning only.
     """
     te = _transformer_engine(facts, compiled, te_reasons)
     of_gpus = () if cpu else (_needs(facts), te, _driver(facts), _rdma(facts), _nccl(facts))
@@ -120,7 +121,7 @@ def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
 
 
 def _needs(facts: ImageFacts) -> Check:
-    """What the large packages ask for themselves: a server without its kernels starts and fails at the first answer."""
+    """Requirements of the large packages: without its kernels a server starts, but the first request fails."""
     unmet = []
     for package, lines in sorted(facts.needs.items()):
         for one in filter(None, map(parse, lines)):
@@ -134,7 +135,7 @@ def _needs(facts: ImageFacts) -> Check:
 
 
 def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Check:
-    """Both halves at one version that Megatron-core accepts; whether anything else is a lack depends on the recipe."""
+    """Both TransformerEngine packages must have one version, and Megatron-core must accept it."""
     name, half = "transformer-engine", "transformer-engine-torch"
     pin = next((one for one in compiled if one.name == name), None)
     accepted = parse(facts.te_range) or pin
@@ -167,21 +168,21 @@ def _commands(facts: ImageFacts) -> Check:
 
 
 def _driver(facts: ImageFacts) -> Check:
-    asked = facts.environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    requested = facts.environment.get("NVIDIA_VISIBLE_DEVICES", "")
     hint = "set NVIDIA_VISIBLE_DEVICES=all and NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image"
     if facts.libraries.get("libcuda.so.1"):
         return Check("GPU driver", "OK", "libcuda.so.1 loads")
     if facts.has_gpu_devices:
-        why = f"NVIDIA_VISIBLE_DEVICES={asked or 'unset'}"
+        why = f"NVIDIA_VISIBLE_DEVICES={requested or 'unset'}"
         return Check(
             "GPU driver",
             "FATAL_CONFIG",
-            f"GPUs are here and libcuda.so.1 is not ({why}): enroot's hook 98-nvidia; {hint}",
+            f"the host has GPUs, but libcuda.so.1 is missing ({why}): see enroot's hook 98-nvidia; {hint}",
         )
-    if asked in ("", "void", "none"):
-        said = f"no GPU here to look at, and NVIDIA_VISIBLE_DEVICES is {asked or 'unset'}: {hint}"
-        return Check("GPU driver", "WARN", said)
-    return Check("GPU driver", "OK", "no GPU here to look at; the image asks for the driver")
+    if requested in ("", "void", "none"):
+        found = f"no GPU on this host, and NVIDIA_VISIBLE_DEVICES is {requested or 'unset'}: {hint}"
+        return Check("GPU driver", "WARN", found)
+    return Check("GPU driver", "OK", "no GPU on this host; the image requests the driver")
 
 
 def _rdma(facts: ImageFacts) -> Check:
@@ -222,7 +223,7 @@ def _limits(facts: ImageFacts) -> Check:
 
 def _shm(facts: ImageFacts) -> Check:
     if facts.shm_bytes is None:
-        return Check("/dev/shm", "FATAL_CONFIG", "not there: NCCL, Ray and SGLang need it")
+        return Check("/dev/shm", "FATAL_CONFIG", "missing: NCCL, Ray and SGLang need it")
     said = f"{facts.shm_bytes / GIB:.2f} GiB"
     if facts.shm_bytes >= _NEEDED_SHM:
         return Check("/dev/shm", "OK", said)

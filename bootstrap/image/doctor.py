@@ -22,25 +22,30 @@ from bootstrap.image.pins import Requirement, parse, python_required, requiremen
 
 CODE = Path(__file__).resolve().parents[2]
 COMPILED = ("te",)
-ALWAYS = ("megatron-core",)  # of tools/no_deps.txt; the rest of it is what a GPU's stack brings by itself
+ALWAYS = ("megatron-core",)  # from tools/no_deps.txt; the GPU stack installs its other packages itself
 
 
 def wanted_packages(code: Path, *, cpu: bool = False, extras: Sequence[str] = ()) -> list[Requirement]:
-    """What a training node needs, by setup.cfg and tools/no_deps.txt."""
+    """Requirements of a training node, from setup.cfg and tools/no_deps.txt."""
     found = requirements((code / "setup.cfg").read_text(), ["cpu" if cpu else "gpu", *extras])
-    lines = map(parse, (code / "tools/no_deps.txt").read_text().splitlines())
-    return found + [one for one in lines if one is not None and one.bounds and (cpu or one.name in ALWAYS)]
+    for line in (code / "tools/no_deps.txt").read_text().splitlines():
+        requirement = parse(line)
+        if requirement is None or not requirement.bounds:
+            continue
+        if cpu or requirement.name in ALWAYS:
+            found.append(requirement)
+    return found
 
 
 def compiled_packages(code: Path) -> list[Requirement]:
-    """What has to be compiled against the torch that is installed: the extras ``COMPILED`` of setup.cfg alone."""
+    """Packages to compile against the installed torch: the extras ``COMPILED`` of setup.cfg."""
     text = (code / "setup.cfg").read_text()
     always = requirements(text, [])
     return [one for one in requirements(text, COMPILED) if one not in always]
 
 
 def table(checks: Sequence[Check]) -> str:
-    """A line for each check, and what they come to."""
+    """One line per check, and a summary."""
     width = max(len(check.name) for check in checks)
     level_width = max(len(check.level) for check in checks)
     lines = [f"{check.level:<{level_width}}  {check.name:<{width}}  {check.found}" for check in checks]
@@ -49,23 +54,25 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does this image lack?")
-    parser.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to standard output")
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rlpost doctor --image", description="Report what this image lacks for a run."
+    )
+    parser.add_argument("--cpu", action="store_true", help="check for nodes without a GPU")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")
     parser.add_argument(
-        "--requirements", nargs="*", metavar="EXTRA", help="print what it should hold, with these extras, for pip"
+        "--requirements", nargs="*", metavar="EXTRA", help="print the required packages with these extras, for pip"
     )
     parser.add_argument(
-        "--compiled", action="store_true", help="print what is compiled against torch, for pip --no-build-isolation"
+        "--compiled",
+        action="store_true",
+        help="print the packages to compile against torch, for pip --no-build-isolation",
     )
-    parser.add_argument(
-        "--te-for", metavar="SETTING,...", default="", help="settings that need TransformerEngine: it must be there"
-    )
+    parser.add_argument("--te-for", metavar="SETTING,...", default="", help="settings that require TransformerEngine")
     options = parser.parse_args(argv)
     if not (CODE / "setup.cfg").is_file():
-        print(f"no setup.cfg in {CODE}, where the pins stand: call this from a checkout", file=sys.stderr)
+        print(f"no setup.cfg with the version pins in {CODE}; run this from a checkout", file=sys.stderr)
         return 2
     if options.compiled:
         print("\n".join(one.text for one in compiled_packages(CODE)))

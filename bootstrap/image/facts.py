@@ -28,7 +28,7 @@ _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr
 
 
 def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts:
-    """Look at the image that this process runs in."""
+    """Read the facts of the image that this process runs in."""
     packages, needs, te_range = _packages()
     home = environ.get("HOME", "")
     return ImageFacts(
@@ -54,15 +54,18 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
 
 
 def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Versions of all that is installed, what some of it asks for whatever the platform, and the TransformerEngine
-    that Megatron-core names in an extra (empty where it names none)."""
+    """Installed versions, requirements of the NEEDY packages, and the range of TransformerEngine versions.
+
+    The requirements are those without a condition. The range is that of Megatron-core's extra; empty
+    if it has none.
+    """
     versions: dict[str, str] = {}
     needs: dict[str, list[str]] = {}
     te_range = ""
     for found in importlib.metadata.distributions():
-        with suppress(Exception):  # a broken folder of metadata; what it holds then counts as missing
+        with suppress(Exception):  # damaged metadata: the package counts as missing
             name = canonical(found.metadata["Name"])
-            if name in versions:  # hidden by the one before it on the path
+            if name in versions:  # shadowed by an earlier entry of the path
                 continue
             versions[name] = found.version
             if name in NEEDY:
@@ -82,7 +85,7 @@ def _loads(name: str) -> bool:
 
 
 def _providers(root: Path) -> Iterator[str]:
-    """rdma-core: /etc/libibverbs.d/mlx5.driver says ``driver mlx5``, libmlx5-rdmav34.so is it."""
+    """RDMA providers of rdma-core: /etc/libibverbs.d/mlx5.driver names libmlx5-rdmav34.so."""
     with suppress(OSError):
         yield from (path.stem for path in (root / "etc/libibverbs.d").glob("*.driver"))
 
@@ -96,7 +99,7 @@ def _rdma_drivers(root: Path) -> set[str]:
 
 
 def _nccl(root: Path) -> Iterator[tuple[str, str]]:
-    """Every NCCL of the image with its version: the wheel's, and those of the system."""
+    """Path and version of every NCCL in the image: from the wheel and from the system."""
     places = [place for folder in sys.path if folder for place in sorted(Path(folder).glob("nvidia/*/lib"))]
     places += [root / folder.lstrip("/") for folder in _LIBRARY_FOLDERS]
     seen = set()
@@ -113,13 +116,13 @@ def _nccl(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(number: int) -> str:
-    """NCCL's number in words: 22304 is 2.23.4, and before 2.9 2804 was 2.8.4 (nccl.h, NCCL_VERSION)."""
+    """Format NCCL's version code: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4 (nccl.h, NCCL_VERSION)."""
     major, rest = divmod(number, 10_000 if number >= 10_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _limit(kind: int) -> int:
-    _, hard = resource.getrlimit(kind)  # the agents raise the soft one
+    _, hard = resource.getrlimit(kind)  # the agents raise the soft limit to the hard limit
     return UNLIMITED if hard == resource.RLIM_INFINITY else hard
 
 

@@ -15,20 +15,20 @@ _BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([^,;\s]+)")
 
 
 class Requirement(NamedTuple):
-    """A package and the bounds of its version, such as (("==", "2.13.0"),); ``text`` is what stands in the file."""
+    """A package and its version bounds, such as (("==", "2.13.0"),); ``text``: the line of the file."""
 
     name: str
     bounds: tuple[tuple[str, str], ...]
     text: str
 
     def allows(self, version: str) -> bool:
-        """Whether a version is within the bounds; a local part (2.13.0+cu130) plays no part."""
+        """Whether a version is within the bounds; a local part (2.13.0+cu130) is ignored."""
         have = _numbers(version)
         return all(_holds(have, sign, wanted) for sign, wanted in self.bounds)
 
 
 def parse(line: str) -> Requirement | None:
-    """One line of a list of requirements; None for what stands under a condition or is no such line."""
+    """Parse a requirement line; None if it has a condition or is no requirement."""
     found = _FORM.match(line.strip())
     if found is None:
         return None
@@ -36,7 +36,7 @@ def parse(line: str) -> Requirement | None:
 
 
 def requirements(setup_cfg: str, extras: Iterable[str]) -> list[Requirement]:
-    """What the package needs with these extras, each once. Raises KeyError for an extra that there is not."""
+    """Requirements of the package with these extras, without duplicates. Raises KeyError for an unknown extra."""
     read = configparser.ConfigParser()
     read.read_string(setup_cfg)
     lines = read["options"]["install_requires"].splitlines()
@@ -46,7 +46,7 @@ def requirements(setup_cfg: str, extras: Iterable[str]) -> list[Requirement]:
 
 
 def python_required(setup_cfg: str) -> Requirement:
-    """The bounds of Python's own version."""
+    """The required Python version."""
     read = configparser.ConfigParser()
     read.read_string(setup_cfg)
     bounds = read["options"]["python_requires"]
@@ -54,12 +54,12 @@ def python_required(setup_cfg: str) -> Requirement:
 
 
 def canonical(name: str) -> str:
-    """A package's name as indexes write it (PEP 503)."""
+    """Normalised name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0.post1+cu130`` is (2, 13, 0); enough for the bounds that are written here."""
+    """``2.13.0.post1+cu130`` is (2, 13, 0); sufficient for this project's bounds."""
     found = re.match(r"\d+(?:\.\d+)*", version.partition("+")[0])
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 

@@ -1,1 +1,1 @@
-"""Which interface, RDMA devices and variables a node uses: facts, pure rules, and one answer."""
+"""Detect the network interface, RDMA devices and variables that a node uses, from its facts."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bootstrap.network.facts import NetworkFacts
 from bootstrap.network.rdma import RdmaChoice
 
-# Gloo and TensorPipe take names, the others patterns of NCCL.
+# Gloo and TensorPipe expect names; the others expect NCCL's patterns.
 _BARE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PATTERNS = ("NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
@@ -20,7 +20,7 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A variable whose value is not what was found here; ``source`` says what the finding rests on."""
+    """A variable whose value differs from the detected one; ``source``: evidence for the detected value."""
 
     name: str
     given: str
@@ -42,11 +42,11 @@ def conflicts(
     rdma: RdmaChoice,
     wanted: Mapping[str, tuple[str, str]],
 ) -> tuple[Conflict, ...]:
-    """Contradictions, in the order of the variables' names.
+    """Conflicts, sorted by variable.
 
     Args:
-        given: variables that are set, none of them empty.
-        ifname: the interface for sockets that was found.
+        given: variables that are set and not empty.
+        ifname: the detected interface for sockets.
         wanted: value and reason of each variable that detection would set.
     """
     found = [*_of_sockets(given, ifname), *_of_devices(given, facts, rdma), *_of_gid(given, rdma)]
@@ -58,9 +58,10 @@ def conflicts(
 
 
 def picked(pattern: str, names: Sequence[str]) -> set[str]:
-    """Those of ``names`` that a list of NCCL's selects: prefixes, exact names after ``=``, all others after ``^``.
+    """The ``names`` that an NCCL list selects: prefixes, exact names after ``=``, all others after ``^``.
 
-    A name may have a port (``mlx5_0:1``); one without a port selects all of its ports (NCCL user guide, NCCL_IB_HCA).
+    A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user guide,
+    NCCL_IB_HCA).
     """
     excludes, text = pattern.startswith("^"), pattern.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
@@ -107,6 +108,6 @@ def _of_gid(given: Mapping[str, str], rdma: RdmaChoice) -> Iterator[Conflict]:
         of_ports.add(rdma.gid_index)
     listed = ", ".join(map(str, sorted(of_ports)))
     for name in _GID_VARIABLES:
-        automatic = given.get(name, "").strip() in ("", "-1")  # NCCL looks for it by itself
+        automatic = given.get(name, "").strip() in ("", "-1")  # NCCL selects the index
         if not automatic and listed and given[name].strip() not in listed.split(", "):
             yield Conflict(name, given[name], listed, "the first RoCE v2 entry of the ports' GID tables")

@@ -14,8 +14,8 @@ from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network.rdma import RdmaChoice, choose_rdma
 from bootstrap.network.sockets import SocketChoice, choose_socket
 
-# What the user or a site sets for its fabric with one of these prefixes is listed with everything else. Traffic class,
-# timeouts, levels and the like: nothing on a host tells the right value, so none of them is ever set by detection.
+# Variables with these prefixes that the user or the site has set are listed with the detected ones. Detection never
+# sets traffic class, timeouts or levels, because no fact of a host determines their value.
 _FABRIC_PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "TP_", "FI_", "OFI_", "RDMAV_")
 
 
@@ -29,7 +29,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What was decided for one host."""
+    """The network settings of one host."""
 
     socket: SocketChoice
     rdma: RdmaChoice
@@ -43,12 +43,12 @@ class Detection:
 
     @property
     def rdma_env(self) -> dict[str, str]:
-        """The part of it that is not about the interface for sockets."""
-        about_sockets = socket_settings(self.socket.ifname, self.socket.ip)
-        return {name: value for name, value in self.env.items() if name not in about_sockets}
+        """The environment to add, without the variables of the interface for sockets."""
+        of_sockets = socket_settings(self.socket.ifname, self.socket.ip)
+        return {name: value for name, value in self.env.items() if name not in of_sockets}
 
     def describe(self) -> str:
-        """For people: the answer, every variable with its reason, the evidence, warnings."""
+        """Report for the log: the result, every variable with its reason, the evidence, warnings."""
         answer = self.to_document()
         keys = ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index")
         shown = {key: ", ".join(value) if isinstance(value := answer[key], list) else value for key in keys}
@@ -60,18 +60,18 @@ class Detection:
 
     @property
     def conflict_lines(self) -> tuple[str, ...]:
-        """What is set and contradicted here, for the preflight."""
+        """The conflicts as text, for the preflight."""
         return tuple(map(str, self.conflicts))
 
     def to_document(self) -> dict[str, object]:
-        """The public shape, ready for JSON."""
+        """The result as a mapping for JSON."""
         rdma = self.rdma
         return {
             "socket_ifname": self.socket.ifname,
             "node_ip": self.socket.ip,
             "rdma": rdma.kind,
             "ib_hca": _names(rdma.ports),
-            # A device with one port in use and one dead is in use; the port's number in ``env`` tells which.
+            # A device counts as used if one of its ports is; ``env`` names the port.
             "ib_hca_exclude": [name for name in _names(rdma.excluded) if name not in _names(rdma.ports)],
             "gid_index": rdma.gid_index,
             "gid_index_per_hca": rdma.gid_index_per_hca,
@@ -94,9 +94,10 @@ def detect(
     """Decide for one host.
 
     Args:
-        override: interface for sockets that the user named.
-        connection_ip: local address of the connection that reached the head; outranks all evidence but the user.
-        environ: variables set by the user or the site profile; they are kept, whatever the facts say.
+        override: interface for sockets that the user selected.
+        connection_ip: local address of the connection to the head; takes precedence over all evidence
+            except ``override``.
+        environ: variables set by the user or the site profile; they are never changed.
     """
     sockets = choose_socket(facts, override, connection_ip)
     rdma = choose_rdma(facts, sockets.ifname)
@@ -112,11 +113,11 @@ def detect(
 
 
 def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
-    """How each library is told to use ``ifname``.
+    """Variables that make each library use ``ifname``.
 
-    Gloo and TensorPipe take a bare device name. NCCL, and NVSHMEM which copied its parser, take a prefix unless it
-    begins with ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a bare ``eth1`` would match ``eth10`` as well. Both look
-    for IPv4 first, so that a host with IPv6 only has to say so.
+    Gloo and TensorPipe expect a plain device name. NCCL, and NVSHMEM with the same parser, expect a
+    prefix, or an exact name after ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a plain ``eth1`` would
+    also match ``eth10``. Both prefer IPv4, so IPv6 must be selected explicitly.
     """
     if not ifname:
         return {}

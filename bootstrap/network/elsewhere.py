@@ -14,13 +14,13 @@ from bootstrap.network.facts import NetworkFacts, RdmaPort
 from bootstrap.network.narrowing import Narrowing
 
 _WITHOUT_INTERFACE = {"erdma"}
-"""Drivers whose devices are functions of their own, which sysfs shows no interface of."""
+"""Drivers whose devices are separate PCI functions, for which sysfs shows no interface."""
 
 LinkLayer = Callable[[NetworkFacts, RdmaPort], str | None]
 
 
 def drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str], link_layer: LinkLayer) -> None:
-    """Leave out Ethernet ports that no interface here belongs to; keep all when that would leave none. Say both."""
+    """Drop Ethernet ports without a visible interface, unless no port would remain; add a warning."""
     if not facts.interfaces_complete:
         return
     away = [port for port in ports.left if link_layer(facts, port) == "Ethernet" and not _has_interface(facts, port)]
@@ -36,7 +36,7 @@ def drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: li
 
 
 def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether its interface is here, or one over it whose addresses stand in its GID table (a pod's macvlan)."""
+    """Whether the port's interface is visible, or one above it whose address is in the GID table (macvlan)."""
     if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
         return True
     return any(facts.owner(gid.addr) is not None for gid in port.gids)

@@ -24,15 +24,15 @@ TCPXO_HINT = "GPUDirect-TCPXO plug-in"
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Kinds that no wire hangs on; a bridge or bond counts as wired when a wired interface is its member.
+# Types without a physical link; a bridge or bond counts as wired if a wired interface is a member.
 VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
-# Open vSwitch: the kernel makes every wire of all its bridges a member of one device, and says nowhere which bridge a
-# wire belongs to. The device has this name always.
+# Open vSwitch: the kernel makes the links of all its bridges members of one device, which always has this name, and
+# does not report to which bridge a link belongs.
 _SWITCH_DRIVER, _SWITCH = "openvswitch", "ovs-system"
 
 
 class FactsFileError(ValueError):
-    """A layout does not have the shape of the schema; names the file or key, and what was got."""
+    """A layout violates the schema; the message names the file or key, and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class Interface:
 
     @property
     def routable(self) -> tuple[str, ...]:
-        """Those of them that a peer elsewhere could use: neither loopback nor link-local nor multicast."""
+        """Addresses that another host can use: neither loopback nor link-local nor multicast."""
         return tuple(text for text in self.addresses if _is_routable(address_of(text)))
 
     @property
     def is_unlisted(self) -> bool:
-        """Whether it may have addresses that the source does not show."""
+        """Whether the interface may have addresses that the source omits."""
         return self.ipv4 is None or (self.ipv6 is None and not self.ipv4)
 
 
@@ -79,7 +79,7 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """One port of an RDMA device; ``pci_path`` are the PCI addresses from the root port down, where known."""
+    """One port of an RDMA device; ``pci_path``: PCI addresses from the root port down, if known."""
 
     name: str
     port: int = 1
@@ -97,7 +97,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Where a GPU sits."""
+    """Location of a GPU in the machine."""
 
     numa: int | None = None
     pci_path: tuple[str, ...] = ()
@@ -105,12 +105,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """One host; ``num_gpus`` is None where nobody counted, ``gpus`` lists only those whose place is known.
+    """Network facts of one host.
 
-    ``slurm_addr`` is the address behind the host's own name, ``example_peer`` that of another node of its job.
-    ``hints`` are remarks; those that begin with CXI_HINT or TCPXO_HINT tell a fabric.
-
-    ``interfaces_complete``: an interface that is not listed is not in the host's, or container's, network namespace.
+    ``num_gpus`` is None if unknown; ``gpus`` lists only GPUs whose location is known. ``slurm_addr`` is the
+    address of the host's name, ``example_peer`` that of another node of the job. ``hints`` are remarks;
+    those that begin with CXI_HINT or TCPXO_HINT identify a fabric. ``interfaces_complete``: the list
+    contains every interface of the network namespace.
     """
 
     interfaces: tuple[Interface, ...]
@@ -132,7 +132,7 @@ class NetworkFacts:
         return tuple(one for one in self.interfaces if one.master == name)
 
     def below(self, name: str | None) -> set[str]:
-        """The interface and all that its traffic leaves through: members of bonds and bridges, parents of VLANs."""
+        """The interface and all below it: members of bonds and bridges, parents of VLANs."""
         found: set[str] = set()
         waiting = [name] if name else []
         while waiting:
@@ -146,16 +146,16 @@ class NetworkFacts:
                 waiting += [wire.name for wire in self._switch_wires(one)]
             if one is not None and one.parent:
                 waiting.append(one.parent)
-            elif one is not None and one.type == "vlan":  # named PARENT.ID unless somebody wished otherwise
+            elif one is not None and one.type == "vlan":  # by convention named PARENT.ID
                 waiting += [parent for parent in [current.rpartition(".")[0]] if self.interface(parent)]
         return found
 
     def above(self, name: str | None) -> tuple[Interface, ...]:
-        """Whatever else sends through this interface: bonds and bridges over it, VLANs and macvlans on those."""
+        """The interfaces that send through this one: bonds, bridges, VLANs and macvlans."""
         return tuple(one for one in self.interfaces if name and one.name != name and name in self.below(one.name))
 
     def _switch_wires(self, one: Interface) -> tuple[Interface, ...]:
-        """Members of Open vSwitch, where the interface is one of its bridges: a bridge without members of its own."""
+        """Links of Open vSwitch if the interface is one of its bridges, which have no direct members."""
         of_switch = [other.name for other in self.interfaces if _SWITCH in (other.name, other.master)]
         is_bridge = one.driver == _SWITCH_DRIVER or (
             one.type in ("bridge", "dummy") and not one.driver and bool(one.routable)
@@ -165,7 +165,7 @@ class NetworkFacts:
         return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
 
     def is_wired(self, one: Interface) -> bool:
-        """Whether traffic leaves the host there by itself and not through another interface or a tunnel."""
+        """Whether traffic leaves the host directly here, not through another interface or a tunnel."""
         if one.type == "bridge" or self._switch_wires(one):
             return any(
                 member.type not in VIRTUAL_TYPES for member in (*self.members(one.name), *self._switch_wires(one))
@@ -191,7 +191,7 @@ def address_of(text: str) -> IpAddress:
 
 
 def network_of(text: str) -> IpNetwork | None:
-    """The connected network of an address with prefix length; None where none is given or none follows from it."""
+    """The connected network of an address with prefix length; None without a prefix length."""
     if "/" not in text:
         return None
     address, _, prefix = text.partition("/")
@@ -203,10 +203,10 @@ def _is_routable(address: IpAddress) -> bool:
 
 
 def load_facts(path: Path) -> NetworkFacts:
-    """Facts from a file in YAML or JSON.
+    """Load facts from a YAML or JSON file.
 
     Raises:
-        FactsFileError: the file cannot be read, or is no layout.
+        FactsFileError: the file cannot be read, or is not a layout.
     """
     try:
         return parse_facts(load_document(path))
@@ -227,7 +227,7 @@ def load_document(path: Path) -> Mapping[str, Any]:
     try:
         document = json.loads(text)
     except ValueError:
-        import yaml  # only people's files need it; what we save is JSON, which YAML readers take as well
+        import yaml  # only for hand-written files; --save writes JSON
 
         try:
             document = yaml.safe_load(text)
@@ -239,10 +239,10 @@ def load_document(path: Path) -> Mapping[str, Any]:
 
 
 def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
-    """Facts from a document of the schema; keys that it does not need are ignored.
+    """Parse a document of the schema; unknown keys are ignored.
 
     Raises:
-        FactsFileError: another schema, or a list that is none; names the key.
+        FactsFileError: another schema, or a value of the wrong type; names the key.
     """
     if document.get("schema", SCHEMA) != SCHEMA:
         raise FactsFileError(f"schema is {document['schema']!r}; {SCHEMA!r} is needed")
@@ -269,7 +269,7 @@ def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:
-    """A number, also one that somebody put into quotes; None where there is none."""
+    """A number, possibly in quotes; None if missing."""
     value = row.get(key)
     try:
         return None if value is None or isinstance(value, bool) else float(value)
@@ -329,7 +329,7 @@ def _port(row: Mapping[str, Any]) -> RdmaPort:
 
 
 def _port_state(text: str) -> str:
-    """ACTIVE, DOWN or unknown, of what tools write: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet manager)."""
+    """Parse a port state as tools print it: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet manager)."""
     words = set(re.findall(r"[A-Z]+", text.upper()))
     if "ACTIVE" in words:
         return "ACTIVE"
@@ -337,7 +337,7 @@ def _port_state(text: str) -> str:
 
 
 def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
-    """The addresses that can be read; None when there are some and all are masked (people hide them in bug reports)."""
+    """The valid addresses; None if all are masked, as users do in bug reports."""
     given = row.get(key)
     if given is None:
         return None
@@ -351,7 +351,7 @@ def _is_legible(text: object) -> bool:
     try:
         ipaddress.ip_interface(str(text).split("%")[0] if "/" not in str(text) else str(text))
     except ValueError:
-        logger.warning("%r is no address; taken as not known", text)
+        logger.warning("%r is not an address; treated as unknown", text)
         return False
     return True
 

@@ -29,14 +29,14 @@ from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
-# Ray replaces 127.0.0.1 and localhost by the address of some interface (ray.util.get_node_ip_address); the rest of
-# 127/8 is loopback just as well and is left alone, so a one-node cluster can stay off the network.
+# Ray replaces 127.0.0.1 and localhost with the address of an interface (ray.util.get_node_ip_address), but no other
+# address of 127/8. With 127.0.0.2 a one-node cluster stays off the network.
 LOOPBACK_IP = "127.0.0.2"
 LOOPBACK_IFNAME = "lo"
 
 
 class NetworkError(Exception):
-    """An address or an interface is not what it has to be."""
+    """An address or an interface is missing or unusable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,24 @@ class Address:
 
 
 def local_addresses() -> tuple[Address, ...]:
-    """Addresses of all interfaces that are up: IPv4 first, which is what is used where there are both.
+    """Addresses of all interfaces that are up, IPv4 first because it is preferred.
 
-    An address with a label (``eth0:1``) is listed under it, for Gloo and NCCL know it by no other name.
+    An address with a label (``eth0:1``) is listed under the label, as in Gloo and NCCL.
     """
     up = {ifname for ifname, stats in psutil.net_if_stats().items() if stats.isup}
-    return tuple(
-        Address(label, plain_ip(address.address))
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for label, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == family and label.partition(":")[0] in up
-    )
+    by_label = psutil.net_if_addrs()
+    found: list[Address] = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for label, addresses in by_label.items():
+            if label.partition(":")[0] not in up:
+                continue
+            of_family = [address for address in addresses if address.family == family]
+            found += [Address(label, plain_ip(address.address)) for address in of_family]
+    return tuple(found)
 
 
 def reachable_addresses(addresses: Iterable[Address]) -> tuple[Address, ...]:
-    """Those that another machine might reach: neither loopback nor link-local."""
+    """Addresses that another machine might reach: neither loopback nor link-local."""
 
     def may_be_reached(address: Address) -> bool:
         ip = ipaddress.ip_address(address.ip)
@@ -76,7 +78,7 @@ def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
     """The interface that owns ``ip``.
 
     Raises:
-        NetworkError: none does, for instance behind address translation; names those there are.
+        NetworkError: no interface does, e.g. behind address translation; lists the known addresses.
     """
     known = tuple(addresses)
     if ipaddress.ip_address(ip).is_loopback:
@@ -89,14 +91,15 @@ def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
 
 
 def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
-    """The first address of an interface that the user named.
+    """The first address of the interface in --socket-ifname.
 
     Raises:
-        NetworkError: there is no such interface with an address; names those there are.
+        NetworkError: no such interface has an address; lists the interfaces that have one.
     """
     known = tuple(addresses)
     for address in known:
-        zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local  # means nothing to others
+        # An IPv6 link-local address is meaningless to other hosts.
+        zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local
         if address.ifname == ifname and not zoned:
             return address.ip
     listed = ", ".join(sorted({address.ifname for address in known}))
@@ -104,21 +107,21 @@ def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
 
 
 def socket_environment(ifname: str, environ: Mapping[str, str], ip: str) -> dict[str, str]:
-    """What to add to ``environ`` so that collectives use ``ip`` on ``ifname``; what the user has set is left alone."""
+    """Variables that make collectives use ``ip`` on ``ifname``, without those that ``environ`` sets."""
     wanted = socket_settings(ifname, ip)
     return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
 
 
 def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
-    """This host's network, and what is decided for it now that the nodes have met at ``ip`` on ``ifname``."""
+    """This host's network facts and settings, after the nodes have connected through ``ip`` on ``ifname``."""
     facts = read_host()
-    # Of 127/8 the interface holds but one address, and behind a named interface there may be none.
-    met_at = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
-    return facts, detect(facts, **met_at, environ=os.environ)
+    # The interface list has no owner for most of 127/8, or for an interface without a known address.
+    evidence = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
+    return facts, detect(facts, **evidence, environ=os.environ)
 
 
 def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
-    """``network_here``, with the decision in the log and a warning for each contradiction."""
+    """``network_here``, which also logs the settings and a warning for each conflict."""
     facts, found = network_here(ifname, ip)
     logger.info("network of this node\n%s", found.describe())
     for conflict in found.conflicts:
@@ -127,16 +130,16 @@ def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what is decided; 2 when the facts cannot be read."""
+    """Print the settings; exit with 2 if the facts cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bootstrap.network", description="Network settings of one host.")
-    parser.add_argument("--facts", type=Path, help="facts of another host (YAML or JSON); this host unless given")
-    parser.add_argument("--save", type=Path, help="write this host's facts there, to send them with a bug report")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--socket-ifname", help="interface for sockets; outranks all evidence")
-    parser.add_argument("--connection-ip", help="local address of a connection that reached the head")
+    parser.add_argument("--facts", type=Path, help="facts of another host (YAML or JSON); default: this host")
+    parser.add_argument("--save", type=Path, help="write this host's facts to a file, for a bug report")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--socket-ifname", help="interface for sockets; overrides detection")
+    parser.add_argument("--connection-ip", help="local address of a connection to the head")
     options = parser.parse_args(argv)
     if options.facts and options.save:
-        parser.error("--save writes the facts of this host: leave out --facts")
+        parser.error("--save writes the facts of this host; omit --facts")
     try:
         document = None if options.facts else read_document(ask_names=True)
         facts = parse_facts(document) if document is not None else load_facts(options.facts)
@@ -144,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.save:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
-    environ = {} if options.facts else os.environ  # the variables of this shell say nothing about another host
+    environ = {} if options.facts else os.environ  # this shell's variables do not apply to another host
     found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
     if options.json:
         print(json.dumps(found.to_document()))

@@ -47,7 +47,7 @@ _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
 _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D controller, other display, processing accelerator
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
-# Where the prolog of Google's Slurm clusters installs it for each job, and from where containers mount it
+# The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and containers mount it
 # (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
@@ -63,16 +63,16 @@ _LIBRARY_FOLDERS = (
 
 
 def read_host() -> NetworkFacts:
-    """Facts of this host, without asking a name service (which may hang)."""
+    """Read the facts of this host without a name lookup, which may hang."""
     return parse_facts(read_document())
 
 
 def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[str, Any]:
-    """Facts of a host in the public schema.
+    """Read the facts of a host in the public schema.
 
     Args:
-        ask_names: look up the host's own name, for the address under which others know it, and in a job the name of
-            another of its nodes.
+        ask_names: resolve the host's name, for its address in the cluster, and in a job the name of
+            another node.
     """
     interfaces = [_interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)]
     devices = read_rdma_devices(root)
@@ -99,7 +99,7 @@ def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
 
 
 def default_route(root: Path = Path("/")) -> str | None:
-    """Interface of the default route with the lowest metric; IPv4 before IPv6, as procfs lists them."""
+    """Interface of the default route with the lowest metric; IPv6 only if there is no IPv4 route."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -110,11 +110,12 @@ def default_route(root: Path = Path("/")) -> str | None:
             fields = line.split()
             if len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00" and fields[9] != "lo":
                 routes.append((int(fields[5], 16), fields[9]))
-    return min(routes, key=lambda route: route[0])[1] if routes else None  # of equals the kernel takes the first
+    # With equal metrics the kernel uses the first route; so does min.
+    return min(routes, key=lambda route: route[0])[1] if routes else None
 
 
 def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
-    """The address behind this host's name, when an interface holds it and it is none of 127/8."""
+    """The address of this host's name if an interface owns it and it is not loopback."""
     names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
     held = {text.split("/")[0] for row in interfaces for key in ("ipv4", "ipv6") for text in row[key] or ()}
     for name in names:
@@ -153,7 +154,7 @@ def _interface(path: Path) -> dict[str, Any]:
     if driver is None and path.parent == Path("/sys/class/net"):
         driver = driver_without_device(name)
     lower = [link.name.removeprefix("lower_") for link in path.glob("lower_*")]
-    if state not in ("up", "down"):  # tunnels and loopback have no carrier to speak of: their flag is what counts
+    if state not in ("up", "down"):  # tunnels and loopback have no carrier: use the IFF_UP flag
         state = "up" if (_number(path / "flags", 16) or 0) & 1 else "down"
     return {
         "name": name,
@@ -172,9 +173,10 @@ def _interface(path: Path) -> dict[str, Any]:
 
 
 def driver_without_device(name: str) -> str | None:
-    """The kernel's word for an interface behind which there is no hardware: ``openvswitch``, ``vrf``, ``macvlan``.
+    """Driver of an interface without hardware: ``openvswitch``, ``vrf``, ``macvlan``.
 
-    sysfs shows none for those. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in 32 bytes.
+    sysfs does not show it. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in 32
+    bytes.
     """
     answer = array.array("B", struct.pack("I", _ETHTOOL_GDRVINFO) + bytes(_DRVINFO_BYTES - 4))
     request = struct.pack("16sP", name.encode(), answer.buffer_info()[0])
@@ -196,15 +198,15 @@ def _type(path: Path) -> str:
         return _DEVTYPES[devtype[1]]
     by_arp = _ARP_TYPES.get(_text(path / "type"), "ether")
     if by_arp == "ether" and not (path / "device").exists() and not devtype:
-        if lower := list(path.glob("lower_*")):  # a team, to which the kernel gives no folder; else a macvlan
+        if lower := list(path.glob("lower_*")):  # a team, for which sysfs has no folder; else a macvlan
             return "bond" if any((link / "master").exists() for link in lower) else "ether"
-        # No hardware: a veth names its other end as lower link, the rest (dummy, ifb) itself.
+        # No hardware: iflink of a veth is its peer; other interfaces (dummy, ifb) name themselves.
         return "dummy" if _text(path / "iflink") == _text(path / "ifindex") else "veth"
     return by_arp
 
 
 def _addresses(name: str) -> tuple[list[str], list[str]]:
-    """IPv4 and IPv6 addresses with prefix length, those with a label of their own (``eth0:1``) among them."""
+    """IPv4 and IPv6 addresses with prefix length, including labelled ones (``eth0:1``)."""
     ipv4, ipv6 = [], []
     by_label = psutil.net_if_addrs()
     for address in (one for label in by_label if label.partition(":")[0] == name for one in by_label[label]):
@@ -252,7 +254,7 @@ def _port(port: Path, hardware: Path) -> dict[str, Any]:
 
 
 def _gids(port: Path) -> list[dict[str, Any]]:
-    """Rows in use whose interface is in this network namespace (in a pod the table also shows those of the host)."""
+    """GID rows whose interface is in this network namespace; in a pod the table also lists the host's."""
     rows = []
     for index in range(_MAX_GIDS):
         if not (text := _text(port / f"gids/{index}")):
@@ -274,7 +276,7 @@ def _gpu(path: Path) -> dict[str, Any] | None:
 
 
 def _hints(root: Path, *, has_rdma: bool) -> Iterable[str]:
-    """What is no interface and no port, but tells about the fabric."""
+    """Remarks about the fabric that follow neither from an interface nor from a port."""
     if _entries(root / "sys/class/cxi"):
         yield f"{CXI_HINT} (class cxi)"
     if (root / _TCPXO_PLUG_IN).exists():
@@ -311,7 +313,7 @@ def _link(path: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty where there is none or the kernel refuses (an unused GID's type, a dead link's speed)."""
+    """The file's text; empty if it is missing or the kernel returns an error (unused GID, link down)."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Named(Protocol):
-    """Anything that has a name to speak of."""
+    """Anything with a name."""
 
     @property
     def name(self) -> str: ...
@@ -21,7 +21,7 @@ Candidate = TypeVar("Candidate", bound=Named)
 
 
 class Narrowing(Generic[Candidate]):
-    """Candidates that evidence has not yet ruled out; ``why`` tells what each piece of it did."""
+    """The remaining candidates; ``why`` records the effect of each criterion."""
 
     def __init__(self, candidates: Iterable[Candidate], why: list[str]) -> None:
         self.left: Sequence[Candidate] = tuple(candidates)
@@ -32,15 +32,15 @@ class Narrowing(Generic[Candidate]):
         return len(self.left) <= 1
 
     def keep(self, condition: Callable[[Candidate], bool], reason: str) -> None:
-        """Keep those for which the condition holds, if there are any."""
+        """Keep the candidates that satisfy the condition, if there are any."""
         kept = tuple(one for one in self.left if condition(one))
         if kept and len(kept) < len(self.left):
-            gone = ", ".join(one.name for one in self.left if one not in kept)
-            self.why.append(f"not {gone}: {reason}")
+            removed = ", ".join(one.name for one in self.left if one not in kept)
+            self.why.append(f"not {removed}: {reason}")
             self.left = kept
 
     def keep_best(self, score: Callable[[Candidate], float], reason: str) -> None:
-        """Keep those with the highest score."""
+        """Keep the candidates with the highest score."""
         if not self.is_decided:
             best = max(score(one) for one in self.left)
             self.keep(lambda one: score(one) == best, reason)

@@ -18,20 +18,20 @@ from bootstrap.network.narrowing import Narrowing
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
 _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
-# GPUDirect-TCPX: four NICs for the data of eight GPUs beside the one for everything else (Google's A3 High).
+# GPUDirect-TCPX: four NICs for the data of eight GPUs, and one for everything else (Google's A3 High).
 _NUM_TCPX_DATA_NICS = 4
 # The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
-# Where neither driver nor link layer is shown, a name that was made from them is what is left of them: rdma-core's
-# rename rule (kernel-boot/rdma_rename.c) begins it with the link layer, the kernel with the driver.
+# If neither driver nor link layer is known, the device name may contain them: rdma-core's rename rule
+# (kernel-boot/rdma_rename.c) starts it with the link layer, the kernel with the driver.
 _NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
 _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
 
 
 @dataclass(slots=True)
 class RdmaChoice:
-    """Kind and ports; ``gid_index`` is one for all ports or None, ``gid_is_seen`` whether a table shows it."""
+    """Kind and ports; ``gid_index``: common to all ports, or None; ``gid_is_seen``: read from a GID table."""
 
     kind: str = "none"
     ports: tuple[RdmaPort, ...] = ()
@@ -47,7 +47,7 @@ class RdmaChoice:
 def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
     """Kind, ports and GID index for the collectives of this host."""
     choice = RdmaChoice()
-    choice.warnings += [f"the host says: {hint}" for hint in facts.hints if hint.startswith("no ")]
+    choice.warnings += [f"remark of the host: {hint}" for hint in facts.hints if hint.startswith("no ")]
     choice.kind = _provider_kind(facts, choice)
     if choice.kind == "gpudirect-tcpx":
         choice.data_ifnames = tuple(sorted(one.name for one in _gvnics(facts) if one.name != socket_ifname))
@@ -62,7 +62,7 @@ def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
 
 
 def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
-    """Fabrics that are reached through a plug-in of NCCL and not through verbs; ``none`` where there is none."""
+    """Fabric that NCCL uses through a plug-in instead of verbs, or ``none``."""
     drivers = {one.driver for one in facts.interfaces} | {one.driver for one in facts.rdma_ports}
 
     def named(provider: str) -> bool:
@@ -76,7 +76,7 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
         choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
         return "cxi"
     gvnics = _gvnics(facts)
-    # Without the plug-in more than four are NICs like others (A3 Mega).
+    # Without the plug-in, more than four data NICs are ordinary NICs (A3 Mega).
     has_plug_in = _has_hint(facts, TCPXO_HINT)
     is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (has_plug_in and len(gvnics) > 1)
     if is_tcpx and facts.num_gpus and not facts.rdma_ports:
@@ -94,11 +94,11 @@ def _gvnics(facts: NetworkFacts) -> list[Interface]:
 
 
 def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
-    """No device is listed: interfaces may still show that there are some."""
+    """Decide without listed devices: interfaces may still show that there are some."""
     if any(one.type == "infiniband" for one in facts.interfaces):
         choice.kind = "ib"
         choice.why.append("ib: there are InfiniBand interfaces")
-        choice.warnings.append("no RDMA device is listed, so that NCCL chooses among them by itself")
+        choice.warnings.append("no RDMA device is listed; NCCL selects the devices itself")
     else:
         choice.why.append("none: no RDMA device")
 
@@ -131,7 +131,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
     choice.kind = "ib" if layers == {"InfiniBand"} else "roce"
     choice.why.append(f"{choice.kind}: {', '.join(port.name for port in choice.ports)}")
     if layers == {None}:
-        choice.warnings.append("the link layer of the RDMA ports is not known; taken as Ethernet")
+        choice.warnings.append("the link layer of the RDMA ports is unknown; assuming Ethernet")
     if down := [port.name for port in facts.rdma_ports if port.state == "DOWN"]:
         choice.warnings.append(f"RDMA ports that are down: {', '.join(down)} (a rail on every node, or a broken link?)")
     num_gpus, num_ports = facts.num_gpus or 1, len(choice.ports)
@@ -140,14 +140,14 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
 
 
 def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port is that of the function below a virtual machine's synthetic NIC, which only speeds that up."""
+    """Whether the port belongs to the function that accelerates a virtual machine's synthetic NIC."""
     netdev = facts.interface(port.netdev)
     above = facts.interface(netdev.master) if netdev is not None else None
     return above is not None and above.driver == "hv_netvsc"
 
 
 def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
-    """InfiniBand or Ethernet as the port says, or as its GIDs, its netdev or its rate tell; None when nothing does."""
+    """InfiniBand or Ethernet, from the port or else its GIDs, netdev, rate or name; None if unknown."""
     if port.link_layer in ("InfiniBand", "Ethernet"):
         return port.link_layer
     if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
@@ -161,9 +161,10 @@ def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """A container that was given virtual functions may see its host's physical ports, but not their interfaces.
+    """Drop physical ports or virtual functions, whichever do not belong to this container or machine.
 
-    In a virtual machine the rails may be virtual functions beside a front end of the other link layer that is none.
+    A container with virtual functions may see the host's physical ports, but not their interfaces. In a
+    virtual machine the rails may be virtual functions, beside a physical front end of the other link layer.
     """
     here = [port for port in ports.left if facts.interface(port.netdev) is not None]
     if here and all(port.sriov_vf for port in here):
@@ -177,21 +178,21 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Not the port of the default route, unless it is the best there is or the GPUs need it for each to have one."""
+    """Drop the port of the default route, unless it is the fastest or the number of GPUs requires it."""
     way_out = facts.below(facts.default_route)
-    # A cluster may have IPoIB and nothing else to route over; its rails are no less rails for that.
+    # On a cluster whose only route is IPoIB, the InfiniBand port of the default route is still a rail.
     front = [port for port in ports.left if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"]
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
     out = facts.interface(facts.default_route)
-    # Of several ways out into a routed fabric, all alike and without addresses of their own, one is shown.
+    # A routed fabric may have several equal default routes over interfaces without addresses; one is shown.
     is_one_of_many = out is not None and not out.is_unlisted and not out.routable
     if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
         ports.keep(lambda port: port not in front, f"the default route leaves through it ({facts.default_route})")
 
 
 def _is_needed_for_gpus(num_gpus: int | None, front: Sequence[RdmaPort], rest: Sequence[RdmaPort]) -> bool:
-    """Whether the GPUs can be shared out evenly among all ports, and not among those that would be left."""
+    """Whether the GPUs divide evenly among all ports, but not among ``rest`` alone."""
     if not num_gpus or not front or not rest:
         return False
     count = len(front) + len(rest)
@@ -204,10 +205,10 @@ def _rate(ports: Sequence[RdmaPort]) -> float:
 
 
 def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """One link layer: the one with the most bandwidth, or the only one with a port for each GPU, or InfiniBand."""
+    """Keep the link layer with the most bandwidth, else with one port per GPU, else InfiniBand."""
     found = {port.name: link_layer(facts, port) for port in ports.left}
     if "InfiniBand" not in found.values():
-        return  # Ethernet, or not known; nothing speaks of two kinds
+        return  # Ethernet or unknown: no evidence of two link layers
     layers = {layer: [port for port in ports.left if found[port.name] == layer] for layer in ("InfiniBand", "Ethernet")}
     present = {layer: group for layer, group in layers.items() if group}
 
@@ -221,7 +222,7 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 
 
 def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
-    """The rate that has the most bandwidth in all; ports of unknown rate go when fewer than those of that rate."""
+    """Keep the rate with the most total bandwidth; drop ports of unknown rate if they are not the majority."""
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
         return
@@ -234,7 +235,7 @@ def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
 
 
 def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """A bonded pair among single ports is the front end; where most are bonded, bonds are the rails."""
+    """Drop the minority of bonded or single ports: a bonded pair among single ports is the front end."""
 
     def is_bonded(port: RdmaPort) -> bool:
         netdev = facts.interface(port.netdev)
@@ -248,9 +249,10 @@ def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 
 
 def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
-    """Where the nodes meet over an RDMA port, others belong to its fabric only if their addresses fit its plan.
+    """Keep the ports whose addresses fit those of the socket interface, if that is an RDMA port itself.
 
-    When those that do not fit are the majority and fit each other, they are the rails and the meeting place is not.
+    If the ports that do not fit are the majority and fit each other, they are the rails, and the socket
+    interface is not.
     """
     meeting = facts.interface(socket_ifname)
     if meeting is None or not any(port.netdev == meeting.name for port in ports.left):
@@ -265,7 +267,7 @@ def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_if
 
 
 def _fits(one: Interface | None, other: Interface | None) -> bool:
-    """Whether both may belong to one address plan: sister networks of a /16 (/48), or one host part on every rail."""
+    """Whether both may belong to one address plan: the same /16 (/48), or the same host part on every rail."""
     if one is None or other is None or other is one or not other.addresses or not one.routable:
         return True
     shift, host_part = {4: 16, 6: 80}, {4: 0xFF, 6: 0xFFFF}
@@ -278,7 +280,7 @@ def _fits(one: Interface | None, other: Interface | None) -> bool:
 
 
 def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
-    """Ports behind a PCIe switch that also has a GPU, once every GPU has one; else ports on NUMA nodes with GPUs."""
+    """Keep ports that share a PCIe switch with a GPU, if every GPU has one; else ports on the GPUs' NUMA nodes."""
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
         near = {index: {p.name for p in ports.left if _share_a_switch(path, p)} for index, path in enumerate(paths)}
@@ -291,19 +293,20 @@ def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
 
 
 def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
-    """Whether both paths go on together below the root port, which is the first element."""
+    """Whether both paths share the element below the root port, which is the first element."""
     return len(gpu_path) > 1 and len(port.pci_path) > 1 and gpu_path[:2] == port.pci_path[:2]
 
 
 def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
-    """More ports than GPUs, but not twice as many: the group of like ports that has one (or two) for each GPU.
+    """Keep the group of similar ports with one (or two) per GPU, if the number of ports does not fit.
 
-    Storage and management ports of the same kind and rate show up here; what tells them apart differs by machine.
+    The others are storage and management ports of the same kind and rate. The property that distinguishes
+    them depends on the machine.
     """
     num_gpus, count = facts.num_gpus, len(ports.left)
     if not num_gpus or num_gpus < 2 or count <= num_gpus or count % num_gpus == 0:
         return
-    functions = Counter(_card(port) for port in facts.rdma_ports)  # also those that were ruled out
+    functions = Counter(_card(port) for port in facts.rdma_ports)  # including dropped ports
     netdevs = {port.name: facts.interface(port.netdev) for port in ports.left}
     properties: dict[str, Callable[[RdmaPort], Hashable]] = {
         "number of ports of its card": lambda port: functions[_card(port)] if port.pci else None,
@@ -323,7 +326,7 @@ def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifna
             fitting = [value for value, size in sizes.items() if size == wanted]
             if len(fitting) == 1:
                 ports.keep(
-                    lambda port: value_of(port) == fitting[0],  # noqa: B023 (called before the loop goes on)
+                    lambda port: value_of(port) == fitting[0],  # noqa: B023 (called before the next iteration)
                     f"differs in {what} from the {wanted} ports that fit the {num_gpus} GPUs",
                 )
                 return
@@ -358,23 +361,24 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 
 def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
-    """Interfaces whose addresses the kernel puts into the port's table: its own, a bond's over it, VLANs on those."""
+    """Interfaces whose addresses are in the port's GID table: its own, a bond above it, VLANs on those."""
     own = facts.interface(port.netdev)
     if own is None:
         return ()
     above = tuple(one for one in facts.above(own.name) if one.type != "bridge")
-    return tuple(one for one in (own, *above) if one.master is None or one.addresses)  # a bond speaks for its members
+    # A bond holds the addresses of its members.
+    return tuple(one for one in (own, *above) if one.master is None or one.addresses)
 
 
 def _gid_of(facts: NetworkFacts, port: RdmaPort) -> int | None:
-    """RoCE v2: IPv4 before IPv6 before link-local, then an address that its interface has now, then the index."""
+    """RoCE v2 GID index: IPv4 before IPv6 before link-local, then a current address, then the lowest index."""
     own = {address_of(text) for one in _filling(facts, port) for text in one.addresses}
 
     def rank(index: int, addr: str) -> tuple[bool, bool, bool, int]:
         address = address_of(addr)
         return address.is_link_local, address.version != 4, bool(own) and address not in own, index
 
-    # RoCE_v2, RoCE v2, v2; a device that speaks nothing but RoCE v1 has no such row.
+    # Types are written RoCE_v2, RoCE v2 or v2; a device with RoCE v1 only has no such row.
     usable = [gid for gid in port.gids if _is_v2(gid)] or port.gids
     return min((rank(gid.index, gid.addr) for gid in usable), default=(0, 0, 0, None))[-1]
 

@@ -1,4 +1,4 @@
-"""Which interface sockets use: the one over which the nodes of the job reach each other.
+"""Select the interface for sockets: the one over which the nodes of the job reach each other.
 
 Input: facts, the user's setting, the connection that reached the head. Output: interface, address, reasons, warnings.
 Criteria in order of precedence: the user's setting, the connection, the address under which Slurm knows the node, the
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from bootstrap.network.facts import Interface, NetworkFacts, address_of, network_of
 from bootstrap.network.narrowing import Narrowing
 
-# A peer that shares this many leading bits with an address of unknown prefix length is taken to be its neighbour.
+# Assumed prefix length of an address whose prefix length is unknown.
 _USUAL_PREFIX = {4: 24, 6: 64}
 # RFC 1918, RFC 6598 (carriers and overlays), RFC 4193.
 _PRIVATE_BLOCKS = tuple(
@@ -25,7 +25,7 @@ _PRIVATE_BLOCKS = tuple(
 
 @dataclass(slots=True)
 class SocketChoice:
-    """The interface and its address (None where the facts name none), and how that came about."""
+    """The interface and its address (None if unknown), with reasons and warnings."""
 
     ifname: str | None = None
     ip: str | None = None
@@ -34,11 +34,11 @@ class SocketChoice:
 
 
 def choose_socket(facts: NetworkFacts, override: str | None = None, connection_ip: str | None = None) -> SocketChoice:
-    """The interface for sockets.
+    """Select the interface for sockets.
 
     Args:
-        override: interface that the user named; taken as it is.
-        connection_ip: local address of the connection that really reached the head.
+        override: interface that the user selected; used unchecked.
+        connection_ip: local address of the established connection to the head.
     """
     choice = SocketChoice()
     if override:
@@ -72,7 +72,7 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
         choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
         return loopback.name
     if not facts.example_peer:
-        # Slingshot's own NICs carry what a job sends; the default route leads to the machine's management.
+        # A job's traffic uses the Slingshot NICs; the default route leads to the management network.
         candidates.keep(lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot")
     _follow_routes(facts, candidates)
     _prefer_likely(facts, candidates)
@@ -83,12 +83,12 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
 
 
 def _is_usable(one: Interface) -> bool:
-    """A member of a bond or bridge speaks through its master, unless it has addresses of its own (a VRF's do)."""
+    """Whether sockets can use the interface: a bond's or bridge's member needs an address (as in a VRF)."""
     return one.type != "loopback" and one.state != "down" and (one.master is None or bool(one.routable))
 
 
 def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
-    """Longest connected prefix towards a peer; where peers are on no connected network, the default route."""
+    """Prefer the longest connected prefix towards a peer; without a connected network, the default route."""
     reach = {one.name: _reach(facts, one) for one in candidates.left}
     if any(reach.values()):
         candidates.keep_best(lambda one: reach[one.name], "not the closest route to the peers")
@@ -113,17 +113,17 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
 
 
 def _is_faster_twin(one: Interface, route: Interface) -> bool:
-    """Whether it is on the network of the default route and known to be faster: the route speaks of other networks."""
+    """Whether it is on the network of the default route and known to be faster than that interface."""
     return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
 
 
 def _reach(facts: NetworkFacts, one: Interface) -> int:
-    """Prefix length of the network that ties the interface to a peer; 0 when none does."""
+    """Prefix length of the network that the interface shares with the peer; 0 if there is none."""
     if facts.example_peer is None:
         return 0
     lengths = [0]
     peer = address_of(facts.example_peer)
-    # Two hosts on one cable may have 169.254 addresses only; every fe80 network looks the same and says nothing.
+    # Directly connected hosts may have 169.254 addresses only. All fe80 networks are equal, hence no evidence.
     by_cable = peer.version == 4 and peer.is_link_local
     for text in (one.ipv4 or ()) if by_cable else one.routable:
         address, network = address_of(text), network_of(text)
@@ -137,10 +137,10 @@ def _reach(facts: NetworkFacts, one: Interface) -> int:
 
 
 def _common_bits(facts: NetworkFacts, one: Interface) -> int:
-    """Leading bits that a peer shares with an interface whose addresses name no network; 0 beyond its private range.
+    """Leading bits that the peer shares with an interface without a connected network, in one private range.
 
-    Overlays and clouds give out single addresses (/32, /128) and route the rest. Where no default route is known, an
-    address of unknown prefix length is looked at in the same way.
+    Overlays and clouds assign single addresses (/32, /128) and route the rest. Without a known default
+    route, an address of unknown prefix length is treated in the same way. 0 in all other cases.
     """
     if facts.example_peer is None or one.type == "dummy" or not one.routable:
         return 0
@@ -182,7 +182,7 @@ def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
 
 
 def _is_inside(text: str) -> bool:
-    """Whether the address is of a kind that sites use inside (RFC 1918, RFC 6598, RFC 4193)."""
+    """Whether the address is in a range for internal use (RFC 1918, RFC 6598, RFC 4193)."""
     return not address_of(text).is_global
 
 
@@ -191,11 +191,11 @@ def _is_private(one: Interface) -> bool:
 
 
 def _address_for_peers(facts: NetworkFacts, one: Interface) -> str | None:
-    """Its address on the peers' network if it has one there, else its first routable one (IPv4 first)."""
+    """The interface's address on the peers' network, else its first routable one (IPv4 first)."""
     if facts.slurm_addr and facts.owner(facts.slurm_addr) is one:
         return str(address_of(facts.slurm_addr))
     near = [text for text in one.addresses if _reach(facts, Interface(one.name, ipv4=(text,)))]
-    # A /32 beside a real network is a virtual address that may move to another host.
+    # A /32 in addition to a connected network is a virtual address, which may move to another host.
     whole = sorted(one.routable, key=lambda text: (":" in text, text.endswith("/32")))
     return next((str(address_of(text)) for text in (*near, *whole)), None)
 

@@ -24,14 +24,14 @@ from common.files import tail
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_S = 120.0  # imports of torch from a shared file system are most of it
+DEADLINE_S = 120.0  # mostly for the import of torch from a shared file system
 _PROBE = "bootstrap.preflight.bandwidth_probe"
 _ANSWER_S = 10.0
 _END_GRACE_S = 1.0
 
 
 def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Neighbours on a ring in as few rounds as may be; no node is in two pairs of one round."""
+    """Pairs of ring neighbours in the minimum number of rounds; a node is in one pair per round at most."""
     if num_nodes < 2:
         return []
     if num_nodes == 2:
@@ -42,16 +42,16 @@ def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Path) -> dict[str, Any]:
-    """This node's part of the measurement; the answer to ``order``, with a figure in GB/s or why there is none.
+    """Measure on this node; return the answer to ``order``: bandwidth in GB/s, or an error.
 
     Args:
         order: ``rank`` and ``num_nodes`` of the measurement, ``head_ip``, ``port_base`` of the job.
-        ip: this node's address among the others.
+        ip: this node's address in the cluster.
         log: file for the probe's output.
     """
     ifname = ifname_of(ip, local_addresses())
     _, found = network_here(ifname, ip)
-    port = PortBlock(int(order["port_base"])).job_ports[-1]  # nobody has begun to use those
+    port = PortBlock(int(order["port_base"])).job_ports[-1]  # not in use before Ray starts
     where = [f"--address={order['head_ip']}", f"--port={port}", f"--rank={order['rank']}"]
     size = [f"--num-nodes={order['num_nodes']}", f"--num-gpus={num_gpus}", f"--deadline-s={DEADLINE_S}"]
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -70,19 +70,20 @@ async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Pa
     in_time = kept.exited.done()
     await kept.end(_END_GRACE_S)
     kept.release()
-    said = await asyncio.to_thread(tail, log)
-    late = {"error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
-    return {"kind": "measured", **(_figure(said) if in_time else late)}
+    output_tail = await asyncio.to_thread(tail, log)
+    if not in_time:
+        return {"kind": "measured", "error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
+    return {"kind": "measured", **_result(output_tail)}
 
 
 class Survey:
-    """The head's side: asks every node at once and collects what they answer."""
+    """The head's side: sends the order to all nodes at once and collects their answers."""
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
 
     def answered(self, host: str, message: Mapping[str, Any]) -> None:
-        """A node has measured."""
+        """Record a node's answer."""
         answer = self._answers.get(host)
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -90,7 +91,7 @@ class Survey:
     async def run(
         self, hosts: Sequence[str], links: Mapping[str, Link], num_gpus: int, log: Path
     ) -> dict[str, float | str]:
-        """Figures in GB/s, or errors, by host. ``hosts[0]`` is this one, ``links`` leads to the others."""
+        """Bandwidth in GB/s, or an error, by host. ``hosts[0]`` is this host, ``links`` are to the others."""
         some = links[hosts[1]]
         order = {"kind": "measure", "head_ip": some.local_ip, "port_base": some.local_port, "num_nodes": len(hosts)}
         loop = asyncio.get_running_loop()
@@ -101,15 +102,17 @@ class Survey:
             except LinkLost as error:
                 self.answered(host, {"error": str(error)})
         own = await measure_here({**order, "rank": 0}, some.local_ip, num_gpus, log)
-        await asyncio.wait(self._answers.values(), timeout=_ANSWER_S)  # the others end when this node does
-        said = {hosts[0]: own} | {host: answer.result() for host, answer in self._answers.items() if answer.done()}
-        late = {"error": "no answer in time"}
-        return {host: said.get(host, late).get("gbps") or said.get(host, late)["error"] for host in hosts}
+        # The measurement is collective: the other nodes end at the same time.
+        await asyncio.wait(self._answers.values(), timeout=_ANSWER_S)
+        answers: dict[str, Mapping[str, Any]] = {hosts[0]: own}
+        for host, answer in self._answers.items():
+            answers[host] = answer.result() if answer.done() else {"error": "no answer in time"}
+        return {host: answers[host].get("gbps") or answers[host]["error"] for host in hosts}
 
 
-def _figure(said: str) -> dict[str, Any]:
-    """The last line of a probe that came to an end is its result."""
-    last = said.strip().rpartition("\n")[2]
+def _result(output: str) -> dict[str, Any]:
+    """Parse the last line of a probe's output."""
+    last = output.strip().rpartition("\n")[2]
     try:
         return {"gbps": float(json.loads(last)["gbps"])}
     except (ValueError, TypeError, KeyError):

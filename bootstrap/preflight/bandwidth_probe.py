@@ -24,7 +24,7 @@ _NUM_WARMUPS, _NUM_TIMED = 2, 5
 
 
 def measure(options: argparse.Namespace) -> float:
-    """This process's part; GB/s with the best neighbour."""
+    """Measure in this process; return GB/s with the better neighbour."""
     import torch
     import torch.distributed as dist
 
@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace) -> float:
     world = options.num_nodes * options.processes
     rank = options.rank * options.processes + options.local
     listener = None
-    if rank == 0:  # on the one address that the others use, where TCPStore would take all
+    if rank == 0:  # listen on this address only; TCPStore would listen on all
         family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
         listener = socket.create_server((options.address, options.port), family=family, backlog=world + 16)
     store = dist.TCPStore(
@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> float:
     for pairs in rounds_of(options.num_nodes):
         for pair in pairs:
             members = [node * options.processes + local for node in pair for local in range(options.processes)]
-            group = dist.new_group(members)  # every process takes part in making every group
+            group = dist.new_group(members)  # collective: every process creates every group
             if rank in members:
                 mine, num_members = group, len(members)
         if any(options.rank in pair for pair in pairs):
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> float:
 
 
 def _seconds(reduce: Callable[[], object], device: str) -> float:
-    """Shortest of a few runs: what else goes on in the machine only makes them longer."""
+    """Shortest of a few runs: other load on the machine only makes runs longer."""
     import torch
 
     times = []
@@ -81,7 +81,7 @@ def _seconds(reduce: Callable[[], object], device: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start one process a GPU and print what the first of them finds; its exit code."""
+    """Start one process per GPU and print the result of the first; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m bootstrap.preflight.bandwidth_probe")
     parser.add_argument("--address", required=True)
     parser.add_argument("--port", type=int, required=True)

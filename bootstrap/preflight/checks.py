@@ -14,7 +14,7 @@ from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
-# Network file systems by their names in /proc/mounts; sockets and memory maps in them fail or crawl.
+# Network file systems by their names in /proc/mounts; sockets and memory maps on them fail or are slow.
 _REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.", "afs", "panfs")
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
@@ -22,13 +22,13 @@ _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 _WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8  # Docker's 64 MiB break NCCL, Ray and SGLang alike
-# Errors of the hardware (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off the bus,
-# uncontained ECC, GSP timeouts, unrecovered ECC. The others are mostly bugs of programs.
+# Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off the bus,
+# uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
 
 
 def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tuple[Check, ...]:
-    """Every check of one host, in the order of the table."""
+    """Run every check of one host, in the order of the table."""
     return (
         _reach(facts, seen),
         _gpus(facts, wanted),
@@ -50,7 +50,7 @@ def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tu
 
 
 def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]]:
-    """What only shows when hosts are compared, for the odd ones alone; most hosts are taken to be right."""
+    """Checks of the hosts that differ from the majority, which counts as correct."""
     if len(hosts) < 2:
         return {}
     usual_fs = statistics.mode(facts.folder_fs for facts in hosts.values())
@@ -62,7 +62,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
             found.append(Check("mounts", "WARN", f"run folder on {facts.folder_fs}, elsewhere on {usual_fs}"))
         rates = _active_rates(facts)
         if rates != usual_hcas:
-            # Sockets here and RDMA elsewhere do not form one communicator; fewer rails do, at their speed.
+            # A host without RDMA cannot join the others' communicator; one with fewer rails can, but is slow.
             level: Level = "EXCLUDE_NODE" if usual_hcas and not rates else "WARN"
             listed = f"{_describe_rates(rates)}, elsewhere {_describe_rates(usual_hcas)}"
             found.append(Check("hcas", level, f"{listed}: a dead link or another kind of node?"))
@@ -72,7 +72,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
 
 
 def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> dict[str, Check]:
-    """Each host's best all-reduce with a neighbour (GB/s of bus bandwidth, or why there is none) against the wanted."""
+    """Compare each host's best all-reduce with a neighbour (bus bandwidth in GB/s, or an error) to the minimum."""
     found: dict[str, Check] = {}
     for host, rate in measured.items():
         if isinstance(rate, str):
@@ -98,7 +98,7 @@ def _reach(facts: HostFacts, seen: Seen | None) -> Check:
     if facts.problem is not None:
         return Check("reach", "EXCLUDE_NODE", facts.problem)
     if seen is None or not seen.via:
-        return Check("reach", "OK", "nothing to reach")
+        return Check("reach", "OK", "no other node to reach")
     return Check("reach", "OK", f"reached the head from {seen.via}")
 
 
@@ -127,19 +127,19 @@ def _hcas(facts: HostFacts) -> Check:
 
 
 def _network(facts: HostFacts) -> Check:
-    """A variable that is set may be right where detection is wrong, so a contradiction leaves no host out."""
+    """A conflict never excludes a host: the variable may be right and detection wrong."""
     if facts.network_conflicts is None:
-        return Check("network", "OK", "not known where no other node shows the way; see python -m bootstrap.network")
+        return Check("network", "OK", "unknown without another node; see python -m bootstrap.network")
     if facts.network_conflicts:
         return Check("network", "WARN", "; ".join(facts.network_conflicts))
-    return Check("network", "OK", "nothing that is set contradicts this host")
+    return Check("network", "OK", "no variable conflicts with the detected settings")
 
 
 def _mounts(facts: HostFacts) -> Check:
     if facts.missing_paths:
         said = f"{', '.join(facts.missing_paths)} not there: is the file system mounted (also in the container)?"
         return Check("mounts", "EXCLUDE_NODE", said)
-    return Check("mounts", "OK", "all there")
+    return Check("mounts", "OK", "all paths exist")
 
 
 def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
@@ -151,7 +151,7 @@ def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
     known = {source: count for source, count in views.items() if count is not None}
     if not known:
         level: Level = "WARN" if reading.error else "OK"
-        return Check("gpus", level, reading.error or f"{wanted.num_gpus} asked for, nobody to count them")
+        return Check("gpus", level, reading.error or f"{wanted.num_gpus} asked for, their number is unknown")
     source = min(known, key=lambda name: known[name])
     if known[source] < wanted.num_gpus:
         why = f" ({reading.error})" if reading.error else ""
@@ -163,16 +163,16 @@ def _gpu_health(facts: HostFacts) -> Check:
     bad = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _ailments(gpu)]
     doubtful = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _doubts(gpu)]
     level: Level = "EXCLUDE_NODE" if bad else "WARN" if doubtful else "OK"
-    return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "nothing known against them")
+    return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
 
 
 def _ailments(gpu: Gpu) -> list[str]:
-    """What makes a GPU unfit. Where the driver names a recovery action, that is its own word on all the errors."""
+    """Faults that make a GPU unfit. A recovery action of the driver takes precedence over error counts."""
     found = []
     if gpu.problem is not None:
         found.append(f"does not answer: {gpu.problem}")
     if gpu.used_mib is not None and gpu.used_mib > _MAX_FOREIGN_MIB:
-        found.append(f"has {gpu.used_mib} MiB in use by somebody else")
+        found.append(f"has {gpu.used_mib} MiB in use by another process")
     if gpu.recovery not in (None, "none"):
         found.append(f"needs a {gpu.recovery} (recovery action of its driver)")
     if gpu.recovery is None and gpu.ecc_uncorrected:
@@ -183,7 +183,7 @@ def _ailments(gpu: Gpu) -> list[str]:
 
 
 def _doubts(gpu: Gpu) -> list[str]:
-    """What may stop a run later. A pending remap harms nothing by itself (NVIDIA, "GPU Memory Error Management")."""
+    """Faults that may stop a run later. A pending remap is harmless (NVIDIA, "GPU Memory Error Management")."""
     found = []
     if gpu.recovery == "none" and gpu.ecc_uncorrected:
         found.append(f"has had {gpu.ecc_uncorrected} uncorrected memory errors")
@@ -216,7 +216,8 @@ def _shm(facts: HostFacts, wanted: Wanted) -> Check:
     needed = max(_NEEDED_SHM_BYTES, wanted.object_store_memory or 0)
     found = f"{facts.shm_free / GIB:.2f} GiB free"
     if facts.shm_free < needed:
-        bad: Level = "EXCLUDE_NODE" if facts.gpu_reading.gpus else "WARN"  # NCCL fails; without it all is merely slower
+        # NCCL on GPUs fails without shared memory; the rest is slow.
+        bad: Level = "EXCLUDE_NODE" if facts.gpu_reading.gpus else "WARN"
         return Check("shm", bad, f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one")
     level: Level = "WARN" if facts.shm_free < _WANTED_SHM_BYTES else "OK"
     return Check("shm", level, found)
@@ -224,7 +225,7 @@ def _shm(facts: HostFacts, wanted: Wanted) -> Check:
 
 def _temp_dir(facts: HostFacts) -> Check:
     if facts.temp_fs is not None and facts.temp_fs.startswith(_REMOTE_FS):
-        found = f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a file system of the node itself"
+        found = f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a node-local file system"
         return Check("temp-dir", "EXCLUDE_NODE", found)
     if facts.temp_free is None:
         return Check("temp-dir", "OK", "unknown")
@@ -247,7 +248,7 @@ def _folder(facts: HostFacts, seen: Seen | None) -> Check:
     if seen is not None and seen.canary_seen is False:
         return Check("folder", "EXCLUDE_NODE", "what it writes into the run folder is not seen by the head: not shared")
     if facts.rename_ms is None:
-        return Check("folder", "OK", "not looked at")
+        return Check("folder", "OK", "not checked")
     level: Level = "WARN" if facts.rename_ms > _MAX_RENAME_MS else "OK"
     return Check("folder", level, f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})")
 
@@ -260,7 +261,7 @@ def _clock(seen: Seen | None) -> Check:
 
 
 def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
-    """Never worse than a warning: agents and Ray use addresses, only other people's tools use the name."""
+    """At most a warning: agents and Ray use addresses, and only other tools use the name."""
     if facts.head_ips is None:
         return Check("names", "WARN", "the head's name does not resolve in 2 s")
     if not facts.head_ips:

@@ -34,7 +34,7 @@ def network_row(facts: NetworkFacts, found: Detection, versions: Mapping[str, st
 
 
 def comparison_table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """All nodes in one table; ``rows`` by host. A value is odd when more nodes share another one."""
+    """Format all nodes as one table; ``rows`` by host. A value that is not the most common is marked."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     usual = {column: _usual([row.get(column, _ABSENT) for row in rows.values()]) for column in columns}
     lines = [["host", *columns]]
@@ -50,7 +50,7 @@ def comparison_table(rows: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _usual(values: Sequence[str]) -> set[str]:
-    """The values that most nodes have; all of them when there is a tie, for then nobody is odd by number."""
+    """The most common value, or all of them if there is a tie."""
     counts = Counter(values)
     most = max(counts.values())
     return {value for value, count in counts.items() if count == most}
@@ -59,5 +59,5 @@ def _usual(values: Sequence[str]) -> set[str]:
 def _marked(cell: str, usual: set[str], column: str) -> str:
     if column in _DIFFER_BY_NATURE:
         return cell
-    # With a tie every value is doubtful, so all are marked.
+    # With a tie any of the values may be wrong, so all are marked.
     return cell if usual == {cell} else f"!{cell}"

@@ -23,33 +23,35 @@ from bootstrap.agent.ports import PortError
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.network.here import NetworkError
 from bootstrap.preflight.checks import check_host
-from bootstrap.preflight.examination import NobodyCame, examine_all, meeting_folder
+from bootstrap.preflight.examination import NoContactError, examine_all, meeting_folder
 from bootstrap.preflight.probe import CANARY_DIR, raise_limits, read_host
 from bootstrap.preflight.table import Preflight, Wanted
 
 
 def examine(host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path] = ()) -> Preflight:
-    """Preflight of this one host; ``folder`` is where runs would be kept."""
+    """Preflight of this host; ``folder``: the folder for runs."""
     ray_folder = Path(temp_dir(read_facts({}, host))).parent
     facts = read_host(folder, ray_folder, host, os.environ, needed_paths)
     if facts.canary is not None:
         with suppress(OSError):
             (folder / CANARY_DIR / facts.canary).unlink()
-            (folder / CANARY_DIR).rmdir()  # stays when it holds anything else: a run may have that name
+            (folder / CANARY_DIR).rmdir()  # fails if it has other content: a run may have this name
     return Preflight.of({host: check_host(facts, wanted)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bootstrap.preflight.doctor", description="Is this host fit for a run?"
+        prog="python -m bootstrap.preflight.doctor", description="Check whether this host is fit for a run."
     )
-    parser.add_argument("--num-gpus", type=int, default=0, help="GPUs that a run would want here")
+    parser.add_argument("--num-gpus", type=int, default=0, help="GPUs that a run needs on this host")
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store")
-    parser.add_argument("--folder", type=Path, help="where runs are kept; a temporary folder unless given")
-    parser.add_argument("--needed-path", type=Path, action="append", default=[], help="what a run has to see here")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="for the other nodes of a step to come")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--folder", type=Path, help="folder for runs (default: a temporary folder)")
+    parser.add_argument(
+        "--needed-path", type=Path, action="append", default=[], help="path that must exist on this host"
+    )
+    parser.add_argument("--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     raise_limits()
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
@@ -67,9 +69,9 @@ def _alone(host: str, options: argparse.Namespace) -> int:
 
 
 def _with_others(step: Facts, options: argparse.Namespace) -> int:
-    """One table for all nodes of the step, from the first; a node that it does not hear of speaks for itself."""
+    """Check all nodes of the step; the first prints one table. A node without contact checks itself only."""
     if os.environ.get("SLURM_LOCALID", "0") != "0":
-        return 0  # another task of this node looks
+        return 0  # the first task of this node runs the checks
     meeting = meeting_folder((options.folder or Path.cwd()).resolve(), step, os.environ.get("SLURM_STEP_ID", "0"))
     orders = Options(
         meeting,
@@ -85,8 +87,8 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
     )
     try:
         found = asyncio.run(examine_all(step, orders, options.wait_s))
-    except (NobodyCame, NetworkError, PortError, OSError) as error:
-        print(f"{step.host}: {error}; what follows is of this host alone", file=sys.stderr)
+    except (NoContactError, NetworkError, PortError, OSError) as error:
+        print(f"{step.host}: {error}; checking this host only", file=sys.stderr)
         _alone(step.host, options)
         return 1
     if found is None:

@@ -46,19 +46,19 @@ _POLL_S = 0.05
 _SECRET_CHARS = 64
 
 
-class NobodyCame(Exception):
-    """This node and the first one did not find each other; says what was waited for."""
+class NoContactError(Exception):
+    """This node and the first node of the step could not connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What the first node found out."""
+    """Results of all nodes, on the first node."""
 
     preflight: Preflight
     networks: Mapping[str, Mapping[str, str]]  # rows of the comparison, by host
 
     def table(self) -> str:
-        """For people: hosts by checks, what is not OK, and the networks and versions with the odd ones marked."""
+        """Table of hosts and checks, details of failed checks, and the comparison of networks and versions."""
         return f"{self.preflight.table()}\n\n{comparison_table(self.networks)}"
 
     def to_json(self) -> str:
@@ -68,17 +68,17 @@ class Examination:
 
 
 def meeting_folder(folder: Path, facts: Facts, step: str) -> Path:
-    """Where the nodes of one step meet; another step of the same job has another folder."""
+    """Shared folder of the nodes of one step; each step of a job has its own."""
     return folder / f".doctor-{facts.job_id}.{step}"
 
 
 async def examine_all(facts: Facts, options: Options, wait_s: float) -> Examination | None:
-    """Look at all nodes of this step; None on every node but the first, which speaks for them.
+    """Check all nodes of this step; the first node returns the result, the others None.
 
     ``options.attempt_dir`` is the meeting folder.
 
     Raises:
-        NobodyCame: on a node that the first one did not meet within ``wait_s``.
+        NoContactError: this node could not connect to the first one within ``wait_s``.
     """
     return await (_as_first if facts.is_head else _as_other)(facts, options, wait_s)
 
@@ -100,12 +100,12 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
             try:
                 await asyncio.wait_for(reception.complete.wait(), wait_s)
             except TimeoutError:
-                logger.warning("%s did not come within %.0f s", ", ".join(reception.missing()), wait_s)
+                logger.warning("%s did not connect within %.0f s", ", ".join(reception.missing()), wait_s)
             own, gathering.own_conflicts = _own_report(facts, options, reception)
             reports = [own, *(report for _, report in sorted(reception.reports.items()))]
             preflight = with_versions(await gathering.judge(own.ip if reception.links else ""), reports)
             for link in reception.links.values():
-                await _say_goodbye(link)
+                await _end_link(link)
             reception.close()
         return Examination(preflight, {report.host: report.network for report in reports})
     finally:
@@ -117,7 +117,7 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while len(secret := _read(folder / SECRET_FILE)) < _SECRET_CHARS:
         if time.monotonic() > deadline:
-            raise NobodyCame(f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?")
+            raise NoContactError(f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?")
         await asyncio.sleep(_POLL_S)
     host_facts = await read_this_host(facts, options)
     port = next(candidate_blocks(facts.job_id, ephemeral_floor())).rendezvous
@@ -130,38 +130,41 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
         link = await asyncio.wait_for(joining, max(1.0, deadline - time.monotonic()))
     except TimeoutError:
         tried = ", ".join(starmap(host_port, head_candidates(facts.head_host, port, folder / HEAD_FILE)))
-        raise NobodyCame(f"{facts.host} did not reach {facts.head_host} within {wait_s:.0f} s ({tried})") from None
+        raise NoContactError(f"{facts.host} did not reach {facts.head_host} within {wait_s:.0f} s ({tried})") from None
     try:
-        await link.receive()  # the link itself notices a silence
+        await link.receive()  # raises LinkLost after a silence
     except LinkLost as error:
-        raise NobodyCame(f"{facts.head_host} went without a word: {error}") from error
+        raise NoContactError(f"lost the connection to {facts.head_host}: {error}") from error
     finally:
         link.close()
 
 
 def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Preflight:
-    """The same with one more check: whether each host has what most have installed. A run would not start otherwise."""
+    """Add a check that each host has the majority's package versions, without which a run cannot start."""
     odd = odd_versions(reports)
-    checks = {
-        report.host: (
-            *preflight.checks[report.host],
-            Check("versions", "EXCLUDE_NODE", "; ".join(odd[report.host]) + ": use one environment or image everywhere")
-            if report.host in odd
-            else Check("versions", "OK", "as elsewhere"),
-        )
-        for report in reports
-    }
-    return Preflight({host: checks.get(host, found) for host, found in preflight.checks.items()})
+    checks = dict(preflight.checks)
+    for report in reports:
+        if report.host in odd:
+            found = "; ".join(odd[report.host]) + ": use one environment or image everywhere"
+            check = Check("versions", "EXCLUDE_NODE", found)
+        else:
+            check = Check("versions", "OK", "same as on the other hosts")
+        checks[report.host] = (*checks[report.host], check)
+    return Preflight(checks)
 
 
 def _own_report(facts: Facts, options: Options, reception: Reception) -> tuple[NodeReport, tuple[str, ...] | None]:
-    """Contradictions of the first node, seen from where the others reached it; None if none did."""
+    """Report and network conflicts of the first node; without connections it has no network and None."""
+    versions = installed_versions()
     links: Sequence[Link] = tuple(reception.links.values())
-    ip, ifname = (links[0].local_ip, ifname_of(links[0].local_ip, local_addresses())) if links else ("", "")
-    network, found = network_here(ifname, ip) if links else (None, None)
-    row = {} if network is None or found is None else network_row(network, found, installed_versions())
-    report = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
-    return report, None if found is None else found.conflict_lines
+    if not links:
+        return NodeReport(facts.host, 0, options.num_gpus, versions), None
+    ip = links[0].local_ip
+    ifname = ifname_of(ip, local_addresses())
+    network, found = network_here(ifname, ip)
+    row = network_row(network, found, versions)
+    report = NodeReport(facts.host, 0, options.num_gpus, versions, ip, ifname, network=row)
+    return report, found.conflict_lines
 
 
 def _report(facts: Facts, options: Options, link: Link, host_facts: HostFacts) -> NodeReport:
@@ -174,13 +177,13 @@ def _report(facts: Facts, options: Options, link: Link, host_facts: HostFacts) -
     except NetworkError as error:
         problem = str(error)
     taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
-    said = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
+    reported = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
     return NodeReport(
-        facts.host, facts.rank, options.num_gpus, versions, link.local_ip, ifname, asdict(said), network=row
+        facts.host, facts.rank, options.num_gpus, versions, link.local_ip, ifname, asdict(reported), network=row
     )
 
 
-async def _say_goodbye(link: Link) -> None:
+async def _end_link(link: Link) -> None:
     try:
         await link.send({"kind": "end"})
     except LinkLost as error:

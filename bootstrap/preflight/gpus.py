@@ -40,12 +40,12 @@ class Gpu:
     ecc_uncorrected: int | None = None  # since the driver was loaded
     remap_pending: bool | None = None  # rows that a reset would remap
     remap_failed: bool | None = None  # no spare rows are left
-    recovery: str | None = None  # what NVIDIA's driver asks for: none, reset, reboot, ...
-    num_nvlinks: int | None = None  # those that are up
+    recovery: str | None = None  # recovery action of NVIDIA's driver: none, reset, reboot, ...
+    num_nvlinks: int | None = None  # number of active links
     fabric: str | None = None  # state of its registration with the NVSwitches
     bus: str | None = None  # 0000:3b:00
     xids: tuple[int, ...] = ()  # of the last day
-    problem: str | None = None  # why the driver tells nothing else of it
+    problem: str | None = None  # why the driver reports no other facts
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Gpu:
@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """GPUs of this job on this host. ``gpus`` is None where there is no NVIDIA driver, empty where it fails."""
+    """GPUs of this job on this host. ``gpus``: None without an NVIDIA driver, empty if the driver fails."""
 
     gpus: tuple[Gpu, ...] | None = None
     source: str = ""  # NVML or nvidia-smi
@@ -69,7 +69,7 @@ class GpuReading:
 
 
 def read_gpus(environ: Mapping[str, str]) -> GpuReading:
-    """Look at the GPUs that are this job's; at most ``_READ_S`` seconds a question."""
+    """Read this job's GPUs; each query takes at most ``_READ_S`` seconds."""
     tool = shutil.which("nvidia-smi")
     if tool is None and not _DRIVER.exists():
         return GpuReading()
@@ -82,10 +82,10 @@ def read_gpus(environ: Mapping[str, str]) -> GpuReading:
 
 
 def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
-    """Those that are this job's: on a node that is shared without device cgroups the driver lists all.
+    """This job's GPUs. On a shared node without device cgroups the driver lists all GPUs.
 
     Args:
-        cuda_visible_devices: the variable as Slurm sets it, indices or UUIDs; anything else selects all.
+        cuda_visible_devices: the variable as Slurm sets it: indices or UUIDs; other values select all.
     """
     names = [name.strip() for name in (cuda_visible_devices or "").split(",")]
     by_name = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.uuid: gpu for gpu in gpus}
@@ -111,7 +111,7 @@ def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
 
 
 def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, ...]:
-    """GPUs from ``nvidia-smi --format=csv,noheader,nounits``; what a card or driver does not have is None.
+    """Parse ``nvidia-smi --format=csv,noheader,nounits``; values that are not supported are None.
 
     Args:
         listing: ``--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total``.
@@ -137,7 +137,7 @@ def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, .
 
 
 def _ask_nvml() -> GpuReading | None:
-    """None where NVML or its bindings are missing or do not work."""
+    """Read NVML; None if NVML or its bindings are missing or do not work."""
     try:
         done = _ask([sys.executable, "-m", "bootstrap.preflight.gpus"])
     except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ def _ask_nvml() -> GpuReading | None:
     except OSError:
         return None
     if done.returncode != 0:
-        return None  # no bindings, or some that are too old or broken: that is not the GPU's fault
+        return None  # the bindings are missing, too old or broken: not a fault of the GPU
     return GpuReading.from_json(json.loads(done.stdout))
 
 
@@ -154,14 +154,14 @@ def _ask_nvidia_smi(tool: str | None) -> GpuReading:
         return GpuReading(error="there is an NVIDIA driver and neither NVML (nvidia-ml-py) nor nvidia-smi to ask it")
     listing, error = _csv(tool, "--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total")
     if error is not None:
-        return GpuReading((), "nvidia-smi", error)  # it fails, so it has no GPU to offer
+        return GpuReading((), "nvidia-smi", error)  # no usable GPU
     remapped, _ = _csv(tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure")
     recovery, _ = _csv(tool, "--query-gpu=uuid,gpu_recovery_action")
     return GpuReading(parse_nvidia_smi(listing, remapped, recovery), "nvidia-smi")
 
 
 def _csv(tool: str, query: str) -> tuple[str, str | None]:
-    """Output, and what went wrong."""
+    """Output and error of a query."""
     command = [tool, query, "--format=csv,noheader,nounits"]
     try:
         done = _ask(command)
@@ -172,18 +172,21 @@ def _csv(tool: str, query: str) -> tuple[str, str | None]:
 
 
 def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` with a timeout waits for ever when KILL does not end the process; this leaves it behind."""
-    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Run a command with a timeout, without waiting for a process that KILL does not end.
+
+    ``subprocess.run`` would wait for such a process forever.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        output, errors = asked.communicate(timeout=_READ_S)
+        output, errors = process.communicate(timeout=_READ_S)
     except subprocess.TimeoutExpired:
-        asked.kill()
+        process.kill()
         raise
-    return subprocess.CompletedProcess(command, asked.returncode, output, errors)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _kernel_log() -> str:
-    """All records that the kernel still has; empty where only root may read them."""
+    """All records in the kernel's buffer; empty if only root may read them."""
     records: list[bytes] = []
     with suppress(OSError):
         log = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
@@ -197,7 +200,7 @@ def _kernel_log() -> str:
 
 
 def _from_nvml() -> GpuReading:
-    """Raises ImportError where the bindings are missing."""
+    """Read NVML in this process. Raises ImportError if the bindings or the library are missing."""
     import pynvml
 
     try:
@@ -214,7 +217,7 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
         try:
             return question()
         except (nvml.NVMLError, AttributeError):
-            return None  # this card, this driver or these bindings do not have it
+            return None  # not supported by this card, driver or version of the bindings
 
     def link_state(link: int) -> Any:
         return ask(lambda: nvml.nvmlDeviceGetNvLinkState(handle, link))
@@ -224,7 +227,7 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
         uuid = nvml.nvmlDeviceGetUUID(handle)
     except nvml.NVMLError as error:
         return Gpu(f"GPU {index}", problem=str(error))
-    # The second version does not count what the driver keeps for itself.
+    # nvmlMemory_v2 excludes the driver's reserved memory.
     memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
     rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -277,7 +280,7 @@ def _action(text: str) -> str | None:
 
 
 def main() -> int:
-    """Print what NVML says; 1 when there is nothing to ask."""
+    """Print NVML's facts as JSON; return 1 without NVML."""
     try:
         print(json.dumps(asdict(_from_nvml())))
     except ImportError as error:

@@ -30,7 +30,7 @@ _RESOLVE_S = 2.0
 
 
 def raise_limits() -> None:
-    """Soft limits of open files and locked memory up to the hard ones; Ray and RDMA inherit them from the agent."""
+    """Raise the soft limits of open files and locked memory to the hard ones; child processes inherit them."""
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
         _, hard = resource.getrlimit(kind)
         with suppress(OSError, ValueError):
@@ -44,7 +44,10 @@ def read_host(
     environ: Mapping[str, str],
     needed_paths: Iterable[Path] = (),
 ) -> HostFacts:
-    """Look at this host. ``attempt_dir`` gets a canary for the head to see; ``needed_paths`` have to be there."""
+    """Read the facts of this host.
+
+    Writes a canary file to ``attempt_dir``, which the head must see. ``needed_paths`` must exist.
+    """
     mounts = _text("/proc/self/mounts")
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
     folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
@@ -77,13 +80,13 @@ def mount_of(path: str, mounts: str) -> str | None:
             continue
         point = fields[1].encode().decode("unicode_escape")  # a blank is written \040
         inside = point == "/" or path == point or path.startswith(point + "/")
-        if inside and (best is None or len(point) >= best[0]):  # of two on one place the later one is seen
+        if inside and (best is None or len(point) >= best[0]):  # a later mount hides an earlier one
             best = (len(point), fields[2])
     return best[1] if best else None
 
 
 def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | None]:
-    """Name of a file that now lies in the folder, milliseconds it took, or what went wrong."""
+    """Write a canary file; return its name and the time in milliseconds, or the error."""
     name = secrets.token_hex(8)
     started_at = time.perf_counter()
     try:
@@ -97,12 +100,12 @@ def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | No
 def _lacks(folder: Path) -> tuple[str, ...] | None:
     try:
         return lacks(folder)
-    except OSError:  # the head may have removed the folder: it waits for no host
+    except OSError:  # the head may have removed the folder already
         return None
 
 
 def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
-    """None where Slurm gave none: then GPUs are not its business, or there are only logical ones."""
+    """Number of GPUs that Slurm allocated; None if it manages no GPUs."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):  # "8", "h100:8", "a:2,b:2"
         counts = [part.rpartition(":")[2] for part in environ.get(name, "").split(",")]
         if all(count.isdigit() for count in counts):
@@ -111,7 +114,7 @@ def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
 
 
 def _resolve(host: str) -> tuple[str, ...] | None:
-    """Addresses of a name; None when a resolver keeps us waiting. It cannot be interrupted, hence a thread to leave."""
+    """Addresses of a name; None after a timeout. A lookup cannot be interrupted, so a thread runs it."""
     found: list[tuple[str, ...]] = []
 
     def ask() -> None:

@@ -34,7 +34,7 @@ from common.files import is_there
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02
 SLOW_S = 1.0
-"""For a file of one host to be seen on another; a stop request and the end of an attempt pass this way."""
+"""Seconds until a file of one host is visible on another; affects stop requests and the end of an attempt."""
 NUM_LINES, MAX_WRITERS = 8, 8
 RENAME = "rename over a file"
 _HEAD, _LINES, _DONE = "head", "lines", ".done"
@@ -50,7 +50,7 @@ _COSTS = {
 
 
 def lacks(folder: Path) -> tuple[str, ...]:
-    """What the file system of ``folder`` refuses, each with its error. Raises OSError when nothing can be written."""
+    """Features that the file system of ``folder`` lacks, each with its error. Raises OSError if not writable."""
     token = secrets.token_hex(6)
     first, second = folder / f".try-{token}.1", folder / f".try-{token}.2"
     first.write_bytes(b"first")
@@ -71,7 +71,7 @@ def lacks(folder: Path) -> tuple[str, ...]:
 
 
 def check_alone(found: Collection[str] | None) -> Check:
-    """The verdict over ``lacks``."""
+    """The check for the result of ``lacks``."""
     if found is None:
         return Check("storage", "OK", "not tried")
     if not found:
@@ -83,17 +83,17 @@ def check_alone(found: Collection[str] | None) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What one node found together with the head; None where it did not see the file, or was not asked."""
+    """Result of one node's test together with the head; None: file not visible, or not tested."""
 
     head_file_s: float | None = None  # until this node saw the head's file
     own_file_s: float | None = None  # until the head saw this node's
-    num_lines: int = 0  # that it appended
-    num_found: int = 0  # of those, in the file
+    num_lines: int = 0  # number of appended lines
+    num_found: int = 0  # number of those in the file
     error: str | None = None
 
 
 def check_together(tried: Tried) -> Check:
-    """The verdict over one node."""
+    """The check for one node's result."""
     if tried.error is not None:
         return Check("storage", "WARN", f"the run folder could not be tried with the others: {tried.error}")
     found = []
@@ -116,7 +116,7 @@ def check_together(tried: Tried) -> Check:
 
 
 def take_part(attempt_dir: Path, order: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """A node's part, in a thread; the answer to ``order``."""
+    """Run a node's part of the test; return the answer to ``order``. Blocking: call it in a thread."""
     folder = _meeting(attempt_dir, str(order["token"]))
     try:
         seen_s = _seconds_until_seen(folder / _HEAD)
@@ -128,19 +128,19 @@ def take_part(attempt_dir: Path, order: Mapping[str, Any], host: str) -> dict[st
 
 
 class FolderTest:
-    """The head's side."""
+    """The head's part of the test."""
 
     def __init__(self) -> None:
         self._answers: dict[str, asyncio.Future[tuple[Mapping[str, Any], float]]] = {}
 
     def answered(self, host: str, message: Mapping[str, Any]) -> None:
-        """A node has done its part."""
+        """Record a node's answer."""
         answer = self._answers.get(host)
         if answer is not None and not answer.done():
             answer.set_result((message, time.monotonic()))
 
     async def run(self, attempt_dir: Path, links: Mapping[str, Link], own_host: str) -> dict[str, Check]:
-        """The verdict of every node that ``links`` lead to."""
+        """Test the folder with the nodes of ``links``; return one check per node."""
         token = secrets.token_hex(6)
         folder = _meeting(attempt_dir, token)
         loop = asyncio.get_running_loop()
@@ -192,7 +192,7 @@ def _open_meeting(folder: Path) -> None:
 
 
 def _close_meeting(folder: Path, answered_at: Mapping[str, float]) -> tuple[dict[str, float], Counter[str]]:
-    """After how many seconds the file of each node is seen here, and the lines of each host. Removes the folder."""
+    """Seconds until each node's file is visible here, and each host's lines. Removes the folder."""
     seen: dict[str, float] = {}
     deadline = time.monotonic() + LOOK_S
     while len(seen) < len(answered_at) and time.monotonic() < deadline:

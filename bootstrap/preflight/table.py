@@ -26,7 +26,7 @@ class Hca:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What was read from one host; None is what could not be read."""
+    """Facts of one host; None: could not be read."""
 
     gpu_reading: GpuReading = field(default_factory=GpuReading)
     num_gpus_by_slurm: int | None = None
@@ -37,21 +37,21 @@ class HostFacts:
     temp_path: str = ""
     temp_fs: str | None = None
     temp_free: int | None = None  # bytes
-    head_ips: tuple[str, ...] | None = None  # what the head's name leads to; None: it takes too long to say
+    head_ips: tuple[str, ...] | None = None  # addresses of the head's name; None: the lookup timed out
     folder_fs: str | None = None
     folder_error: str | None = None
     rename_ms: float | None = None
-    folder_lacks: tuple[str, ...] | None = None  # what its file system refuses; None: not tried
+    folder_lacks: tuple[str, ...] | None = None  # features that the file system lacks; None: not tested
     canary: str | None = None
-    missing_paths: tuple[str, ...] = ()  # of those that the run needs on every node
+    missing_paths: tuple[str, ...] = ()  # paths that the run needs on every node
     clock: float | None = None  # seconds of the epoch when the report was sent
     taken_ports: tuple[int, ...] = ()
-    network_conflicts: tuple[str, ...] | None = None  # variables that are set and contradict what is found here
-    problem: str | None = None  # why this host cannot take part, in the words of its agent
+    network_conflicts: tuple[str, ...] | None = None  # variables that conflict with detected settings
+    problem: str | None = None  # why this host cannot join, from its agent
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> HostFacts:
-        """Raises TypeError when a field is missing from this version or unknown to it."""
+        """Raises TypeError if a field is unknown to this version."""
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
@@ -63,7 +63,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the job needs of every host."""
+    """Requirements of the job for every host."""
 
     num_gpus: int
     object_store_memory: int | None = None
@@ -71,7 +71,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the head knows of a host besides its own words. ``via`` is address and interface it came in by."""
+    """The head's observations of a host. ``via``: address and interface that the host used."""
 
     skew_s: float | None = None
     head_ip: str = ""
@@ -87,11 +87,11 @@ class Preflight:
 
     @classmethod
     def of(cls, checks: Mapping[str, Sequence[Check]], absent: Mapping[str, str] | None = None) -> Preflight:
-        """All hosts together: a failure that all of several share is the job's own.
+        """Combine the hosts' checks: a failure that all of several hosts share is fatal.
 
         Args:
-            checks: by host; of several with one name the worst counts.
-            absent: hosts that nobody could look at, each with the reason.
+            checks: by host; of several with one name the most severe counts.
+            absent: hosts that could not be checked, each with the reason.
         """
         merged = {host: _worst_of_each_name(found) for host, found in checks.items()}
         out = [{check.name for check in found if check.level == "EXCLUDE_NODE"} for found in merged.values()]
@@ -101,7 +101,7 @@ class Preflight:
 
     @property
     def fatal(self) -> str | None:
-        """Why no host can run this, or None."""
+        """Why no host can run the job, or None."""
         found = {
             check.name: f"{check.name}: {check.found}"
             for checks in self.checks.values()
@@ -112,7 +112,7 @@ class Preflight:
 
     @property
     def unfit(self) -> dict[str, str]:
-        """Hosts that cannot take part, each with the reasons."""
+        """Hosts that cannot join, each with the reasons."""
         return {
             host: "; ".join(f"{c.name}: {c.found}" for c in checks if c.level == "EXCLUDE_NODE")
             for host, checks in self.checks.items()
@@ -120,7 +120,7 @@ class Preflight:
         }
 
     def table(self) -> str:
-        """Host by check, a word a cell (``-`` warning, ``X`` unfit, ``?`` unknown), and below it what is not OK."""
+        """Table of hosts and checks (``-`` warning, ``X`` unfit, ``?`` unknown), then details of those not OK."""
         names = list(dict.fromkeys(check.name for checks in self.checks.values() for check in checks))
         width = max([len(host) for host in self.checks] + [4])
         marks = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}

@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md, held by reading the code: who imports whom, how large a room may be."""
+"""Enforce the rules of docs/architecture.md on the source: allowed imports, sizes, docstrings."""
 
 import ast
 import subprocess
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "slurm", "bootstrap", "rlpost")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 STAND_INS = ROOT / "rlpost/rollout/sglang_on_cpu"
-OURS = [path for path in FILES if STAND_INS not in path.parents]  # not what has the shape of somebody else's
+OURS = [path for path in FILES if STAND_INS not in path.parents]  # stand-ins copy foreign interfaces
 
 HEAVY = {"torch", "ray", "numpy", "transformers", "megatron", "sglang", "sglang_router"}
-# room: names that may not be imported there, at any depth of the code; the longest matching prefix counts
+# package or module: forbidden imports, at any depth of the code; the longest matching prefix applies
 FORBIDDEN = {
     "common": HEAVY | {"rlpost", "slurm", "bootstrap", "submitit", "psutil", "pydantic"},
     "slurm": HEAVY | {"rlpost", "bootstrap", "pydantic"},
@@ -49,7 +49,7 @@ FORBIDDEN = {
     "rlpost.cli": HEAVY | {"bootstrap"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80
-MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # a caller names those that are keyword-only
+MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # keyword-only parameters count in the second only
 # signatures that Megatron-core and slime prescribe
 PRESCRIBED = {
     ("rlpost.actor.attention", "__init__"),
@@ -83,8 +83,8 @@ def imports(path):
 
 
 def forbidden(module):
-    rooms = [room for room in FORBIDDEN if module == room or module.startswith(room + ".")]
-    return FORBIDDEN[max(rooms, key=len)]
+    prefixes = [name for name in FORBIDDEN if module == name or module.startswith(name + ".")]
+    return FORBIDDEN[max(prefixes, key=len)]
 
 
 def functions(path):
@@ -93,7 +93,7 @@ def functions(path):
             yield node
 
 
-def test_a_room_imports_only_what_it_may():
+def test_packages_respect_the_import_table():
     found = {module_name(path): banned for path in OURS if (banned := banned_imports(path))}
     assert not found
 
@@ -103,13 +103,13 @@ def banned_imports(path):
     return {name for name in imports(path) for ban in forbidden(module) if (name == ban or name.startswith(ban + "."))}
 
 
-def test_what_everything_imports_needs_the_standard_library_alone():
+def test_common_imports_only_the_standard_library():
     leaf = [path for path in FILES if module_name(path).split(".")[0] == "common"]
     tops = {name.split(".")[0] for path in leaf for name in imports(path)}
     assert leaf and tops <= set(sys.stdlib_module_names) | {"common"}
 
 
-# numpy is light: it holds the columns of rlpost.types, and the wheel requires it
+# numpy is allowed: the columns of rlpost.types need it, and the wheel requires it
 LIGHT = ("common", "slurm", "bootstrap", "rlpost/config", "rlpost/cli", "rlpost/check.py")
 IMPORTS = """import importlib, sys
 for name in {names!r}:
@@ -119,19 +119,19 @@ for name in {names!r}:
 """
 
 
-def test_light_rooms_pull_in_nothing_heavy():
-    """Also through what they import: looked at in a fresh interpreter, with every module of the rooms imported."""
+def test_light_packages_import_no_heavy_library():
+    """Covers transitive imports: a fresh interpreter imports every module of these packages."""
     light = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(LIGHT)]
     code = IMPORTS.format(names=[module_name(path) for path in light], heavy=HEAVY - {"numpy"})
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_is_a_room_with_a_door_plate_and_a_bounded_size():
+def test_modules_have_a_docstring_and_a_bounded_size():
     sizes = {module_name(path): path.read_text().count("\n") for path in FILES}
     assert not {name: size for name, size in sizes.items() if size > MAX_FILE}
     silent = [module_name(path) for path in FILES if not ast.get_docstring(tree(path))]
-    assert not silent, "these say nothing about themselves"
+    assert not silent, "modules without a docstring"
 
 
 def test_functions_are_short_and_take_few_parameters():
@@ -162,10 +162,10 @@ def undocumented(path):
         if not isinstance(node, ast.ClassDef):
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             missing += [f"{node.name}: type of {a.arg}" for a in arguments if not a.annotation]
-            missing += [f"{node.name}: type of what it returns"] * (node.returns is None)
+            missing += [f"{node.name}: return type"] * (node.returns is None)
     return missing
 
 
-def test_only_one_file_of_the_trainer_imports_ray_and_of_the_agents_only_the_process_that_becomes_ray():
+def test_only_the_workers_module_and_the_ray_process_import_ray():
     users = [module_name(path) for path in FILES if any(name.split(".")[0] == "ray" for name in imports(path))]
     assert users == ["bootstrap.agent.ray_process", "rlpost.orchestration.workers"]

@@ -1,1 +1,1 @@
-"""``make test-gpu``: every check that needs a GPU, and one table of what came of them."""
+"""``make test-gpu``: every check that needs a GPU, with one table of results."""

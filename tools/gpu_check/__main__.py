@@ -1,7 +1,7 @@
-"""Check everything that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make test-gpu``).
+"""Run every check that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make test-gpu``).
 
-Each check runs in a process of its own with a time limit; logs, and the table as results.json, go into a folder. The
-exit code is 0 when nothing failed, 1 when something did, and 2 when nothing can be checked here.
+Each check runs in a separate process with a time limit; logs, and the table as results.json, go into a folder. The
+exit code is 0 if no check failed, 1 if one did, and 2 if no check can run on this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks that are asked for."""
+    """Run the selected checks."""
     options = parser().parse_args(arguments)
     chosen = [check for check in CHECKS if not options.only or check.name in options.only]
     if options.list:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     memory_gb = None if options.on_cpu else min(gpu.memory_gb for gpu in machine.gpus)
     print("\n".join([*machine.lines(), f"logs: {folder}", ""]), flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a check that is running ends with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a running check is killed as well
     rows: list[Row] = []
     try:
         for check in chosen:
@@ -61,19 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Command-line parser."""
     made = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__.splitlines()[0])
     names = [check.name for check in CHECKS]
     made.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"some of: {', '.join(names)}")
-    made.add_argument("--list", action="store_true", help="say what each check shows, and run none")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="of logs and results.json (default: in runs/)")
-    made.add_argument("--timeout-s", type=int, metavar="S", help="of each check, instead of its own limit")
-    made.add_argument("--on-cpu", action="store_true", help="the same on the CPU: tries all but the device")
+    made.add_argument("--list", action="store_true", help="print what each check shows, and run none")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="folder of logs and results.json (default: in runs/)")
+    made.add_argument("--timeout-s", type=int, metavar="S", help="time limit of each check, instead of its default")
+    made.add_argument("--on-cpu", action="store_true", help="run the checks on the CPU, to test all but the device")
     return made
 
 
 def run(check: Check, folder: Path, *, memory_gb: float | None, limit_s: int) -> list[Row]:
-    """Run one check, with its output in a log; its rows. Nothing that it started outlives it."""
+    """Run one check with its output in a log; return its rows. Kills all its processes at the end."""
     name = "".join(letter if letter.isalnum() else "-" for letter in check.name)
     log, results = folder / f"{name}.log", folder / f"{name}.xml"
     results.unlink(missing_ok=True)
@@ -99,14 +99,14 @@ def run(check: Check, folder: Path, *, memory_gb: float | None, limit_s: int) ->
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it left in its group."""
+    """Kill the process and its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def rows_of(check: Check, code: int, seconds: float, log: Path, results: Path) -> list[Row]:
-    """What a check that has ended says."""
+    """Rows of a check that has ended."""
     broken = [Row(check.name, "failed", seconds, f"{how_it_ended(code)}: {last_words(log)}; see {log}")]
     if check.figures is not None:
         if code != 0:
@@ -122,23 +122,23 @@ def rows_of(check: Check, code: int, seconds: float, log: Path, results: Path) -
 
 
 def how_it_ended(code: int) -> str:
-    """Of a process."""
+    """Describe the exit code of a process."""
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def last_words(log: Path) -> str:
-    """The end of a log, in one line."""
+    """The last lines of a log, joined to one line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-TAIL_LINES:])
 
 
 def report(machine: Machine, rows: Sequence[Row]) -> str:
-    """The machine, and the table."""
+    """The machine's facts and the table of results."""
     return "\n".join([*machine.lines(), "", render(rows)])
 
 
 def write(path: Path, machine: Machine, rows: Sequence[Row]) -> None:
-    """The same for programs."""
+    """Write the report as JSON."""
     document = {"machine": dataclasses.asdict(machine), "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(document, indent=1) + "\n")
 

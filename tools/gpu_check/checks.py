@@ -1,7 +1,7 @@
-"""Which checks there are, how each is run, and how its output becomes rows. Pure.
+"""The list of checks, their command lines, and the parsing of their output into rows. Pure.
 
-A check is a file of tests/gpu, run by pytest, or a benchmark. Each runs in a process of its own: a kernel that faults
-takes the CUDA context of its process with it.
+A check is a file of tests/gpu, run by pytest, or a benchmark. Each runs in a separate process, because a kernel fault
+destroys the CUDA context of its process.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ LARGE_GB = 60.0
 
 @dataclass(frozen=True)
 class Check:
-    """``shows``: what a pass means; ``words``: what follows ``python -m``; ``timeout_s``: of the whole process."""
+    """``shows``: what a pass means; ``words``: arguments of ``python -m``; ``timeout_s``: limit of the process."""
 
     name: str
     shows: str
     words: tuple[str, ...]
     timeout_s: int
     figures: Callable[[str], str] | None = None
-    """Of a benchmark: what its output says in one line. Raises ValueError when it has no such table."""
+    """For a benchmark: summarises its output in one line. Raises ValueError if the table is missing."""
 
     @property
     def is_test(self) -> bool:
         return self.figures is None
 
     def command(self, python: str, report: str, *, memory_gb: float | None) -> list[str]:
-        """The command line. ``report``: where pytest writes its results; ``memory_gb``: of a GPU, None on the CPU."""
+        """The command line. ``report``: pytest's result file; ``memory_gb``: of a GPU, None on the CPU."""
         if self.is_test:
             options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
             return [python, "-m", "pytest", *self.words, *options]
@@ -41,7 +41,7 @@ class Check:
 
 
 def _size(module: str, memory_gb: float | None) -> list[str]:
-    """Of a benchmark's model: what the device takes."""
+    """Options for the size of a benchmark's model that fits the device."""
     if module == "benchmarks.train_step":
         size = "tiny" if memory_gb is None else "large" if memory_gb >= LARGE_GB else "small"
         return ["--size", size, "--steps", "2" if memory_gb is None else "5"]
@@ -76,7 +76,7 @@ def train_step_figures(output: str) -> str:
 
 
 def weight_sync_figures(output: str) -> str:
-    """``159 MiB: memory 0.120 s, 1.30 x a plain copy, disk ...``, of every size."""
+    """``159 MiB: memory 0.120 s, 1.30 x a plain copy, disk ...``, for every size."""
     found = [rows for rows in tables(output) if "update s" in rows[0]]
     sizes = re.findall(r"^(\d+ MiB) in \d+ buckets", output, re.MULTILINE)
     if not found:
@@ -173,9 +173,9 @@ CHECKS = (
 
 
 def rows_of_tests(check: str, report: str) -> list[Row]:
-    """A row for each test function of a JUnit report; its parameters are counted.
+    """One row per test function of a JUnit report; parametrised cases are counted.
 
-    Raises ValueError when the report is none.
+    Raises ValueError if the report is invalid.
     """
     try:
         cases = list(ElementTree.fromstring(report).iter("testcase"))
@@ -188,7 +188,7 @@ def rows_of_tests(check: str, report: str) -> list[Row]:
 
 
 def _row(name: str, cases: Sequence[ElementTree.Element]) -> Row:
-    """Of one function: it failed when one case did, and was skipped when all were."""
+    """Row of one function: failed if one case failed, skipped if all cases were."""
     outcomes = [_outcome(case) for case in cases]
     seconds = sum(float(case.get("time", 0)) for case in cases)
     worst: Outcome = next(one for one in ("failed", "skipped", "passed") if one in outcomes)

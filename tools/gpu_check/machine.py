@@ -1,7 +1,7 @@
-"""What this machine has of what the checks need: driver, GPUs, and the libraries of the GPU stack.
+"""Facts of this machine that the checks depend on: driver, GPUs, and the libraries of the GPU stack.
 
-Input: nothing. Output: a ``Machine``, and in words what is missing. The libraries are imported in another process, so
-that the one that waits for the checks holds no memory of a GPU:
+Output: a ``Machine``, and messages about missing parts. A separate process imports the libraries, so that the process
+that waits for the checks holds no GPU memory:
 
     python -m tools.gpu_check.machine      prints the machine as JSON
 """
@@ -23,7 +23,7 @@ PROBE_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that torch sees."""
+    """A GPU that is visible to torch."""
 
     name: str
     memory_gb: float
@@ -32,7 +32,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """None for what is not there."""
+    """Facts of a machine; None: missing."""
 
     driver: str | None = None
     torch: str | None = None
@@ -42,15 +42,15 @@ class Machine:
     packages: dict[str, str | None] = field(default_factory=dict)
     cpu_count: int = 0
     error: str | None = None
-    """Why the libraries could not be asked."""
+    """Why the libraries could not be queried."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Machine:
-        """What ``dataclasses.asdict`` wrote."""
+        """Inverse of ``dataclasses.asdict``."""
         return cls(**{**document, "gpus": tuple(Gpu(**one) for one in document["gpus"])})
 
     def obstacles(self) -> list[str]:
-        """Why no check can run here; empty when they can."""
+        """Reasons why no check can run; empty if the checks can run."""
         found = []
         if self.driver is None:
             found.append("no NVIDIA driver answers (nvidia-smi)")
@@ -67,11 +67,11 @@ class Machine:
         return found
 
     def lacks(self) -> list[str]:
-        """What single checks need and is not installed: they are skipped, or fail for that reason."""
+        """Missing packages of single checks, which are skipped or fail for that reason."""
         return [f"{name} is not installed" for name in PACKAGES if self.packages.get(name) is None]
 
     def lines(self) -> list[str]:
-        """For the head of a report."""
+        """Lines for the head of a report."""
         gpus = ", ".join(f"{gpu.name} {gpu.memory_gb:.0f} GB (sm_{gpu.capability})" for gpu in self.gpus) or "none"
         versions = ", ".join(f"{name} {version or '-'}" for name, version in self.packages.items())
         lines = [
@@ -82,7 +82,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """The machine as a fresh process sees it."""
+    """Read the machine's facts in a new process."""
     command = [sys.executable, "-m", "tools.gpu_check.machine"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True)

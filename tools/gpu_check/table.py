@@ -15,13 +15,13 @@ LONGEST = 160
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one check."""
+    """Result of one check."""
 
     check: str
     outcome: Outcome
     seconds: float
     note: str = ""
-    """Figures of a check that passed; else why it did not."""
+    """Figures of a check that passed, else the reason."""
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -47,7 +47,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _one_line(text: str) -> str:
-    """Without line breaks and without the character that ends a cell."""
+    """Replace line breaks and the cell separator, and truncate."""
     flat = " ".join(text.split()).replace("|", "/")
     return flat if len(flat) <= LONGEST else f"{flat[: LONGEST - 3]}..."
 

@@ -1,7 +1,7 @@
-"""docs/api.md: what code outside this project may build on, with its signatures and docstrings. Pure, but for reading.
+"""docs/api.md: the public API with signatures and docstrings.
 
-Input: the sources of ``MODULES``, which are parsed and not imported, so the page is the same on every machine. Output:
-Markdown. What is not on the page may change from one day to the next.
+Input: the sources of ``MODULES``, which are parsed and not imported, so that the page is the same on every machine.
+Output: Markdown. Everything that is not on the page is private and may change at any time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2]
 MODULES = {
-    "What flows": ("rlpost.types", "rlpost.errors"),
-    "Functions of your own": (
+    "Data types and errors": ("rlpost.types", "rlpost.errors"),
+    "Custom functions": (
         "rlpost.algorithm.objective",
         "rlpost.algorithm.loss_settings",
         "rlpost.rollout.response_builder",
         "rlpost.rollout.sampling",
         "rlpost.rollout.filters",
     ),
-    "Models of your own": ("rlpost.weights.family", "rlpost.weights.names", "rlpost.weights.families"),
-    "Recipes from a program": ("rlpost.config.load", "rlpost.check", "rlpost.cli.submit"),
+    "Custom models": ("rlpost.weights.family", "rlpost.weights.names", "rlpost.weights.families"),
+    "Recipes": ("rlpost.config.load", "rlpost.check", "rlpost.cli.submit"),
     "Jobs and runs": ("slurm.spec", "slurm.render", "slurm.executor", "common.run_folder", "common.ledger"),
 }
 _BEGIN = """\
@@ -30,8 +30,8 @@ _BEGIN = """\
 
 <!-- Written by tools/make_docs.py from the docstrings; change them there. -->
 
-What code of your own may import. How it is used: [extending](extending.md); everything else may change at any time.
-Settings are in [settings](settings.md), the rooms of the house in [architecture](architecture.md).
+The public API for your own code. [Extending](extending.md) shows how to use it; everything else may change at any time.
+Settings are in [settings](settings.md), the packages in [architecture](architecture.md).
 """
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -59,7 +59,7 @@ def _module(name: str) -> Iterator[str]:
 
 
 def _class(node: ast.ClassDef, source: list[str]) -> str:
-    """Its fields as they stand in the source, comments included; then what it can do."""
+    """A class: its fields as in the source, with comments; then its methods."""
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     lines = [*(f"@{ast.unparse(one)}" for one in node.decorator_list), f"class {node.name}({bases}):"]
     lines[-1] = lines[-1].replace("():", ":")
@@ -94,7 +94,7 @@ def _indented(text: str | None) -> str:
 
 
 def _markdown(docstring: str | None) -> str:
-    """A docstring as Markdown: code in single ticks, and a list of what stands indented below Args and Raises."""
+    """Convert a docstring to Markdown: single backticks, and lists below Args, Returns and Raises."""
     text = (docstring or "").replace("``", "`")
     text = re.sub(r"^(Args|Returns|Raises):\n", r"\n\1:\n\n", text, flags=re.MULTILINE)
     return re.sub(r"^    (\w+): ", r"- `\1`: ", text, flags=re.MULTILINE).replace("\n\n\n", "\n\n")

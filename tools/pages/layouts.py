@@ -1,4 +1,4 @@
-"""docs/layouts.md: which layout for which model, with a table that the planner fills in.
+"""docs/layouts.md: parallel layouts by model, with a table computed by the planner.
 
 Input: the models of jobs/models and the layouts below. Output: the text of the page, the same on every machine.
 """
@@ -15,7 +15,7 @@ from rlpost.config.plan.layouts import Choice
 
 @dataclass(frozen=True)
 class Start:
-    """A layout to start from: ``nodes`` of eight GPUs that train and generate (colocated)."""
+    """A starting layout: ``nodes`` of eight GPUs, colocated."""
 
     model: str
     title: str
@@ -101,11 +101,11 @@ rlpost plan RECIPE --gpus 16 --gpu-memory 141GB --json
 | | `--colocate` | split (`--rollout-num-gpus N`) |
 |---|---|---|
 | GPUs | trainer and engines use all of them in turn | each has its own |
-| runs | one phase after the other | training beside generation with `--rollout-mode one_step_off` or `fully_async` |
+| runs | one phase after the other | training overlaps generation with `--rollout-mode one_step_off` or `fully_async` |
 | staleness | none | bounded: one step, or `--max-staleness` |
 | memory | the trainer releases its memory while engines generate; keep `--sglang-mem-fraction-static` at 0.7 or less | a whole GPU for each side |
 | weight update | through memory of the same GPU | by broadcast over the network |
-| choose it | up to a few nodes, or when a step must train exactly what the current weights generated | long answers of uneven length, agents and tools: whatever leaves GPUs idle at the end of a rollout |
+| choose it | up to a few nodes, or when a step must train exactly on what the current weights generated | long answers of uneven length, agents and tools, which leave GPUs idle at the end of a rollout |
 
 A colocated recipe becomes a split one with three flags, and needs the GPUs of both sides:
 
@@ -128,7 +128,7 @@ distributed optimizer. "GPU, training" is the peak of the fullest GPU while it t
 
 ## The order in which to change sizes
 
-Start with the smallest sizes that fit, because every split costs communication; what is left over is data parallelism.
+Start with the smallest sizes that fit, because every split costs communication; the remaining factor is data parallelism.
 Change one size at a time, in this order:
 
 1. **TP** until weights, gradients and logits fit, at most the GPUs of a node (NVLink), always with `--sequence-parallel`.
@@ -148,7 +148,7 @@ Before a larger size, these cost no communication:
 |---|---|
 | activations | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`, then a lower `--max-tokens-per-gpu` |
 | optimizer state | `--use-distributed-optimizer`, then `--optimizer-cpu-offload` (needs host memory: see the table) |
-| an engine beside a trainer | a lower `--sglang-mem-fraction-static` |
+| engine colocated with a trainer | a lower `--sglang-mem-fraction-static` |
 """  # noqa: E501
 
 

@@ -1,6 +1,6 @@
-"""docs/recipes.md: the recipes of jobs/recipes and what ``rlpost plan`` says of each.
+"""docs/recipes.md: the recipes of jobs/recipes with the output of ``rlpost plan`` for each.
 
-Input: the recipes, their models by the table [model]. Output: the text of the page, the same on every machine.
+Input: the recipes, with their models from the table [model]. Output: the text of the page, the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ export SBATCH_ACCOUNT=rl                         # read by sbatch itself; not wh
 sbatch jobs/qwen3_4b.sbatch
 ```
 
-The same file runs with pyxis, raw enroot or no container ([containers](containers.md#choosing-one)). A job that misses
-a variable says which and ends with exit code 78; `./jobs/qwen3_4b.sbatch` checks that and more on the login node, then
+The same file runs with pyxis, raw enroot or no container ([containers](containers.md#choosing-one)). If a variable is
+missing, the job names it and exits with code 78; `./jobs/qwen3_4b.sbatch` checks this and more on the login node, then
 submits itself.
 
 ## Models and data
@@ -44,32 +44,32 @@ sbatch jobs/convert_qwen3_4b.sbatch
 
 `rlpost fetch` (also `python tools/fetch_assets.py`) downloads what the recipe's table `[assets]` names from the Hugging
 Face hub into `$RLPOST_ASSETS`, each repository to the folder of its last name (`Qwen3-4B`, `dapo-math-17k`,
-`aime-2024`). It needs `huggingface_hub` and `filelock`. First it prints what is there, what is to come and the free
-space, and refuses what does not fit (it cannot see a quota).
+`aime-2024`). It needs `huggingface_hub` and `filelock`. First it prints the present files, the remaining downloads and
+the free space, and rejects a download that does not fit (quotas are not visible to it).
 
 - A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256 of
   large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
   commit and digests; `--compare` checks all files against them and fetches damaged ones again.
-- After an interruption, by the network or a kill, the next call checks what is there and continues within a file.
+- After an interruption, the next call checks the present files and continues within a partial file.
 - Two fetches of one repository, on any nodes: one downloads, the other waits and prints for which process (`--wait-s`).
   The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies, fetches on the same node
   continue at once, those on other nodes after three minutes.
-- What is there is not asked for again; with everything there, or with `HF_HUB_OFFLINE=1`, no network is used. A folder
-  that another tool has put there is compared with the hub; its files are never changed.
+- Present files are not requested again; if all are present, or with `HF_HUB_OFFLINE=1`, no network is used. A folder
+  that another tool has created is compared with the hub; its files are never changed.
 - Private and gated repositories: `HF_TOKEN` in the environment, `hf auth login`, or `--token-file FILE` (mode 600;
-  the token alone, or as `HF_TOKEN=...` such as in `secrets.env`). The token goes to the hub alone, and into no
+  the token alone, or as `HF_TOKEN=...` such as in `secrets.env`). The token is sent to the hub only and appears in no
   command line or log.
 - `name@revision` in `[assets]` pins a commit. Weights in other formats are skipped where there are safetensors.
 - Through a mirror: `HF_ENDPOINT`. Downloads are plain HTTP, also of repositories in Xet storage.
 
-Where weights come in other forms (`--ref-load`), `jobs/convert_*.sbatch` makes them of the fetched folder by
-`tools/convert_hf_to_torch_dist.py`, on two nodes for GLM-4.5; the model's own folder does as well as `--ref-load`.
-Such a folder, too, appears when it is whole. The address at which ranks meet is the first node's name unless
-`MASTER_ADDR` is set.
+If a recipe names weights in Megatron's format (`--ref-load`), `jobs/convert_*.sbatch` converts the fetched folder with
+`tools/convert_hf_to_torch_dist.py`, on two nodes for GLM-4.5; `--ref-load` also accepts the model's own folder. The
+converted folder, too, appears only when it is complete. The rendezvous address of the ranks is the first node's name
+unless `MASTER_ADDR` is set.
 
-`rlpost check RECIPE` says what is wrong with one, `rlpost plan RECIPE` what it needs. The values are those of the
-published scripts; where these contradict each other or arithmetic, a comment in the recipe says which is right and why.
-`tests/golden/recipes.md` holds both side by side, key by key.
+`rlpost check RECIPE` validates a recipe, `rlpost plan RECIPE` prints its resource needs. The values are those of the
+published scripts; where these are inconsistent, a comment in the recipe names the correct value and the reason.
+`tests/golden/recipes.md` lists both, key by key.
 
 """
 
@@ -81,9 +81,8 @@ python tools/make_tiny_model.py --recipe jobs/recipes/glm45_355b.toml --scale-do
 rlpost submit jobs/recipes/glm45_355b.toml --scale-down 4 --num-rollout 20
 ```
 
-`--scale-down RANKS` (2 unless given; of `submit`, `check` and `plan`) is the same recipe in small, for so many ranks
-that train on one node, with or without GPUs. It prints every setting with another value than in the recipe, and flags
-win over it.
+`--scale-down RANKS` (default 2; for `submit`, `check` and `plan`) scales a recipe down to this number of training ranks
+on one node, with or without GPUs. It prints every setting that differs from the recipe; flags take precedence.
 
 | | in small |
 |---|---|
@@ -107,8 +106,8 @@ rlpost plan RECIPE --suggest
 ```
 
 It needs neither GPUs nor the weights: the model is that of `config.json`, or of the recipe's `[model]`. Exit code 2
-says that something does not fit; then the nearest layout that does is named with its flags. `--suggest` looks through
-all layouts of the model on that many GPUs.
+means that the layout does not fit; the output then names the nearest layout that does, with its flags. `--suggest`
+searches all layouts of the model on this number of GPUs.
 
 | | how it is counted | checked against |
 |---|---|---|
@@ -121,9 +120,9 @@ all layouts of the model on that many GPUs.
 | CUDA, NCCL | an allowance: {trainer:.0f} GB for the trainer, {engine:.0f} GB for an engine | not checked |
 | what fits | sums up to {reserve:.0%} of a GPU | |
 
-Not in the sums: experts that get more tokens than others, fragments beyond that reserve, what DeepEP and CUDA graphs of
-unusual sizes take. TransformerEngine's fused kernels are counted by what they are documented to keep: that was
-checked without them only. The order of `--suggest` is a rule of thumb, not a measurement.
+Not included: imbalance between experts, fragmentation beyond that reserve, DeepEP, and CUDA graphs of unusual sizes. For
+TransformerEngine's fused kernels the sums use their documented activations; they were checked without these kernels
+only. The order of `--suggest` is a heuristic, not a measurement.
 
 ## All recipes on GPUs of {memory}
 
@@ -174,7 +173,7 @@ def _section(name: str, made: Estimate) -> str:
 
 
 def _head_of(name: str) -> str:
-    """The comment at the beginning of a recipe, which says what it is."""
+    """The comment at the beginning of a recipe, which describes it."""
     lines = (JOBS / "recipes" / f"{name}.toml").read_text().splitlines()
     head = lines[: next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))]
     return "\n".join(line.removeprefix("#").strip() for line in head)

@@ -86,4 +86,4 @@ def test_nodes_watch_their_own_disk_and_the_head_the_shared_one_as_well() -> Non
     assert [place.belongs_to_node for place in places_of(Path("/tmp/r1"), None)] == [True]
     both = places_of(Path("/tmp/r1"), Path("/shared"))
     assert [place.belongs_to_node for place in both] == [True, False]
-    assert both[1].stands_s > both[0].stands_s  # a checkpoint may fill the shared one for a moment
+    assert both[1].grace_s > both[0].grace_s  # a checkpoint may fill the shared one for a moment

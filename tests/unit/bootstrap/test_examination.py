@@ -17,7 +17,7 @@ from bootstrap.agent.link import Link
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport, Reception
 from bootstrap.check import Check
-from bootstrap.preflight.examination import Examination, NobodyCame, examine_all, meeting_folder, with_versions
+from bootstrap.preflight.examination import Examination, NoContactError, examine_all, meeting_folder, with_versions
 from bootstrap.preflight.table import Preflight
 
 
@@ -103,7 +103,7 @@ def test_the_first_node_does_not_wait_beyond_its_deadline(tmp_path: Path) -> Non
 
 def test_without_a_shared_folder_a_node_says_what_it_waited_for(tmp_path: Path) -> None:
     (alone,) = examine(tmp_path, [1], 2, 0.1)
-    assert isinstance(alone, NobodyCame) and "made by localhost, is not seen from n2" in str(alone)
+    assert isinstance(alone, NoContactError) and "made by localhost, is not seen from n2" in str(alone)
 
 
 def test_an_odd_version_makes_its_host_unfit() -> None:

@@ -77,7 +77,7 @@ def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
         agent._gathering.begin()
         agent._reception.links[1] = SimpleNamespace(local_ip="10.200.0.7", peer_ip="10.200.0.8")  # type: ignore[assignment]
         agent._gathering.joined(NodeReport("n2", 1, 2))
-        own, fabric = await agent._find_own_place()
+        own, fabric = await agent._report_own_node()
         assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
 
     run(scene)

@@ -91,7 +91,7 @@ CASES = [
     ({"memlock": 65536}, "limits", "FATAL_CONFIG", "memlock 65536"),
     ({"nofile": 1024}, "limits", "WARN", "1024 open files"),
     ({"shm_bytes": 64 << 20}, "/dev/shm", "FATAL_CONFIG", "0.06 GiB: docker run --shm-size"),
-    ({"shm_bytes": None}, "/dev/shm", "FATAL_CONFIG", "not there"),
+    ({"shm_bytes": None}, "/dev/shm", "FATAL_CONFIG", "missing"),
     ({"unwritable": ("/root",)}, "folders", "FATAL_CONFIG", "/root.*HOME in"),
     (
         {"environment": GOOD.environment | {"PIP_CONSTRAINT": "/etc/pip"}},

@@ -137,7 +137,7 @@ def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> N
         ray = await prepared(tmp_path)
         session = tmp_path / "session"
         assert session.stat().st_mode & 0o777 == 0o700
-        ray.watch_no_more()
+        ray.stop_watching()
         assert await ray.kept.exited == 0
         await ray.end(None)
         while session.exists():  # the keeper removes it after it has let go of the agent

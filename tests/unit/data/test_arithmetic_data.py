@@ -41,5 +41,5 @@ def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(tm
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "mine"}\n')
     command = [sys.executable, str(TOOL), "--out", str(tmp_path)]
     refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 1 and "heldout.jsonl is there with other lines" in refused.stderr
+    assert refused.returncode == 1 and "heldout.jsonl exists with other content" in refused.stderr
     assert (tmp_path / "heldout.jsonl").read_text() == '{"prompt": "mine"}\n'
