@@ -53,6 +53,7 @@ def report_page(facts: RunFacts) -> str:
         title=facts.name,
         facts=facts,
         history=history,
+        spent=facts.goodput,
         state=_state(facts, history),
         tiles=_tiles(facts, history),
         activities=_activities(history) if history else (),
