@@ -161,7 +161,8 @@ def start(options: argparse.Namespace) -> int:
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
     num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    details["num_nodes"] = int(num_nodes) if num_nodes.isdecimal() else None
+    if num_nodes.isdecimal():
+        details["num_nodes"] = int(num_nodes)
     details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):

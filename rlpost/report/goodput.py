@@ -17,8 +17,8 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from rlpost.config.tree import Config
-from rlpost.report.series import seconds
 from rlpost.report.timeline import COMES_BACK
+from rlpost.units import duration_text
 
 Use = Literal["trained", "waiting", "repeated", "start-up", "recovery", "saving", "evaluation", "unassigned", "other"]
 USES: tuple[Use, ...] = get_args(Use)
@@ -108,7 +108,7 @@ class Goodput:
         if self.cost is not None:
             parts.append(f"cost {self.cost:.2f}, trained {self.cost * self.trained_frac:.2f}")
         if self.queue_s >= 1:
-            parts.append(f"queue {seconds(round(self.queue_s))}")
+            parts.append(f"queue {duration_text(round(self.queue_s))}")
         return "; ".join(parts)
 
 

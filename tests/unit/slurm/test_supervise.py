@@ -73,7 +73,7 @@ def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(tmp
         words = ("-m", "slurm.supervise", "start", "--run-folder", str(tmp_path), "--attempt", "1", "--job", job)
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NUM_NODES"} | number
         subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
-    assert [entry["num_nodes"] for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [3, None]
+    assert [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [3, None]
 
 
 def test_a_failure_never_exits_with_zero() -> None:
