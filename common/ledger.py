@@ -3,10 +3,11 @@
 Input: events from the login node, the batch host and the driver. Output: the same events in order.
 
     submitted   job_id, nodes                                             login node
-    attempt     attempt, job_id, nodes, image, code                       batch host, at each start of the job
-    started     attempt, step, nodes                                      driver: the cluster is up
+    attempt     attempt, job_id, nodes, num_nodes, image, code            batch host, at each start of the job
+    started     attempt, step, nodes, gpus (by role), again (steps        driver: the cluster is up
+                of earlier attempts that it trains again)
     ready       attempt, step                                             driver: trainer and engines answer
-    committed   step, checkpoint, bytes, seconds                          driver
+    committed   step, checkpoint, bytes, seconds, blocking_s              driver
     preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue

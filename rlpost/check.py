@@ -36,7 +36,10 @@ from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
+from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.reference import reference_note
+from rlpost.config.plan.save_interval import interval_note, save_interval
+from rlpost.config.plan.shape import Shape
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_origins
@@ -45,12 +48,14 @@ from rlpost.data.tokenizer import check_tokenizer_folder
 from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.export_folder import export_problems
 from rlpost.hf_shape import hf_shape
+from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
 from rlpost.weights.families import family
 from rlpost.weights.files import file_problems, tensor_files
 
+ANY_GPU_BYTES = 80 * 10**9  # a checkpoint does not depend on it
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # an evaluation set may override these
 
 
@@ -129,8 +134,17 @@ def notes(config: Config) -> list[str]:
         shape = hf_shape(hf)
     except WeightError:
         shape = None  # a plugin's model family: the note omits sizes
-    found = (reference_note(config, shape), interpreter_note(config))
+    found = (reference_note(config, shape), interpreter_note(config), _interval_note(config, shape))
     return [note for note in found if note is not None]
+
+
+def _interval_note(config: Config, shape: Shape | None) -> str | None:
+    """A --save-interval that loses time, by what an earlier run of this recipe measured."""
+    times = None if shape is None else earlier_step_times(config)
+    if shape is None or times is None:
+        return None
+    made = estimate(config, shape, gpu_bytes=ANY_GPU_BYTES)
+    return interval_note(config, save_interval(config, checkpoint_bytes=made.checkpoint_bytes, times=times))
 
 
 def check_installed(config: Config) -> None:

@@ -1,4 +1,5 @@
-"""Amounts as a person reads them: bytes and counts with a unit, in powers of 1000 as disks and GPUs are sold. Pure."""
+"""Amounts as a person reads them: bytes and counts with a unit, in powers of 1000 as disks and GPUs are sold, and
+durations. Pure."""
 
 from __future__ import annotations
 
@@ -26,3 +27,18 @@ def count_text(number: int) -> str:
         if number >= size:
             return f"{number / size:.{digits}f}{letter}"
     return str(number)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    >>> [duration_text(x) for x in (0.25, 12, 75, 3725, 190000)]
+    ['0.25 s', '12 s', '1 min 15 s', '1 h 2 min', '2 d 4 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            rest = int(seconds % size // below)
+            return f"{int(seconds // size)} {unit}" + (f" {rest} {small}" if rest else "")
+    raise AssertionError(seconds)

@@ -160,6 +160,9 @@ def start(options: argparse.Namespace) -> int:
     ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
     details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    if num_nodes.isdecimal():
+        details["num_nodes"] = int(num_nodes)
     details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,18 @@ from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
 from rlpost.config.plan.reference import reference_note
+from rlpost.config.plan.save_interval import WRITE_GBPS, SaveInterval, StepTimes, interval_words, save_interval
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.rollout.server_args import check_server_args
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
-WRITE_GBPS = 2.0
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
 """Of the table that each process of an engine keeps for its KV cache: all layers, dense ones included."""
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--write-gbps", type=float, default=WRITE_GBPS, metavar="GB/S", help="of a node to its disks (default: 2)"
     )
+    made.add_argument("--step-s", type=float, metavar="S", help="seconds of a step; default: of an earlier run")
+    made.add_argument("--train-s", type=float, metavar="S", help="seconds of training in it (default: all of --step-s)")
     add_scale_down(made)
     made.add_argument("--suggest", action="store_true", help="print the best layouts for the model on these GPUs")
     made.add_argument("--json", action="store_true", help="print a JSON object instead of the tables")
@@ -72,8 +75,16 @@ def main(arguments: Sequence[str]) -> int:
     )  # the plan counts with them
     shape, width = model_of(config)
     gpu_bytes = parse_size(options.gpu_memory)
+    speed = Speed(options.write_gbps, step_times(config, options.step_s, options.train_s))
     if options.json:
-        content = plan_object(config, shape, gpu_bytes=gpu_bytes, engine_width=width, wants_suggestions=options.suggest)
+        content = plan_object(
+            config,
+            shape,
+            gpu_bytes=gpu_bytes,
+            engine_width=width,
+            wants_suggestions=options.suggest,
+            speed=speed,
+        )
         print(json.dumps(content, indent=2))
         return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
     console = Console(file=sys.stdout, width=WIDTH, highlight=False)
@@ -83,9 +94,36 @@ def main(arguments: Sequence[str]) -> int:
         shape,
         gpu_bytes=gpu_bytes,
         engine_width=width,
-        write_gbps=options.write_gbps,
+        speed=speed,
         wants_suggestions=options.suggest,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a node writes to its disks, in GB/s, and the times of a step where they are known."""
+
+    write_gbps: float = WRITE_GBPS
+    times: StepTimes | None = None
+
+    def interval(self, made: Estimate) -> SaveInterval:
+        """The save interval for this estimate."""
+        return save_interval(
+            made.config, checkpoint_bytes=made.checkpoint_bytes, times=self.times, write_gbps=self.write_gbps
+        )
+
+
+def step_times(config: Config, step_s: float | None, train_s: float | None) -> StepTimes | None:
+    """The times given, else those of an earlier run. Raises ConfigError."""
+    if step_s is None:
+        if train_s is not None:
+            raise ConfigError(f"--train-s {train_s:g} without --step-s; give both, or none for those of an earlier run")
+        return earlier_step_times(config)
+    if step_s <= 0:
+        raise ConfigError(f"--step-s {step_s:g}: give the seconds of a step, more than 0")
+    if train_s is not None and not 0 < train_s <= step_s:
+        raise ConfigError(f"--train-s {train_s:g}: give seconds of training within a step, at most --step-s {step_s:g}")
+    return StepTimes(step_s, step_s if train_s is None else train_s, "with the times given")
 
 
 def show(
@@ -95,21 +133,21 @@ def show(
     *,
     gpu_bytes: int,
     engine_width: int,
-    write_gbps: float,
+    speed: Speed,
     wants_suggestions: bool,
 ) -> int:
     """Print the plan and return the exit code.
 
     Args:
         engine_width: bytes of a weight in the engines.
-        write_gbps: what a node writes to its disks, in GB/s.
+        speed: of disks and of steps.
     """
     problems = layout_problems(config)
     fits = False
     if not problems:
         made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         problems, fits = list(made.problems), not made.problems
-        console.print(table(made, write_gbps))
+        console.print(table(made, speed))
         console.print(bars(made))
         console.print()
         if note := reference_note(config, shape):
@@ -131,7 +169,13 @@ def show(
 
 
 def plan_object(
-    config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int, wants_suggestions: bool
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int,
+    wants_suggestions: bool,
+    speed: Speed,
 ) -> dict[str, Any]:
     """What ``show`` prints, for programs; sizes in bytes.
 
@@ -142,6 +186,7 @@ def plan_object(
     if not problems:
         made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         content |= {"fits": not made.problems, "problems": list(made.problems), **estimate_object(made)}
+        content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
         choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
@@ -212,7 +257,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def table(made: Estimate, write_gbps: float) -> Table:
+def table(made: Estimate, speed: Speed) -> Table:
     """What there is, in rows."""
     config, layout, rank = made.config, made.layout, made.fullest
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -239,11 +284,12 @@ def table(made: Estimate, write_gbps: float) -> Table:
         rows.append(("KV cache", text))
         if config.grpo.use_rollout_routing_replay:
             rows.append(("routes", route_words(made, max(0, engine.kv_tokens))))
-    seconds = made.checkpoint_bytes / (write_gbps * 1e9 * config.actor_num_nodes)
+    seconds = made.checkpoint_bytes / (speed.write_gbps * 1e9 * config.actor_num_nodes)
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
-        ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {write_gbps:g} GB/s a node"),
+        ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {speed.write_gbps:g} GB/s a node"),
         ("its buffer", save_words(made, seconds)),
+        ("save", interval_words(speed.interval(made), config.checkpoint.save_interval)),
     ]
     if made.update is not None:
         rows += update_rows(config, made.update)

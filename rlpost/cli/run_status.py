@@ -20,6 +20,7 @@ from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, newest_job, settings_of
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
+from rlpost.report.goodput import Goodput, Layout, end_of, goodput
 from rlpost.report.panels import mean_phases
 from slurm.queue import QueueEntry, queue
 from slurm.states import JobState
@@ -40,7 +41,8 @@ class Status:
     ``verdict`` and ``cause`` are the agents' or, where they left none, the batch host's; ``decision`` is what the batch
     host made of them. ``phases_s`` are the mean seconds of each phase in the newest steps; ``warnings`` the newest of
     the driver, each once. ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step;
-    ``evals`` the newest mean reward of each evaluation set.
+    ``evals`` the newest mean reward of each evaluation set. ``goodput`` is None before the first attempt, and where
+    run.json does not give the GPUs.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Status:
     mfu: float | None = None
     num_attempts: int = 0
     num_preemptions: int = 0
+    goodput: Goodput | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -111,7 +114,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         num_attempts=sum(event.get("event") == "started" for event in events),
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
         warnings=warnings_in(_tail(latest / DRIVER_LOG)),
-        **_progress(run, is_over=entry.state.is_over),
+        **_progress(run, events, entry),
     )
 
 
@@ -124,16 +127,19 @@ def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
     return lines[-1] if lines else ""
 
 
-def _progress(run: RunFolder, *, is_over: bool) -> dict[str, Any]:
-    lines = read_metrics(run.metrics)
-    total = settings_of(run).get("rollout", {}).get("num_rollout")
+def _progress(run: RunFolder, events: Sequence[dict[str, Any]], entry: QueueEntry) -> dict[str, Any]:
+    lines, settings, is_over = read_metrics(run.metrics), settings_of(run), entry.state.is_over
+    total = settings.get("rollout", {}).get("num_rollout")
+    newest = end_of(events) if entry.is_over else None
+    spent = goodput(events, lines, Layout.of_settings(settings), newest or datetime.now(UTC))
     if not lines:
-        return {"num_steps": total}
+        return {"num_steps": total, "goodput": spent}
     step = int(lines[-1]["step"])
     paces = [line["time/step_s"] for line in lines[-PACE_STEPS:] if "time/step_s" in line]
     pace = mean(paces) if paces else None
     evals = {name.split("/")[1]: line[name] for line in lines for name in eval_rewards(line)}
     return {
+        "goodput": spent,
         "step": step,
         "num_steps": total,
         "reward": lines[-1].get("reward/mean"),

@@ -37,9 +37,17 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("phases", ", ".join(f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items())),
         ("checkpoint", f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}" if status.checkpoint else ""),
         ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
+        ("goodput", goodput_words(status)),
         *(("warning", line) for line in status.warnings),
     ]
     return [(name, value) for name, value in shown if value]
+
+
+def goodput_words(status: Status) -> str:
+    """The line of the goodput; empty before the first attempt."""
+    if status.goodput is not None:
+        return status.goodput.line
+    return "unknown: run.json does not give the GPUs" if status.num_attempts else ""
 
 
 def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
@@ -64,10 +72,11 @@ def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
         for name, value in rows(found[0]):
             table.add_row(Text(name, style="bold"), cell(name, value))
     else:
-        columns = ("run", "job", "state", "why", "attempt", "step", "reward", "checkpoint")
+        columns = ("run", "job", "state", "why", "attempt", "step", "reward", "goodput", "checkpoint")
         table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for status in found:
             values = dict(rows(status))
+            values["goodput"] = status.goodput.headline if status.goodput else ""
             table.add_row(*(cell(name, values.get(name, "")) for name in columns))
     console.print(table)
 

@@ -128,6 +128,8 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
         found.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}{mfu}")))
     if phases := mean_phases(lines[-PACE_STEPS:]):
         found.append(("phases", phase_bar(phases, min(room, 60))))
+    if status.goodput is not None:
+        found.append(("goodput", Text(status.goodput.line)))
     if view.engines:
         found.append(("engines", Text(", ".join(f"{name} {ago(age)}" for name, age in view.engines.items()))))
     found.append(("checkpoint", _checkpoint(view)))

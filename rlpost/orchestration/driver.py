@@ -29,13 +29,13 @@ from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
-from rlpost.metrics.writer import MetricsWriter
+from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
-from rlpost.orchestration.observation import run_metrics
+from rlpost.orchestration.observation import run_metrics, steps_again
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
@@ -120,10 +120,13 @@ async def _train(
     config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None, loop_lag: LoopLag
 ) -> None:
     def committed(step: int, path: Path) -> None:
-        size = 0 if checkpoints.last is None else checkpoints.last.num_bytes
-        ledger.soon(
-            "committed", step=step, checkpoint=path.name, bytes=size, seconds=_rounded(stop.saves.committed(size))
-        )
+        last = checkpoints.last
+        size = 0 if last is None else last.num_bytes
+        times = {
+            "seconds": _rounded(stop.saves.committed(size)),
+            "blocking_s": None if last is None else _rounded(last.blocking_s),
+        }
+        ledger.soon("committed", step=step, checkpoint=path.name, bytes=size, **times)
         journal.compact(checkpoints.oldest_kept() or 0)
         reporter.ask()
 
@@ -135,7 +138,9 @@ async def _train(
     journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
     logger.info("starting from %s", checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint)
     ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
-    await ledger.append("started", attempt=attempt, step=state.step, nodes=[node.host for node in cluster.nodes])
+    hosts = [node.host for node in cluster.nodes]
+    again = await _off_loop(stop, lambda: _steps_again(run.metrics, state.step))
+    await ledger.append("started", attempt=attempt, step=state.step, nodes=hosts, gpus=_gpus(config), again=again)
     entries = await _off_loop(stop, ledger.entries)
     weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
@@ -174,6 +179,24 @@ async def _train(
     await ledger.append("done", step=state.step, weights=weights)
     ledger.close()
     logger.info("done: step %d, weights %s", state.step, weights[:16])
+
+
+def _gpus(config: Config) -> dict[str, int]:
+    """The GPUs of an attempt by role: run.json changes when a run is resumed with other GPUs."""
+    return {
+        "per_node": config.cluster.num_gpus_per_node,
+        "trainer": config.actor_world_size,
+        "engines": config.rollout_num_gpus,
+    }
+
+
+def _steps_again(metrics: Path, step: int) -> dict[str, float] | None:
+    """Steps of earlier attempts after ``step``; None if their lines cannot be read."""
+    try:
+        return steps_again(read_metrics(metrics), step=step)
+    except OSError as error:
+        logger.warning("%s: %s; the ledger does not record the steps that are trained again", metrics, error)
+        return None
 
 
 async def _plot(run: RunFolder) -> None:

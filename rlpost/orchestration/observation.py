@@ -197,6 +197,15 @@ def run_metrics(ledger: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {"run/num_attempts": events.count("started"), "run/num_preemptions": events.count("preempted")}
 
 
+def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str, float]:
+    """What an attempt that starts from ``step`` trains again, from the metrics of the attempts before it. Pure.
+
+    Returns: the number of ``steps``, and ``step_s``, the seconds that they took the first time.
+    """
+    again = [line.get("time/step_s", 0.0) for line in lines if line["step"] > step]
+    return {"steps": len(again), "step_s": round(sum(again), 3)}
+
+
 class Flops:
     """Counts the floating-point operations that training on groups takes. Pure.
 

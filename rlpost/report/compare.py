@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -54,6 +55,7 @@ def _figures_of(run: RunFacts) -> dict[str, Any]:
         "step_s": _recent_mean(run, "time/step_s"),
         "num_attempts": len(history.attempts) if history else 0,
         "num_preemptions": history.num_preemptions if history else 0,
+        "goodput": asdict(spent) if (spent := run.goodput) is not None else None,
     }
 
 
@@ -84,6 +86,8 @@ def _figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
         history = timeline(run.events, run.written)
         if history is not None:
             figures |= {"attempts": str(len(history.attempts)), "preemptions": str(history.num_preemptions)}
+        if (spent := run.goodput) is not None:
+            figures["goodput"] = spent.line
         by_run.append(figures)
     names = dict.fromkeys(name for figures in by_run for name in figures)
     return {name: [figures.get(name, "") for figures in by_run] for name in names}

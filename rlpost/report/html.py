@@ -17,8 +17,9 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
 from rlpost.report.panels import Panel
-from rlpost.report.series import seconds, short
+from rlpost.report.series import short
 from rlpost.report.svg import NUM_COLOURS, line_plot, stacked_plot
+from rlpost.units import duration_text
 
 
 def render(template: str, *, title: str, **values: Any) -> str:
@@ -63,7 +64,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "seconds": seconds,
+        "seconds": duration_text,
         "short": short,
         "json": json.dumps,
         "legend_of": legend_of,

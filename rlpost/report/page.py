@@ -11,8 +11,9 @@ from rlpost.metrics.writer import eval_rewards
 from rlpost.report.html import render
 from rlpost.report.panels import panels
 from rlpost.report.run_facts import HostCheck, RunFacts
-from rlpost.report.series import seconds, short
+from rlpost.report.series import short
 from rlpost.report.timeline import COMES_BACK, Doing, Timeline, timeline
+from rlpost.units import duration_text
 
 _LEVELS = {"OK": "good", "WARN": "warn", "EXCLUDE_NODE": "bad", "FATAL_CONFIG": "bad"}
 _ACTIVITIES: dict[Doing, str] = {
@@ -53,6 +54,7 @@ def report_page(facts: RunFacts) -> str:
         title=facts.name,
         facts=facts,
         history=history,
+        spent=facts.goodput,
         state=_state(facts, history),
         tiles=_tiles(facts, history),
         activities=_activities(history) if history else (),
@@ -112,7 +114,7 @@ def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
 def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
     tiles = key_figures(facts.lines, facts.setting("rollout.num_rollout"))
     if history is not None:
-        tiles.append((seconds(round(history.end_s)), "since submission"))
+        tiles.append((duration_text(round(history.end_s)), "since submission"))
         attempts = "attempt" if len(history.attempts) == 1 else "attempts"
         tiles.append((str(len(history.attempts)), f"{attempts}, {history.num_preemptions} preempted"))
     return tiles
@@ -121,7 +123,7 @@ def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
 def _activities(history: Timeline) -> list[tuple[str, str]]:
     """Return the legend of the time bar: what took time, with its total, and the kinds of marks."""
     spent = [
-        (f"{words} {seconds(round(history.spent_s(doing)))}", str(doing))
+        (f"{words} {duration_text(round(history.spent_s(doing)))}", str(doing))
         for doing, words in _ACTIVITIES.items()
         if history.spent_s(doing)
     ]
@@ -135,7 +137,7 @@ def _bar_parts(history: Timeline) -> list[_BarPart]:
     parts = []
     for span in history.spans:
         attempt = f"attempt {span.attempt}: " if span.attempt is not None else ""
-        words = f"{attempt}{_ACTIVITIES[span.doing]}, {seconds(round(span.end_s - span.begin_s))}"
+        words = f"{attempt}{_ACTIVITIES[span.doing]}, {duration_text(round(span.end_s - span.begin_s))}"
         place = f"left:{span.begin_s / whole:.4%};width:{(span.end_s - span.begin_s) / whole:.4%}"
         parts.append(_BarPart(f"span {span.doing}", place, words))
     for mark in history.marks:

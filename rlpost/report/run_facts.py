@@ -20,6 +20,7 @@ from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
 from rlpost.metrics.samples import FILE_NAME, MAX_ANSWER, cut
 from rlpost.metrics.writer import read_metrics
+from rlpost.report.goodput import Goodput, Layout, goodput
 
 MAX_SAMPLE_STEPS = 60
 RECORDED_GROUPS = 2  # of each recorded step, with the best and the worst answer of each
@@ -67,10 +68,16 @@ class RunFacts:
     network: Mapping[str, str] | None = None
     samples: tuple[Mapping[str, Any], ...] = ()
     code: str = ""
+    layout: Layout | None = None
 
     def setting(self, key: str) -> Any:
         """The value of a setting, None when it is not there."""
         return next((json.loads(one.value) for one in self.settings if one.key == key), None)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Up to the time of the report."""
+        return goodput(self.events, self.lines, self.layout, self.written)
 
 
 def read_facts(run: RunFolder) -> RunFacts:
@@ -91,6 +98,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         network={path.stem.removeprefix("agent-"): network_table(_text(path)) for path in _agent_logs(latest)},
         samples=tuple(_samples(run.report / FILE_NAME) or _recorded(settings)),
         code=f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}" if code.get("commit") else "",
+        layout=Layout.of_settings(settings),
     )
 
 

@@ -82,18 +82,3 @@ def short(value: float) -> str:
         return f"{value:.3g}"
     digits, _, power = f"{value:.1e}".partition("e")
     return f"{digits.removesuffix('.0')}e{int(power)}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration in its two largest units.
-
-    >>> [seconds(x) for x in (0.25, 12, 75, 3725, 190000)]
-    ['0.25 s', '12 s', '1 min 15 s', '1 h 2 min', '2 d 4 h']
-    """
-    if value < 60:
-        return f"{value:.3g} s"
-    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if value >= size:
-            rest = int(value % size // below)
-            return f"{int(value // size)} {unit}" + (f" {rest} {small}" if rest else "")
-    raise AssertionError(value)

@@ -9,7 +9,7 @@ import io
 
 from rich.console import Console
 
-from rlpost.cli.plan import GPU_MEMORY, WIDTH, WRITE_GBPS, bars, model_of, parse_size, table
+from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import ENGINE_CONTEXT, RESERVE, TRAINER_CONTEXT, Estimate, estimate
 from rlpost.config.plan.layouts import Choice
@@ -166,7 +166,7 @@ def _row(name: str, made: Estimate) -> str:
 def _section(name: str, made: Estimate) -> str:
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    console.print(table(made, WRITE_GBPS))
+    console.print(table(made, Speed()))
     console.print(bars(made))
     body = "\n".join(line.rstrip() for line in out.getvalue().strip().splitlines())
     return f"\n## {name}\n\n{_head_of(name)}\n\n```text\n{body}\n```\n"

@@ -46,6 +46,13 @@ class ClusterConfig(Group):
     assets_dir: FilePath | None = None
     """Folder with models and data, on the shared file system; replaces $RLPOST_ASSETS at the start
     of a path. Default: the environment variable of that name."""
+    gpu_hour_price: Annotated[float, Field(gt=0)] | None = None
+    """Price of one GPU for one hour, a number without a currency. With it, `rlpost status`, `list`,
+    `report` and `compare` show what the allocated GPU time cost."""
+    node_mtbf_hours: Annotated[float, Field(gt=0)] = 6300.0
+    """Mean time between failures of one node, in hours; the time of a run is this over its nodes.
+    From it `rlpost plan` recommends --save-interval. Default: 419 interruptions in 54 days on 2048
+    nodes of 8 GPUs (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4)."""
     partition: str | None = None
     """Slurm partition."""
     account: str | None = None

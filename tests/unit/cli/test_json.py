@@ -7,7 +7,7 @@ import pytest
 
 from rlpost.cli.main import main
 from rlpost.config.load import JOBS
-from tests.unit.report.runs import make_run
+from tests.unit.report.runs import STEP_S, make_run
 
 RECIPE = str(JOBS / "recipes/qwen3_4b.toml")
 GLM = str(JOBS / "recipes/glm45_355b.toml")
@@ -74,3 +74,31 @@ def test_a_comparison_holds_figures_and_differing_settings(tmp_path, capsys):
     assert [run["num_preemptions"] for run in found["runs"]] == [1, 0]
     assert found["settings"]["rollout.num_rollout"] == [5, 7]
     assert not (tmp_path / "a/report/compare.html").exists()
+
+
+def test_status_list_report_and_compare_show_the_same_goodput(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
+    monkeypatch.setattr("rlpost.cli.report.plot_rewards", lambda *given: None)
+    for name in ("a", "b"):
+        run = make_run(tmp_path / name, num_steps=50, preempted_at=(30,))
+    runs = ("--runs-dir", str(tmp_path))
+    _, status = output(capsys, "status", "b", *runs, "--json")
+    _, listed = output(capsys, "list", *runs, "--json")
+    _, compared = output(capsys, "compare", "a", "b", *runs, "--json")
+    found = status["goodput"]
+    assert found == compared["runs"][1]["goodput"]
+    assert found in [one["goodput"] for one in listed]
+    # two nodes of 8 GPUs: two start-ups of 205 s, 25 s to the verdict after a preemption, 11 s after the end
+    stepped_s = 50 * STEP_S
+    assert found["gpu_hours"] == pytest.approx(16 * (stepped_s + 2 * 205 + 25 + 11) / 3600, rel=0.02)
+    assert found["gpu_hours_by_use"]["start-up"] == pytest.approx(16 * 410 / 3600)
+    assert found["queue_s"] == 240 + 900
+    share = f"{found['trained_frac']:.0%} of "
+    for words in (("status", "b"), ("list",), ("report", "b")):
+        assert main([*words, *runs]) == 0
+        shown = capsys.readouterr().out
+        assert share in shown, words
+        assert ("start-up 8%" in shown) == (words[0] != "list"), shown
+    assert share in (run.report / "report.html").read_text()
+    assert main(["compare", "a", "b", *runs]) == 0
+    assert share in (tmp_path / "a/report/compare.html").read_text()

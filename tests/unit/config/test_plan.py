@@ -208,7 +208,7 @@ def test_fp8_engines_take_half_the_matrices_and_whole_embeddings():
 def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
     shown = io.StringIO()
     made = planned("glm45_355b")
-    Console(file=shown, width=110).print(plan.table(made, 2.0))
+    Console(file=shown, width=110).print(plan.table(made, plan.Speed()))
     text = " ".join(shown.getvalue().split())
     assert "weight update 705.6 GB to each of 2 engines a step: 173 buckets of at most 4.3 GB" in text
     assert "346 requests that the driver relays; 12.8 GB of a GPU for buckets" in text
@@ -299,7 +299,9 @@ def shown(*words: str) -> tuple[int, str]:
     memory = 24 * GB if "24GB" in words else 80 * GB
     console = Console(file=out, width=plan.WIDTH)
     wants = "--suggest" in words
-    code = plan.show(console, made, shape, gpu_bytes=memory, engine_width=2, write_gbps=2.0, wants_suggestions=wants)
+    code = plan.show(
+        console, made, shape, gpu_bytes=memory, engine_width=2, speed=plan.Speed(), wants_suggestions=wants
+    )
     return code, out.getvalue()
 
 

@@ -155,6 +155,7 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
     rollout = {"prompt_data": [str(data)], "num_rollout": 3}
     config = load([], {"checkpoint": {"hf_checkpoint": str(TINY)}, "rollout": rollout}).config
     run = create_run_folder(tmp_path / "run", dump(config))
+    run.metrics.write_text('{"step": 1, "time/step_s": 30.5}\n{"step": 2, "time/step_s": 10.0}\n')
     nodes = (Node("n1", "10.0.0.1", "lo", 0),)
     cluster = Cluster("10.0.0.1:6379", str(run.new_attempt()), nodes, 20000, 100)
     stages = Reading(Path(cluster.stop_file))
@@ -164,6 +165,9 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
     giving_up.start()
     try:
         assert driver.drive(config, run, cluster) == EXIT_PREEMPTED
+        started = next(entry for entry in run.ledger.read() if entry["event"] == "started")
+        assert started["gpus"] == {"per_node": 8, "trainer": 8, "engines": 1}
+        assert started["again"] == {"steps": 2, "step_s": 40.5}, "earlier attempts trained them, none saved them"
         assert not stages.released.is_set(), "the run waited for its prompts"
     finally:
         giving_up.cancel()

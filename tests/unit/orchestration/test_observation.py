@@ -14,7 +14,7 @@ from rlpost.metrics.trace import ProcessSpans
 from rlpost.orchestration import observation as module
 from rlpost.orchestration.batches import is_repetitive
 from rlpost.orchestration.checkpoints import SaveTimes
-from rlpost.orchestration.observation import Flops, Observation, pace, run_metrics
+from rlpost.orchestration.observation import Flops, Observation, pace, run_metrics, steps_again
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -243,3 +243,9 @@ def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():
     assert is_repetitive(prose + "wait, let me check that again. " * 200)
     assert not is_repetitive("ab" * 50)
     assert not is_repetitive("")
+
+
+def test_steps_after_the_checkpoint_are_trained_again_and_an_evaluation_takes_no_step():
+    lines = [{"step": 0, "time/eval_s": 9.0}, *({"step": step, "time/step_s": 10.0 + step} for step in (1, 2, 3))]
+    assert steps_again(lines, step=1) == {"steps": 2, "step_s": 25.0}
+    assert steps_again(lines, step=3) == steps_again([], step=0) == {"steps": 0, "step_s": 0}

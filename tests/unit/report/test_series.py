@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.report.series import points, seconds, short, smooth, thin, ticks
+from rlpost.report.series import points, short, smooth, thin, ticks
+from rlpost.units import duration_text
 
 numbers = st.floats(-1e9, 1e9, allow_nan=False)
 
@@ -64,4 +65,4 @@ def test_numbers_and_times_are_short():
     assert [short(x) for x in (0, 0.25, -12.0, 1234.0, 2.5e6, 3e-5, 3.4e-4)] == [
         *("0", "0.25", "-12", "1.23k", "2.5M", "3e-5", "3.4e-4")
     ]
-    assert [seconds(x) for x in (0.25, 75, 3725, 190000)] == ["0.25 s", "1 min 15 s", "1 h 2 min", "2 d 4 h"]
+    assert [duration_text(x) for x in (0.25, 75, 3725, 190000)] == ["0.25 s", "1 min 15 s", "1 h 2 min", "2 d 4 h"]

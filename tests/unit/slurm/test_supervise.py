@@ -68,6 +68,14 @@ def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(tmp
     assert b"job 7 was cancelled" in ended.stderr
 
 
+def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(tmp_path: Path) -> None:
+    for job, number in (("7", {"SLURM_JOB_NUM_NODES": "3"}), ("8", {})):
+        words = ("-m", "slurm.supervise", "start", "--run-folder", str(tmp_path), "--attempt", "1", "--job", job)
+        environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NUM_NODES"} | number
+        subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
+    assert [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [3, None]
+
+
 def test_a_failure_never_exits_with_zero() -> None:
     assert code(Ending("failed", code=0, terminated=True)) == 1
 
