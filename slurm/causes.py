@@ -15,8 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Mapping, NamedTuple, Sequence  # noqa: UP035
 
-from slurm.errors import NodelistError
-from slurm.nodelist import expand
+from common.host_lists import HostListError, expand
 
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
@@ -183,7 +182,7 @@ def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
         for nodelist, how in pattern.findall(launch):
             try:
                 found.update(dict.fromkeys(expand(nodelist), how))
-            except NodelistError:
+            except HostListError:
                 continue
     return found
 

@@ -2,7 +2,6 @@
 
 SlurmError
   SpecError(ValueError)       a value of a job spec cannot go into a batch script
-  NodelistError(ValueError)   a host list cannot be read
   SnapshotError               the code cannot be copied
   SubmitError                 sbatch rejected the job
   JobError                    Slurm does not know the job, rejects a command, or does not answer
@@ -15,10 +14,6 @@ class SlurmError(Exception):
 
 class SpecError(SlurmError, ValueError):
     """A value of a job spec cannot go into a batch script."""
-
-
-class NodelistError(SlurmError, ValueError):
-    """A host list cannot be read."""
 
 
 class SnapshotError(SlurmError):

@@ -15,9 +15,8 @@ from typing import Any, Mapping, Sequence  # noqa: UP035
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import tail_text, write_atomic
+from common.host_lists import HostListError, expand
 from slurm.causes import Finding, HostEnd, explain, last_words, task_ends, without_secrets
-from slurm.errors import NodelistError
-from slurm.nodelist import expand
 
 TAIL_BYTES = 1 << 16
 
@@ -31,7 +30,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     launch = tail(attempt_dir / LAUNCH_LOG)
     try:
         hosts: Sequence[str] = expand(nodelist)
-    except NodelistError:
+    except HostListError:
         hosts = ()
     ends = task_ends(launch, hosts)
     if not hosts:  # the ledger lacks the start of this attempt: use the hosts that left files

@@ -11,8 +11,7 @@ import re
 import subprocess
 from typing import Mapping, Sequence  # noqa: UP035
 
-from slurm.errors import NodelistError
-from slurm.nodelist import expand
+from common.host_lists import HostListError, expand
 
 ANSWER_S = 10.0
 
@@ -52,7 +51,7 @@ def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | No
             hosts.add(name)
     try:
         without = sorted({host for item in excluded for host in expand(item)})
-    except NodelistError:
+    except HostListError:
         return None
     left = hosts - set(without)
     if needed is None or not hosts or len(left) >= int(needed[0]):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from common.host_lists import HostListError, expand
 from slurm.container import Container, check_mountable
-from slurm.errors import NodelistError, SpecError
-from slurm.nodelist import expand
+from slurm.errors import SpecError
 
 GpuRequest = Literal["gres", "gpus-per-node", "none"]
 GPU_REQUESTS = ("gres", "gpus-per-node", "none")
@@ -125,7 +125,7 @@ class JobSpec:
         for hosts in self.exclude:
             try:
                 names = expand(hosts)
-            except NodelistError as error:
+            except HostListError as error:
                 raise SpecError(f"exclude: {error}") from None
             if not names or not all(_NAME.fullmatch(name) for name in names):
                 raise SpecError(f"exclude: {hosts!r} is not a host list; write n01 or n[01-03,07]")

@@ -11,10 +11,10 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
-from bootstrap.agent.identity import FactsError, expand_hosts
 from bootstrap.agent.symptoms import with_likely_cause
 from common.attempt import LAUNCH_LOG
 from common.files import tail
+from common.host_lists import HostListError, expand
 
 POLL_S = 0.5
 # Failures with one cause arrive together, and logs of other nodes take a moment to become visible here.
@@ -36,8 +36,8 @@ def failed_tasks(launch: str, hosts: Sequence[str]) -> dict[str, str]:
     for pattern in _FAILED:
         for nodelist, how in pattern.findall(launch):
             try:
-                found.update(dict.fromkeys(expand_hosts(nodelist), how))
-            except FactsError:  # not a host list
+                found.update(dict.fromkeys(expand(nodelist), how))
+            except HostListError:  # not a host list
                 continue
     return found
 

@@ -6,11 +6,11 @@ a job id derived from the process id, so that two local runs do not share ports 
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from common.host_lists import HostListError, expand
 
 
 class FactsError(ValueError):
@@ -50,39 +50,11 @@ def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
         raise FactsError("SLURM_NODEID is not set in a Slurm job; start one agent per node with srun")
     # Use the step's list: a step may run on fewer nodes than its job, and node ids count within the step.
     key = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-    hosts = expand_hosts(environ.get(key, ""))
+    try:
+        hosts = expand(environ.get(key, ""))
+    except HostListError as error:
+        raise FactsError(f"{key}: {error}") from error
     rank = int(environ["SLURM_NODEID"])
     if rank >= len(hosts):
         raise FactsError(f"SLURM_NODEID={rank} but {key}={environ.get(key)!r} names {len(hosts)} hosts")
     return Facts(hosts[rank], rank, hosts, job_id, int(environ.get("SLURM_RESTART_COUNT", "0")), in_slurm=True)
-
-
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand Slurm's compact host list: ``n[01-03,7],gpu-a`` -> n01 n02 n03 n7 gpu-a.
-
-    Same result as ``scontrol show hostnames``.
-
-    Raises:
-        FactsError: unbalanced brackets or an invalid range.
-    """
-    if text.count("[") != text.count("]"):
-        raise FactsError(f"host list {text!r}: brackets do not match")
-    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    return tuple(host for item in items for host in _expand_item(item))
-
-
-def _expand_item(item: str) -> Iterator[str]:
-    parts = re.split(r"\[([^\]]*)\]", item)  # literal, ranges, literal, ranges, ..., literal
-    choices = [[part] if index % 2 == 0 else _expand_ranges(part) for index, part in enumerate(parts)]
-    return ("".join(combination) for combination in itertools.product(*choices))
-
-
-def _expand_ranges(text: str) -> list[str]:
-    names: list[str] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match:
-            raise FactsError(f"host list: {part!r} is not a number or a range")
-        first, last = match[1], match[2] or match[1]
-        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return names

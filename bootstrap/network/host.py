@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from bootstrap.agent.identity import FactsError, expand_hosts
 from bootstrap.network.facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
+from common.host_lists import HostListError, expand
 
 _ARP_TYPES = {
     "1": "ether",
@@ -130,8 +130,8 @@ def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
 def peer_address(environ: Mapping[str, str]) -> str | None:
     """The address of another node of this Slurm job, by its name; None outside a job of several nodes."""
     try:
-        hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
-    except FactsError:
+        hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
+    except HostListError:
         return None
     own = {environ.get("SLURMD_NODENAME"), socket.gethostname(), socket.gethostname().partition(".")[0]}
     other = next((host for host in hosts if host not in own), None)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.attempt import SECRET_FILE
+from common.host_lists import expand
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
@@ -23,7 +24,6 @@ from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.environment import outside_any_job
-from slurm.nodelist import expand
 from slurm.states import JobState
 from slurm.step import Inside, step_argv
 

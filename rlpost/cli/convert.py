@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.host_lists import expand
 from rlpost.actor.model_description import read_description
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.orchestration.settings_of_actors import actor_settings
-from slurm.nodelist import expand
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that systems give to outgoing connections
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.host_lists import expand
 from common.run_folder import create_run_folder
-from slurm.nodelist import expand
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.unit.slurm.test_nodelist import LISTS

@@ -2,27 +2,13 @@
 
 import pytest
 
-from bootstrap.agent.identity import FactsError, expand_hosts, read_facts
+from bootstrap.agent.identity import FactsError, read_facts
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("n01", ["n01"]),
-        ("n[01-03,07],gpu-a1", ["n01", "n02", "n03", "n07", "gpu-a1"]),
-        ("n[9-11]", ["n9", "n10", "n11"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("a[08-10]-ib,b", ["a08-ib", "a09-ib", "a10-ib", "b"]),
-    ],
-)
-def test_a_host_list_is_expanded_as_slurm_writes_it(text: str, hosts: list[str]) -> None:
-    assert list(expand_hosts(text)) == hosts
-
-
-@pytest.mark.parametrize("text", ["n[1-", "n[a-b]", "n[]"])
-def test_a_broken_host_list_is_refused(text: str) -> None:
-    with pytest.raises(FactsError, match="host list"):
-        expand_hosts(text)
+def test_a_broken_host_list_is_refused_with_its_variable() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n[a-b]"}
+    with pytest.raises(FactsError, match="SLURM_JOB_NODELIST: host list"):
+        read_facts(environ, "whatever")
 
 
 def test_the_step_counts_and_not_the_job() -> None:

@@ -186,7 +186,7 @@ BATCH_HOST_MODULES = (
     "slurm.causes",
     "slurm.evidence",
     "slurm.remaining_hosts",
-    "slurm.nodelist",
+    "common.host_lists",
     "slurm.errors",
     "slurm.login",
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm.errors import NodelistError
-from slurm.nodelist import expand
+from common.host_lists import HostListError, expand
 
 LISTS = {
     "n01": ("n01",),
@@ -34,6 +33,6 @@ def test_no_hosts_are_no_hosts() -> None:
 
 @pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[]", "n[3-1]", "a,,b", "a,", ",a", "a b", "n[0-99999]"])
 def test_a_broken_host_list_is_shown(text: str) -> None:
-    with pytest.raises(NodelistError) as refusal:
+    with pytest.raises(HostListError) as refusal:
         expand(text)
     assert repr(text) in str(refusal.value)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 
-from slurm.errors import NodelistError
-
 MAX_HOSTS = 65536  # a longer list is a typing error and would exhaust memory
 
 _ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+class HostListError(ValueError):
+    """A host list cannot be read."""
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -20,22 +22,22 @@ def expand(text: str) -> tuple[str, ...]:
     has several brackets, the last one varies fastest.
 
     Raises:
-        NodelistError: shows the list and the invalid part.
+        HostListError: shows the list and the invalid part.
     """
     hosts: list[str] = []
     position = 0
     while position < len(text):
         match = _ITEM.match(text, position)
         if match is None:
-            raise NodelistError(f"host list {text!r}: no host name at {text[position : position + 20]!r}")
+            raise HostListError(f"host list {text!r}: no host name at {text[position : position + 20]!r}")
         position = match.end()
         if position < len(text):
             if text[position] != "," or position + 1 == len(text):
-                raise NodelistError(f"host list {text!r}: {text[position:]!r} cannot follow {match[0]!r}")
+                raise HostListError(f"host list {text!r}: {text[position:]!r} cannot follow {match[0]!r}")
             position += 1
         hosts += _expand_item(match[0], text)
         if len(hosts) > MAX_HOSTS:
-            raise NodelistError(f"host list {text!r}: more than {MAX_HOSTS} hosts")
+            raise HostListError(f"host list {text!r}: more than {MAX_HOSTS} hosts")
     return tuple(hosts)
 
 
@@ -50,9 +52,9 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise NodelistError(f"host list {text!r}: {part!r} is neither a number nor a range")
+            raise HostListError(f"host list {text!r}: {part!r} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < MAX_HOSTS:
-            raise NodelistError(f"host list {text!r}: the range {part!r} runs backwards or is longer than {MAX_HOSTS}")
+            raise HostListError(f"host list {text!r}: the range {part!r} runs backwards or is longer than {MAX_HOSTS}")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
