@@ -44,7 +44,7 @@ class View:
 
     status: Status
     now: datetime
-    told: Timeline | None = None
+    history: Timeline | None = None
     lines: Sequence[Mapping[str, float]] = ()
     engines: Mapping[str, float] | None = None
 
@@ -58,7 +58,7 @@ def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> V
     return View(
         status=status,
         now=now,
-        told=timeline(events, now),
+        history=timeline(events, now),
         lines=read_metrics(run.metrics),
         engines={log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime) for log in logs},
     )
@@ -66,7 +66,7 @@ def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> V
 
 def is_over(view: View) -> bool:
     """The run will not go on by itself."""
-    done = view.told is not None and any(mark.kind == "done" for mark in view.told.marks[-1:])
+    done = view.history is not None and any(mark.kind == "done" for mark in view.history.marks[-1:])
     return done or JobState(view.status.state).is_over or view.status.reason == FORGOTTEN
 
 
@@ -102,8 +102,8 @@ def page(view: View, width: int = 100) -> RenderableType:
     for name, value in _rows(view, max(20, width - 24)):
         table.add_row(name, value)
     parts: list[RenderableType] = [table]
-    if view.told is not None and view.told.attempts:
-        parts += [Text(), _attempts(view.told)]
+    if view.history is not None and view.history.attempts:
+        parts += [Text(), _attempts(view.history)]
     if status.warnings:
         parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in status.warnings)]
     title = Text.assemble((status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, "")))
@@ -160,9 +160,9 @@ def _checkpoint(view: View) -> Text:
     return Text(f"{status.checkpoint}, {ago(age)}")
 
 
-def _attempts(told: Timeline) -> Table:
+def _attempts(history: Timeline) -> Table:
     table = Table("attempt", "nodes", "ready after", "from", "saved", "lasted", "end", box=None, header_style="dim")
-    for one in told.attempts[-MAX_ATTEMPTS:]:
+    for one in history.attempts[-MAX_ATTEMPTS:]:
         ready = "" if one.startup_s is None else duration(one.startup_s)
         first, saved = ("" if step is None else str(step) for step in (one.first_step, one.last_saved))
         end = Text(one.ended or "under way", style="" if one.ended else "green")

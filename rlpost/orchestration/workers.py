@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.cluster import Cluster
 from rlpost.errors import PlacementError, RlpostError
-from rlpost.metrics.spans import SPANS, Span, span, told
+from rlpost.metrics.spans import SPANS, Span, clock_and_spans, span
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Offer, Slot
 
@@ -108,8 +108,8 @@ class _Worker:
         return self.call(method, keywords, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
-    def told(self, since: float) -> tuple[float, list[Span]]:
-        return told(since)
+    def spans_since(self, since: float) -> tuple[float, list[Span]]:
+        return clock_and_spans(since)
 
 
 class WorkerGroup:
@@ -202,8 +202,8 @@ class WorkerGroup:
 
         async def asked(index: int) -> ProcessSpans:
             worker, sent = self._workers[index], SPANS.now()
-            ahead = clock_offset(sent, (await self._one(index, worker.told.remote(math.inf)))[0], SPANS.now())
-            _, found = await self._one(index, worker.told.remote(since + ahead))
+            ahead = clock_offset(sent, (await self._one(index, worker.spans_since.remote(math.inf)))[0], SPANS.now())
+            _, found = await self._one(index, worker.spans_since.remote(since + ahead))
             return ProcessSpans(self._logs[index].stem, found, ahead)
 
         return await asyncio.gather(*map(asked, range(len(self))))

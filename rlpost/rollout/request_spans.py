@@ -1,7 +1,7 @@
 """Records the requests of an engine's server as spans, for the trace of a run.
 
 Input: an ASGI application. Output: the same, which records a span of each request except health checks, and answers
-``GET /spans?since=S`` with the clock and the spans of its process, as ``metrics.spans.told`` does. The application's
+``GET /spans?since=S`` with the clock and the spans of its process, as ``metrics.spans.clock_and_spans`` does. The application's
 own check of the key comes before this.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from rlpost.metrics.spans import SPANS, told
+from rlpost.metrics.spans import SPANS, clock_and_spans
 
 PATH = "/spans"
 _UNTOLD = ("health", "liveness", "readiness", "metrics", "spans")
@@ -44,7 +44,7 @@ class RequestSpans:
 
 async def _answer(scope: dict[str, Any], send: Send) -> None:
     since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
-    body = json.dumps(told(since)).encode()
+    body = json.dumps(clock_and_spans(since)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
