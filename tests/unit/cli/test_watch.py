@@ -50,7 +50,7 @@ def test_the_page_says_where_the_run_is(view):
     for words in ("tokens/s, 100", "generate 67%", "engine-0 0:0", "iter_0000240", "engine-1 was restarted"):
         assert words in shown, words
     assert "preempted: SIGUSR2" in shown and "all is well" not in shown
-    assert "36% of what the GPUs can do" in shown
+    assert "MFU 36%" in shown
 
 
 def test_the_table_says_the_same_in_short_and_to_programs_too(run, capsys):
