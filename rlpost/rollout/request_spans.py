@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 from rlpost.metrics.spans import SPANS, clock_and_spans
 
 PATH = "/spans"
-_UNTOLD = ("health", "liveness", "readiness", "metrics", "spans")
+_UNRECORDED = ("health", "liveness", "readiness", "metrics", "spans")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -28,7 +28,7 @@ class RequestSpans:
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
-        """One connection."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] == PATH:
@@ -39,7 +39,7 @@ class RequestSpans:
             try:
                 await self._app(scope, receive, send)
             finally:
-                if not name.startswith(_UNTOLD):
+                if not name.startswith(_UNRECORDED):
                     SPANS.add(name, begin)
 
 

@@ -291,7 +291,7 @@ def test_the_command_says_sizes_first_and_at_last_what_the_hub_does_not_have(hub
 def test_offline_nothing_is_asked_and_what_is_missing_is_named(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main([recipe(tmp_path)]) == 1
-    assert f"{tmp_path}/assets/Model, {tmp_path}/assets/set: not there" in capsys.readouterr().err
+    assert f"{tmp_path}/assets/Model, {tmp_path}/assets/set: missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
     (tmp_path / "assets/Model").mkdir(parents=True)
     (tmp_path / "assets/Model/config.json").write_text("{}")
     (tmp_path / "assets/set").mkdir()
