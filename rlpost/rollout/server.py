@@ -29,7 +29,7 @@ from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
-from rlpost.rollout.server_args import to_server_args, server_arg_names
+from rlpost.rollout.server_args import server_arg_names, to_server_args
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")

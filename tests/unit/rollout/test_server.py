@@ -19,7 +19,7 @@ import pytest
 from rlpost.errors import ConfigError, EngineDied, RolloutError
 from rlpost.rollout import process, server
 from rlpost.rollout.engine import Engine, Router
-from rlpost.rollout.server_args import check_server_args, to_server_args, server_arg_names
+from rlpost.rollout.server_args import check_server_args, server_arg_names, to_server_args
 from tests.ports import free_port, free_ports
 
 KEY = "k-5f0e9a"
