@@ -1,4 +1,5 @@
-"""Binds processes to the CPUs next to their GPUs, and chooses the number of threads of a trainer rank.
+"""Binds processes to the CPUs next to their GPUs, and chooses the number of threads of a trainer
+rank.
 
 Input: the CPUs of the job step, those next to each GPU, and the number of processes on the node.
 Output: a decision; ``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty
@@ -77,8 +78,8 @@ def threads_of_rank(
 
     Args:
         given: the user's setting; takes precedence.
-        offloads: whether the optimizer runs on the CPU. Otherwise one thread feeds the GPU, and more
-            would compete with data loading, engines and NCCL.
+        offloads: whether the optimizer runs on the CPU. Otherwise one thread feeds the GPU, and
+            more would compete with data loading, engines and NCCL.
         cores: cores of the job step on this node, before the rank was bound.
         own_cores: cores that the rank is bound to.
     """
@@ -122,8 +123,8 @@ def bind_to_gpus(cuda_visible_devices: str, *, gpus_per_node: int) -> None:
 def _set_affinity(cpus: Collection[int]) -> None:
     """Set the affinity of all threads.
 
-    Ray runs an actor's methods in another thread than its constructor, and a new thread inherits the
-    affinity of the thread that starts it.
+    Ray runs an actor's methods in another thread than its constructor, and a new thread inherits
+    the affinity of the thread that starts it.
     """
     os.sched_setaffinity(0, cpus)
     for thread in os.listdir("/proc/self/task"):

@@ -85,7 +85,8 @@ class RunFile:
         Args:
             lost: the consequence of a lost write, for messages.
             check: raises Fenced when another attempt owns the run.
-            max_waiting: limit of pending writes, which are held in memory; further ones are dropped.
+            max_waiting: limit of pending writes, which are held in memory; further ones are
+                dropped.
         """
         self._path, self._lost = path, lost
         self._check = check
@@ -100,9 +101,9 @@ class RunFile:
     def soon(self, act: Callable[[], object], *, is_last: bool = False) -> Future[bool]:
         """Queue ``act`` after all earlier writes; return immediately.
 
-        The result is True when the write is done, and False when it failed and is retried with the next
-        one; it raises Fenced when the write is refused. ``act`` must be safe to retry after an OSError.
-        ``is_last`` ignores the limit of pending writes.
+        The result is True when the write is done, and False when it failed and is retried with the
+        next one; it raises Fenced when the write is refused. ``act`` must be safe to retry after an
+        OSError. ``is_last`` ignores the limit of pending writes.
         """
         done: Future[bool] = Future()
         with self._lock:

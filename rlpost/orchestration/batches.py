@@ -73,7 +73,9 @@ def rollout_samples(
 def rollout_advantages(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[tuple[Advantage, ...]]:
-    """Return advantages by group and sample; ``penalties`` are subtracted from rewards per token."""
+    """Return advantages by group and sample; ``penalties`` are subtracted from rewards per
+    token.
+    """
     if grpo.loss_type == "sft_loss":
         return [(1.0,) * len(group.samples) for group in groups]
     if grpo.custom_advantage_function_path is not None:
@@ -154,7 +156,9 @@ def model_break_even(hf: Mapping[str, Any]) -> float:
 
 
 def used_parameters(hf: Mapping[str, Any]) -> int:
-    """Return the number of parameters used per token: only routed experts, without the embedding lookup."""
+    """Return the number of parameters used per token: only routed experts, without the embedding
+    lookup.
+    """
     count = hf_shape(hf).parameters
     num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
     used = hf.get("num_experts_per_tok", 0) / num_experts
@@ -163,7 +167,9 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
 
 
 def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break_even: float) -> DealtStep:
-    """Return the batches of one step; ``first`` is the position of its first sample in the rollout."""
+    """Return the batches of one step; ``first`` is the position of its first sample in the
+    rollout.
+    """
     padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
     num_samples = sum(sample.count for sample in samples)
     positions = range(first, first + len(samples))
@@ -193,7 +199,9 @@ def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break
 
 
 def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[list[list[int]]]:
-    """Return each rank's samples packed for the log-prob passes, which have a separate token limit."""
+    """Return each rank's samples packed for the log-prob passes, which have a separate token
+    limit.
+    """
     limit = config.log_probs_max_tokens
     if limit is not None:
         own = [[lengths[i] for micro_batch in rank for i in micro_batch] for rank in dealt]
@@ -223,7 +231,8 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return memory per token of routes and the fraction of tokens without one; empty without routes.
+    """Return memory per token of routes and the fraction of tokens without one; empty without
+    routes.
 
     The last token of a response never has a route and does not count.
     """

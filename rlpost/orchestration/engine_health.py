@@ -32,8 +32,8 @@ class EngineHealth:
     def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest) -> None:
         """
         Args:
-            stop: a stop request ends health checks and repairs that wait for engines to start, because
-                Slurm may already have killed engines.
+            stop: a stop request ends health checks and repairs that wait for engines to start,
+                because Slurm may already have killed engines.
         """
         self._stop = stop
         self._interval_s = config.sglang.rollout_health_check_interval

@@ -290,7 +290,8 @@ class Fleet:
         extra = {"enable_memory_saver": True} if config.offload_rollout else {}
         extra |= {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
         several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
-        # With attention data parallelism, SGLang derives several ports from the port of this address.
+        # With attention data parallelism, SGLang derives several ports from the port of this
+        # address.
         # Without an address it chooses a port whose successors may belong to other engines.
         if several or config.sglang.shares_attention:
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"

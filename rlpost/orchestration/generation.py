@@ -66,8 +66,8 @@ class Evaluation:
 class Generation:
     """Prompts, graders and batches of a run.
 
-    Create it before starting workers, so that invalid settings fail early; call ``connect`` once the
-    router answers.
+    Create it before starting workers, so that invalid settings fail early; call ``connect`` once
+    the router answers.
     """
 
     def __init__(self, config: Config, stop: StopRequest, *, check: Callable[[], None] = lambda: None) -> None:
@@ -114,7 +114,9 @@ class Generation:
         )
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
-        """Return the run's tokenizer, or one with the chat-template settings of an evaluation set."""
+        """Return the run's tokenizer, or one with the chat-template settings of an evaluation
+        set.
+        """
         run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
         if (rollout.apply_chat_template, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
             return self.tokenizer
@@ -129,7 +131,8 @@ class Generation:
         self._connection = await self._closing.enter_async_context(connection)
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """Return the source of batches, resumed from ``state`` and from the journal records after it.
+        """Return the source of batches, resumed from ``state`` and from the journal records after
+        it.
 
         ``watch`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
         """
@@ -171,7 +174,9 @@ class Generation:
         return Collector(buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
-        """Return a function that writes the groups of a step to a file, without blocking or failing."""
+        """Return a function that writes the groups of a step to a file, without blocking or
+        failing.
+        """
         path = Path(template)
         files = RunFile(path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED)
         self._closing.push_async_callback(in_daemon, files.close)
@@ -216,7 +221,9 @@ class Generation:
         )
 
     def _grading(self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None) -> Grader:
-        """Adapt the grader to slime functions, which may set rewards or read prompts in a filter."""
+        """Adapt the grader to slime functions, which may set rewards or read prompts in a
+        filter.
+        """
         return SlimeGrader(grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key)
 
     async def close(self) -> None:

@@ -48,8 +48,8 @@ class HuggingFaceExport:
     async def export(self, step: int, write: Callable[[str], Awaitable[Any]]) -> None:
         """Let ``write`` fill a temporary folder, then rename it to that of the step.
 
-        An existing folder of the step is kept. A template without a step names one folder, which each
-        export replaces if an export of this run created it. Does nothing without --save-hf.
+        An existing folder of the step is kept. A template without a step names one folder, which
+        each export replaces if an export of this run created it. Does nothing without --save-hf.
         """
         if self._template is None:
             return
@@ -89,7 +89,9 @@ class HuggingFaceExport:
 
 
 class _Place:
-    """The target folder of an export and its temporary folders, whose names are unique to the run."""
+    """The target folder of an export and its temporary folders, whose names are unique to the
+    run.
+    """
 
     def __init__(self, target: Path, run: Path, identity: str, *, replaces: bool) -> None:
         self.replaces = replaces

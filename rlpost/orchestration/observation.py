@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ASK_S, PROFILE_S, LEAVE_S = 10.0, 300.0, 5.0
-"""Deadlines for an answer of all workers, for writing profiles, and for both after a stop request."""
+"""Deadlines for an answer of all workers, for writing profiles, and for both after a stop
+request.
+"""
 
 
 class Observation:
@@ -170,7 +172,8 @@ class Observation:
     async def close(self, *, is_leaving: bool = False) -> None:
         """Write unfinished traces and profiles.
 
-        With ``is_leaving``, within LEAVE_S: actors that hang must not delay the exit until the kill.
+        With ``is_leaving``, within LEAVE_S: actors that hang must not delay the exit until the
+        kill.
         """
         try:
             async with asyncio.timeout(LEAVE_S if is_leaving else None):

@@ -31,7 +31,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given trainer ranks."""
+    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given trainer
+    ranks.
+    """
 
     node_id: str
     ip: str
@@ -48,7 +50,9 @@ class Placement:
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
-        """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive GPUs."""
+        """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
+        GPUs.
+        """
         return tuple(tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines)
 
 
@@ -67,8 +71,8 @@ class Ports:
 def place(offers: Sequence[Offer], config: Config) -> Placement:
     """Place trainer ranks and engines on nodes.
 
-    Trainer ranks fill the first nodes in order. Engines share their GPUs (``--colocate``), or each is
-    placed on the node with the most free GPUs; an engine larger than a node takes whole nodes.
+    Trainer ranks fill the first nodes in order. Engines share their GPUs (``--colocate``), or each
+    is placed on the node with the most free GPUs; an engine larger than a node takes whole nodes.
 
     Raises PlacementError, with a table of the GPUs of each node, when something does not fit.
     """
@@ -102,13 +106,13 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
 def order_by_gpu(actors: Sequence[Slot], positions: Sequence[int | None]) -> tuple[int, ...]:
     """Return the worker of each rank, so that ranks of a node are in the order of its GPUs.
 
-    Workers never change nodes, so slots stay the same. Adjacent ranks are then adjacent in the node's
-    topology: tensor-parallel traffic stays local to a switch, and collectives of each rank on its
-    rail.
+    Workers never change nodes, so slots stay the same. Adjacent ranks are then adjacent in the
+    node's topology: tensor-parallel traffic stays local to a switch, and collectives of each rank
+    stay on its rail.
 
     Args:
-        positions: position of each worker's GPU on its node. If one is unknown or two are equal, the
-            order on that node is kept.
+        positions: position of each worker's GPU on its node. If one is unknown or two are equal,
+            the order on that node is kept.
     """
     order = list(range(len(actors)))
     for node in dict.fromkeys(slot.node_id for slot in actors):

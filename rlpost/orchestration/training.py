@@ -57,8 +57,8 @@ class Training:
         Raises:
             TrainingError: a guard rejected the metrics of a step.
             Preempted: a stop was requested before the first optimizer step; nothing has changed.
-            HalfTrained: the deadline of a stop passed after the first optimizer step. Without a near
-                deadline, all steps are completed.
+            HalfTrained: the deadline of a stop passed after the first optimizer step. Without a
+                near deadline, all steps are completed.
         """
         grpo = self._config.grpo
         steps = await asyncio.to_thread(self._deal, groups)
@@ -147,7 +147,9 @@ class Training:
 
 
 def kl_penalties(batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig) -> list[DoubleColumn]:
-    """Return kl_coef x KL of each response token, 0 where masked, in order of the batch's samples."""
+    """Return kl_coef x KL of each response token, 0 where masked, in order of the batch's
+    samples.
+    """
     found = []
     for sample, own, reference in zip(batch.samples, _flat(old), _flat(ref), strict=True):
         difference = own.array.astype("float64") - reference.array.astype("float64")

@@ -87,7 +87,9 @@ class ActorGroup:
         return await self._workers.get(stored)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs of response tokens under the current weights, left in the object store."""
+        """Compute log-probs of response tokens under the current weights, left in the object
+        store.
+        """
         return await self._workers.call_each_stored("compute_logprobs", [(batch,) for batch in batches])
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
@@ -237,13 +239,17 @@ class EngineWorkers:
 
 
 class WeightCopies:
-    """A copy of the weights on each engine host; each runs a ``rlpost.weights.delta.WeightCopy``."""
+    """A copy of the weights on each engine host; each runs a
+    ``rlpost.weights.delta.WeightCopy``.
+    """
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
     async def take(self, folder: Path) -> list[str | None]:
-        """Update every copy to the version in ``folder``; return the reason of each failure, or None."""
+        """Update every copy to the version in ``folder``; return the reason of each failure, or
+        None.
+        """
         return await self._workers.call("take", str(folder))
 
     async def remove(self) -> None:

@@ -113,7 +113,9 @@ class _Worker:
 
 
 class WorkerGroup:
-    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates in its process."""
+    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates in its
+    process.
+    """
 
     def __init__(
         self,
@@ -180,7 +182,9 @@ class WorkerGroup:
         return await self._results(await self._submitted(submit))
 
     async def call_each_stored(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Stored[Any] | None]:
-        """Like ``call_each``, but leave results in the object store; None for results that are None."""
+        """Like ``call_each``, but leave results in the object store; None for results that are
+        None.
+        """
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> Any:
@@ -203,7 +207,9 @@ class WorkerGroup:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
-        """Like ``call``, concurrently with a running call; must not touch state of the computation."""
+        """Like ``call``, concurrently with a running call; must not touch state of the
+        computation.
+        """
         return await self._results(
             await self._submitted(lambda index: self._workers[index].call_aside.remote(method, {}, *arguments))
         )

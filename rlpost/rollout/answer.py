@@ -31,8 +31,8 @@ class Answer:
     Attributes:
         finish_reason: SGLang's object with ``type`` and, for a stop token or string, ``matched``.
         version_spans: pairs (policy version, number of tokens) in order.
-        routes: experts of the tokens that the engine has read, from the first requested one; None if
-            it returned none.
+        routes: experts of the tokens that the engine has read, from the first requested one; None
+            if it returned none.
         meta_info: SGLang's other fields, without the lists with one entry per token.
     """
 
@@ -50,8 +50,8 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
 
     Raises:
         ValueError: the body is not JSON, or not an answer with a log-prob for each token.
-        RolloutError: the version of the engine's weights is not an integer, or its routes do not fit
-            the model.
+        RolloutError: the version of the engine's weights is not an integer, or its routes do not
+            fit the model.
     """
     raw, logprobs = _parsed(body)
     try:

@@ -83,7 +83,8 @@ class Tally:
 class _Finished:
     """Complete groups, by prompt id in order of their completion, and by the oldest version of their tokens.
 
-    The version of a group is computed once, so that no operation on one group is linear in the backlog.
+    The version of a group is computed once, so that no operation on one group is linear in the
+    backlog.
     """
 
     def __init__(self, groups: Iterable[SampleGroup]) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 PREFILL = "cuda_graph_backend_prefill"
 RELEASABLE = ("full", "disabled")
-"""Backends whose graphs can be released, or that have none; others raise with the variable or ignore it."""
+"""Backends whose graphs can be released, or that have none; others raise with the variable or
+ignore it.
+"""
 
 _TRUE, _FALSE = ("1", "true"), ("0", "false")  # SGLang's get_bool_env_var
 
@@ -69,7 +71,8 @@ def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *
 def _given_backends(server_args: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return by phase the flag that decides its backend, and the value.
 
-    Precedence as in SGLang's ``parse_cuda_graph_config``: JSON, then setting, then disabling switch.
+    Precedence as in SGLang's ``parse_cuda_graph_config``: JSON, then setting, then disabling
+    switch.
     """
     found: dict[str, tuple[str, str]] = {}
     table = server_args.get("cuda_graph_config")

@@ -1,7 +1,8 @@
 """Starts and stops one SGLang engine, or the router in front of all engines.
 
 Input: model, address, key, settings. Output: an address that answers, or an error with the end of
-the log. Both are plain classes with one process each; ``rlpost.orchestration`` places them on nodes.
+the log. Both are plain classes with one process each; ``rlpost.orchestration`` places them on
+nodes.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Engine:
         Parts other than the first accept none and return immediately.
 
         Args:
-            gpus_per_node: number of GPUs that share the CPUs of this node. The server is bound to the
-                CPUs next to its GPUs; None leaves it unbound.
+            gpus_per_node: number of GPUs that share the CPUs of this node. The server is bound to
+                the CPUs next to its GPUs; None leaves it unbound.
 
         Raises:
             EngineDied: the process ended; with the end of its log.
@@ -97,9 +98,11 @@ class Engine:
         return EngineAddress(url=self.url, num_gpus=self._num_gpus)
 
     def _freeze_garbage_collector(self) -> None:
-        """Freeze existing objects in the server's garbage collector, as SGLang does after its warm-up.
+        """Freeze existing objects in the server's garbage collector, as SGLang does after its
+        warm-up.
 
-        Without CUDA the warm-up is skipped, and each cache flush would run a full collection (0.4 s).
+        Without CUDA the warm-up is skipped, and each cache flush would run a full collection (0.4
+        s).
         """
         try:
             _call("engine", self.url, self._api_key, "POST", "/freeze_gc")
@@ -130,7 +133,9 @@ class Engine:
 
 
 class Router:
-    """The load balancer in front of the engines. Clients and router authenticate with the same key."""
+    """The load balancer in front of the engines. Clients and router authenticate with the same
+    key.
+    """
 
     def __init__(self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int) -> None:
         self._policy = policy
@@ -269,7 +274,8 @@ def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, ap
         "worker_startup_timeout_secs": 60,
         "request_timeout_secs": LONGEST_GENERATION_S,
         "shutdown_grace_period_secs": 1,
-        # No circuit breaker: requests come in bursts, and one burst of failures would exclude healthy
+        # No circuit breaker: requests come in bursts, and one burst of failures would exclude
+        # healthy
         # engines for a minute. The health check removes a dead engine, and its requests are retried
         # on others.
         "disable_circuit_breaker": True,

@@ -42,12 +42,16 @@ OURS = {
 
 
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
-    """Return whether rewards differ; equal ones have zero advantage (DAPO, arXiv 2503.14476, 3.2)."""
+    """Return whether rewards differ; equal ones have zero advantage (DAPO, arXiv 2503.14476,
+    3.2).
+    """
     return statistics.pstdev(group.rewards) > SMALLEST_STD
 
 
 def check_reward_nonzero_std_with_fallback(group: SampleGroup) -> bool:
-    """Like ``check_reward_nonzero_std``, but keep a group if dropping it would start more prompts."""
+    """Like ``check_reward_nonzero_std``, but keep a group if dropping it would start more
+    prompts.
+    """
     return check_reward_nonzero_std(group)
 
 
@@ -55,7 +59,9 @@ check_reward_nonzero_std_with_fallback.keep_when_insufficient = True  # type: ig
 
 
 def keeps_when_insufficient(wanted: GroupFilter) -> bool:
-    """Return whether a filter is only a preference: its attribute ``keep_when_insufficient`` is set."""
+    """Return whether a filter is only a preference: its attribute ``keep_when_insufficient`` is
+    set.
+    """
     return bool(getattr(wanted, "keep_when_insufficient", False))
 
 

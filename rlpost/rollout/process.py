@@ -39,7 +39,8 @@ PROXIES = (
 )  # proxies do not route to nodes
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
 ENVIRONMENT = {
-    # The router keeps connections to engines open between generations. By default SGLang closes idle
+    # The router keeps connections to engines open between generations. By default SGLang closes
+    # idle
     # connections after 5 s, so the first requests of the next step would all fail.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
@@ -49,7 +50,9 @@ ENVIRONMENT = {
 
 
 class ServerProcess:
-    """A process ``python -m rlpost.rollout.server KIND``; ``name`` identifies it in errors and logs."""
+    """A process ``python -m rlpost.rollout.server KIND``; ``name`` identifies it in errors and
+    logs.
+    """
 
     def __init__(self, kind: str, name: str, log_path: str | Path) -> None:
         self.kind = kind
@@ -143,7 +146,8 @@ class ServerProcess:
     def stop(self) -> None:
         """Kill the process group with SIGKILL; do nothing if it has ended.
 
-        No SIGTERM first: a server has nothing to save, and SGLang takes up to ten seconds to shut down.
+        No SIGTERM first: a server has nothing to save, and SGLang takes up to ten seconds to shut
+        down.
 
         Raises RolloutError when the process does not end within KILL_WAIT_S.
         """

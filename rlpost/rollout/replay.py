@@ -29,7 +29,9 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The first ``position`` records match the run and bring it to ``step``; ``why`` the next does not."""
+    """The first ``position`` records match the run and bring it to ``step``; ``why`` the next does
+    not.
+    """
 
     position: int
     step: int
@@ -37,7 +39,9 @@ class Fit:
 
 
 def newest_fetched(record: Record) -> int:
-    """Return the id of the prompt fetched last when a GROUP or BATCH record was written, if recorded."""
+    """Return the id of the prompt fetched last when a GROUP or BATCH record was written, if
+    recorded.
+    """
     if record.kind == GROUP:
         return int(record.meta["prompt_id"])
     return max([*record.meta["prompt_ids"], record.meta.get("newest_id", -1)])

@@ -94,7 +94,9 @@ def _with_length(headers: Iterable[Header], body: bytes) -> list[Header]:
 
 
 def narrowed(body: bytes) -> bytes:
-    """Return a response body with one byte per expert; unchanged without routes or if an id needs more."""
+    """Return a response body with one byte per expert; unchanged without routes or if an id needs
+    more.
+    """
     start = body.find(_EXPERTS)  # cannot match inside a string, where quotes are escaped
     if start < 0:
         return body

@@ -19,8 +19,8 @@ from rlpost.config.groups.rollout import RolloutConfig
 class SamplingParams:
     """Sampling parameters of a request. Temperature 0 is greedy decoding.
 
-    A stop id is part of the answer's ids and log-probs. A stop string is part of its ids, but removed
-    from its text. ``max_context_len`` limits prompt and answer together, in tokens.
+    A stop id is part of the answer's ids and log-probs. A stop string is part of its ids, but
+    removed from its text. ``max_context_len`` limits prompt and answer together, in tokens.
     """
 
     max_new_tokens: int

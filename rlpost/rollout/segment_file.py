@@ -82,7 +82,9 @@ def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
 
 
 def _is_same_file(path: Path, made: os.stat_result) -> bool:
-    """Return whether ``path`` is the file ``made``; opens it, because NFS revalidates at each open."""
+    """Return whether ``path`` is the file ``made``; opens it, because NFS revalidates at each
+    open.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -81,7 +81,8 @@ def not_in_children(fd: int) -> None:
 def end_with_parent() -> None:
     """Fork a watcher that kills this process group when standard input, held by the parent, closes.
 
-    A process instead of a thread, because the router never releases Python's global interpreter lock.
+    A process instead of a thread, because the router never releases Python's global interpreter
+    lock.
     """
     if os.fork() == 0:
         while os.read(0, 4096):
@@ -93,7 +94,9 @@ def end_with_parent() -> None:
 
 
 def redact(secret: str | None) -> None:
-    """Redact the secret in every log record of this process: SGLang logs its arguments at startup."""
+    """Redact the secret in every log record of this process: SGLang logs its arguments at
+    startup.
+    """
     if not secret:
         return
     make = logging.getLogRecordFactory()
@@ -113,7 +116,8 @@ def redact(secret: str | None) -> None:
 
 
 def use_stand_ins(num_ranks: int = 1) -> None:
-    """Make the CPU stand-ins importable here and in SGLang's processes; let all ranks share all cores.
+    """Make the CPU stand-ins importable here and in SGLang's processes; let all ranks share all
+    cores.
 
     SGLang rejects more ranks than NUMA nodes unless the cores of each rank are given.
     """
@@ -128,10 +132,11 @@ def use_stand_ins(num_ranks: int = 1) -> None:
 
 
 def keep_memory() -> None:
-    """Make malloc reuse freed memory instead of returning it to the system, as CUDA's allocator does.
+    """Make malloc reuse freed memory instead of returning it to the system, as CUDA's allocator
+    does.
 
-    SGLang allocates memory for each bucket of weights; page faults on fresh memory would dominate the
-    update.
+    SGLang allocates memory for each bucket of weights; page faults on fresh memory would dominate
+    the update.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -140,7 +145,8 @@ def keep_memory() -> None:
 
 
 def start_by_fork() -> None:
-    """Fork SGLang's processes from this one, which has imported everything: imports dominate their start.
+    """Fork SGLang's processes from this one, which has imported everything: imports dominate their
+    start.
 
     SGLang sets "spawn", because CUDA does not survive a fork.
     """
@@ -149,7 +155,9 @@ def start_by_fork() -> None:
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
-    """Serve until killed. ``ready_fd`` receives a line once requests are accepted, or end-of-file."""
+    """Serve until killed. ``ready_fd`` receives a line once requests are accepted, or
+    end-of-file.
+    """
     import torch
 
     has_cuda = torch.cuda.is_available()
@@ -180,7 +188,9 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
 
 
 def say_ready(ready_fd: int, host: str, port: int) -> None:
-    """Write the line once the port accepts connections; without warm-up, SGLang calls back earlier."""
+    """Write the line once the port accepts connections; without warm-up, SGLang calls back
+    earlier.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
@@ -192,7 +202,9 @@ def say_ready(ready_fd: int, host: str, port: int) -> None:
 
 
 def run_router(arguments: Mapping[str, Any]) -> None:
-    """Run the router until killed, without ``launch_router``, which takes seconds to import SGLang."""
+    """Run the router until killed, without ``launch_router``, which takes seconds to import
+    SGLang.
+    """
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 

@@ -2,8 +2,8 @@
 
     --custom-generate-function-path rlpost.rollout.examples.calculator.generate
 
-Input: a response builder. Output: the finished answer. The model reads the numbers of the tool; they
-are masked out of the loss, so the model learns when to call the tool.
+Input: a response builder. Output: the finished answer. The model reads the numbers of the tool;
+they are masked out of the loss, so the model learns when to call the tool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 async def generate(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
-    """Generate turns, with a result after each call, until the answer ends or the call limit is reached."""
+    """Generate turns, with a result after each call, until the answer ends or the call limit is
+    reached.
+    """
     return await with_results(builder, prompt, calls=(CALL,))
 
 
@@ -46,7 +48,9 @@ async def with_results(builder: ResponseBuilder, prompt: Prompt, *, calls: Seque
 
 
 def result(text: str) -> str:
-    """Return the value of the expression at the end of ``text``; "?" if there is none or it is invalid."""
+    """Return the value of the expression at the end of ``text``; "?" if there is none or it is
+    invalid.
+    """
     found = EXPRESSION.search(text[-LONGEST:])
     if found is None:
         return "?"
