@@ -1,7 +1,7 @@
-"""Await one thing for each of many items, at most so many at a time.
+"""Runs a coroutine for each of many items, with bounded concurrency.
 
-A run has hundreds of engines. Asking all of them at the same moment opens a socket for each, in the one event loop
-that everything else waits for.
+A run has hundreds of engines. Querying all of them at once would open a socket for each and block
+the event loop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_AT_ONCE = 64
 async def for_each(
     act: Callable[[Item], Awaitable[T]], items: Iterable[Item], *, at_most: int = MAX_AT_ONCE
 ) -> list[T]:
-    """Return the results of ``act(item)`` in order, with ``at_most`` of them in progress.
+    """Return the results of ``act(item)`` in order, with at most ``at_most`` calls in progress.
 
-    The first failure is raised and ends the others.
+    The first failure cancels the others and is raised.
     """
     capacity = asyncio.Semaphore(at_most)
 

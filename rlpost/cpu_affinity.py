@@ -1,8 +1,10 @@
-"""Which CPUs a process with GPUs runs on, and how many threads a trainer's rank uses on them.
+"""Binds processes to the CPUs next to their GPUs, and chooses the number of threads of a trainer
+rank.
 
-Input: the CPUs that the step may use, those next to each GPU, how many processes share the node. Output: a decision;
-``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty set, to a CPU outside the allowed ones,
-or to fewer than its share of them; on a host without NVIDIA's driver nothing happens and nothing is logged.
+Input: the CPUs of the job step, those next to each GPU, and the number of processes on the node.
+Output: a decision; ``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty
+set, to a CPU outside the allowed ones, or to fewer than its even share of them. Without NVIDIA's
+driver nothing is changed and nothing is logged.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ class Binding:
 def choose_binding(
     names: Sequence[str], gpus: Sequence[LocalGpu], allowed: Collection[int], *, gpus_per_node: int
 ) -> Binding:
-    """Where a process with the GPUs ``names`` of CUDA_VISIBLE_DEVICES runs.
+    """Choose the CPUs of a process with the GPUs ``names`` of CUDA_VISIBLE_DEVICES.
 
     Args:
-        gpus: all that this process can see.
-        allowed: CPUs that it may use now: the step's cpuset.
-        gpus_per_node: GPUs of the node that the run shares its CPUs among.
+        gpus: all visible GPUs.
+        allowed: CPUs that the process may use: the cpuset of the job step.
+        gpus_per_node: number of GPUs that share the CPUs of the node.
     """
     if not names or not gpus:
         return Binding(None)
@@ -59,7 +61,7 @@ def choose_binding(
 
 
 def cpu_list(cpus: Iterable[int]) -> str:
-    """CPUs as the kernel writes them: ``0-15,64-79``."""
+    """Format CPUs as the kernel does: ``0-15,64-79``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -72,14 +74,14 @@ def cpu_list(cpus: Iterable[int]) -> str:
 def threads_of_rank(
     given: int | None, *, offloads: bool, cores: int, ranks_per_node: int, own_cores: int | None = None
 ) -> int:
-    """Threads of an operator on the CPU.
+    """Return the number of intra-op CPU threads of a trainer rank.
 
     Args:
-        given: what the user asks for; outranks all else.
-        offloads: whether the optimizer computes on the CPU; else one thread feeds the GPU, and more would be in the
-            way of data loading, engines and NCCL.
-        cores: that the step may use on this node, before the rank was bound.
-        own_cores: of the CPUs that the rank is bound to.
+        given: the user's setting; takes precedence.
+        offloads: whether the optimizer runs on the CPU. Otherwise one thread feeds the GPU, and
+            more would compete with data loading, engines and NCCL.
+        cores: cores of the job step on this node, before the rank was bound.
+        own_cores: cores that the rank is bound to.
     """
     if given is not None:
         return given
@@ -90,12 +92,12 @@ def threads_of_rank(
 
 
 def num_cores(cpus: Collection[int], siblings: Mapping[int, Collection[int]]) -> int:
-    """Physical cores behind CPUs: threads of one core share its memory bandwidth and count once."""
+    """Return the number of physical cores of CPUs; hardware threads of one core count once."""
     return len({frozenset(siblings.get(cpu, (cpu,))) for cpu in cpus})
 
 
 def read_siblings(cpus: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """The threads of each CPU's core; unknown ones are left out."""
+    """Read the sibling threads of each CPU's core; unknown ones are omitted."""
     found = {}
     for cpu in cpus:
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -105,8 +107,7 @@ def read_siblings(cpus: Collection[int], root: Path = Path("/")) -> dict[int, fr
 
 
 def bind_to_gpus(cuda_visible_devices: str, *, gpus_per_node: int) -> None:
-    """Bind this process, with all threads that it has, to the CPUs next to its GPUs; one line in the log says what
-    was done, or why nothing was."""
+    """Bind all threads of this process to the CPUs next to its GPUs, and log the result."""
     names = visible_names(cuda_visible_devices)
     gpus = read_local_gpus() if names else ()
     binding = choose_binding(names, gpus, os.sched_getaffinity(0), gpus_per_node=gpus_per_node)
@@ -120,8 +121,11 @@ def bind_to_gpus(cuda_visible_devices: str, *, gpus_per_node: int) -> None:
 
 
 def _set_affinity(cpus: Collection[int]) -> None:
-    """Of all threads: the calls of a Ray actor are made in another one than its constructor, and a new thread inherits
-    from the one that starts it."""
+    """Set the affinity of all threads.
+
+    Ray runs an actor's methods in another thread than its constructor, and a new thread inherits
+    the affinity of the thread that starts it.
+    """
     os.sched_setaffinity(0, cpus)
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended

@@ -1,8 +1,8 @@
-"""Which folder an export of weights (--save-hf) may fill or replace, and the marker by which a run knows its own.
+"""Decides which folder a weight export (--save-hf) may create or replace; marks exports of a run.
 
-In: the template of the folder's path, the run, the folders that the run reads or writes. Out: the reason why an export
-may not go there, or None. A folder that is there is replaced only when its marker names this run and it holds nothing
-that the export did not write; whatever else is there stays.
+Input: the template of the folder's path, the run, the folders that the run reads or writes. Output:
+the reason why an export may not be written there, or None. An existing folder is replaced only if
+its marker names this run and it contains only files of the export.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from common.files import sync, write_atomic
 from rlpost.config.groups.checkpoint import CheckpointConfig
 
 MARKER = ".rlpost-export"
-"""Not *.json: an export that serves as --hf-checkpoint has those files copied into the next one."""
+"""Not *.json: an export used as --hf-checkpoint has its JSON files copied into the next export."""
 ID_FILE = "export_id"
 _ID_BYTES = 8
 
 
 def folder_of(template: str, step: int) -> Path:
-    """The folder of a step: ``{step}`` and ``{rollout_id}`` in the template stand for its number."""
+    """Return the folder of a step; replaces ``{step}`` and ``{rollout_id}`` in the template."""
     return Path(template.replace("{step}", str(step)).replace("{rollout_id}", str(step)))
 
 
 def names_a_step(template: str) -> bool:
-    """Whether each step has a folder; without it one folder is replaced by each export."""
+    """Return whether each step has a separate folder; otherwise each export replaces one folder."""
     return folder_of(template, 0) != folder_of(template, 1)
 
 
 def export_id(run: Path, *, make: bool = False) -> str | None:
-    """What the markers of a run's exports say, wherever its folder is moved to; None where it has made no export yet.
+    """Return the id in the markers of a run's exports; it survives a move of the run's folder.
 
-    With ``make`` a run that has none gets one. Raises OSError.
+    None before the first export, unless ``make`` creates it. Raises OSError.
     """
     path = run / ID_FILE
     try:
@@ -50,7 +50,7 @@ def export_id(run: Path, *, make: bool = False) -> str | None:
 
 
 def kept_folders(settings: CheckpointConfig, run: Path | None) -> dict[str, Path]:
-    """Folders that an export may neither be nor hold, by the flag that names them."""
+    """Return the folders that an export may neither be nor contain, by their flag."""
     named = {
         "--hf-checkpoint": settings.hf_checkpoint,
         "--ref-load": settings.ref_load,
@@ -62,7 +62,7 @@ def kept_folders(settings: CheckpointConfig, run: Path | None) -> dict[str, Path
 
 
 def export_problems(settings: CheckpointConfig, run: Path | None) -> list[str]:
-    """What is wrong with --save-hf; ``run`` is the run's folder, None for a run that is still to be made."""
+    """Return the problems of --save-hf; ``run`` is the run's folder, None if not yet created."""
     template = settings.save_hf
     if template is None or names_a_step(template):  # a folder of a step is never replaced
         return []
@@ -75,9 +75,9 @@ def export_problems(settings: CheckpointConfig, run: Path | None) -> list[str]:
 
 
 def refusal(target: Path, identity: str | None, kept: Mapping[str, Path]) -> str | None:
-    """Why an export of the run of ``identity`` may not replace ``target``, with the remedy; None when it may.
+    """Return why run ``identity`` may not replace ``target``, with the remedy; None if it may.
 
-    Links are followed on both sides. Raises OSError when the folder cannot be listed.
+    Symbolic links are resolved on both sides. Raises OSError when the folder cannot be listed.
     """
     remedy = "name a folder that does not exist yet, such as RUN/hf/{step}"
     own = target.resolve()
@@ -103,7 +103,9 @@ def refusal(target: Path, identity: str | None, kept: Mapping[str, Path]) -> str
 
 
 def mark(folder: Path, run: Path, identity: str) -> None:
-    """Leave the marker in a folder that is written; it names the run and the files. Raises OSError."""
+    """Write the marker, which names the run and its files, into a complete export. Raises
+    OSError.
+    """
     marker = {"id": identity, "run": str(run), "files": sorted(os.listdir(folder))}
     path = folder / MARKER
     path.write_text(json.dumps(marker, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""The NVIDIA GPUs of this host: in which order they come, and which CPUs are next to each.
+"""Lists the NVIDIA GPUs of this host, with the CPUs next to each.
 
-Input: NVML, else what the driver and the kernel show under /proc and /sys. Output: ``LocalGpu`` values in the order of
-their place on the PCI bus. Nothing raises: what cannot be read is None, and no driver means no GPUs.
+Input: NVML, or without it /proc and /sys. Output: ``LocalGpu`` values in PCI bus order. Nothing
+raises: unreadable values are None, and without a driver there are no GPUs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class LocalGpu:
 
 
 def visible_names(cuda_visible_devices: str) -> list[str]:
-    """The names in a value of CUDA_VISIBLE_DEVICES."""
+    """Return the names in a value of CUDA_VISIBLE_DEVICES."""
     return [name.strip() for name in cuda_visible_devices.split(",") if name.strip()]
 
 
 def find_gpu(name: str, gpus: Sequence[LocalGpu]) -> LocalGpu | None:
-    """The GPU that CUDA_VISIBLE_DEVICES means by ``name``: an index, a UUID or the beginning of one, or a MIG device.
+    """Return the GPU for a name in CUDA_VISIBLE_DEVICES: index, UUID, UUID prefix or MIG device.
 
-    CUDA counts GPUs as NVML does where they are of one kind, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    CUDA numbers GPUs as NVML does if all are of one model, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     if name.isdigit():
         return next((gpu for gpu in gpus if gpu.index == int(name)), None)
@@ -46,7 +46,7 @@ def find_gpu(name: str, gpus: Sequence[LocalGpu]) -> LocalGpu | None:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """CPUs of a list as the kernel writes it: ``0-15,64-79``."""
+    """Parse a CPU list of the kernel: ``0-15,64-79``."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -55,14 +55,14 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def cpus_of_mask(words: Sequence[int]) -> frozenset[int]:
-    """CPUs of a mask as NVML fills it: word 0 has CPUs 0 to 63."""
+    """Return the CPUs of an NVML mask; word 0 holds CPUs 0 to 63."""
     return frozenset(
         number * _MASK_BITS + bit for number, word in enumerate(words) for bit in range(_MASK_BITS) if word >> bit & 1
     )
 
 
 def read_local_gpus(root: Path = Path("/")) -> tuple[LocalGpu, ...]:
-    """The GPUs that this process may see; empty without NVIDIA's driver."""
+    """Return the visible GPUs; empty without NVIDIA's driver."""
     try:
         import pynvml
     except ImportError:
@@ -98,16 +98,19 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[LocalGpu]:
 
 
 def _migs(nvml: Any, handle: Any) -> Iterator[str]:
-    """UUIDs of the GPU's MIG devices; none where it has no MIG."""
+    """Yield the UUIDs of the GPU's MIG devices."""
     with suppress(nvml.NVMLError):
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(nvml.NVMLError):  # a place where no device was made
+            with suppress(nvml.NVMLError):  # no MIG device at this index
                 yield str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
 
 
 def _from_driver(root: Path) -> Iterator[LocalGpu]:
-    """By /proc/driver/nvidia/gpus/BUS/information, in the order of the bus. It lists all GPUs of the host, also those
-    that a cgroup hides, so an index means nothing there: only UUIDs do, and ``index`` is -1."""
+    """Yield GPUs from /proc/driver/nvidia/gpus/BUS/information, in bus order.
+
+    It also lists GPUs that a cgroup hides, so indices are meaningless: ``index`` is -1, and only
+    UUIDs match.
+    """
     with suppress(OSError):
         for folder in sorted((root / "proc/driver/nvidia/gpus").iterdir()):
             uuid = re.search(r"GPU UUID:\s*(GPU-\S+)", (folder / "information").read_text())
@@ -123,7 +126,7 @@ def _cpus_of_bus(root: Path, bus: str) -> frozenset[int] | None:
 
 
 def _last_cpu(root: Path) -> int:
-    """The highest number that a CPU of this host may have."""
+    """Return the highest possible CPU number of this host."""
     try:
         return max(parse_cpu_list((root / "sys/devices/system/cpu/possible").read_text()))
     except (OSError, ValueError):

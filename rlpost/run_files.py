@@ -81,8 +81,13 @@ class RunFile:
         deadline_s: float | None = None,
         max_waiting: int = 100_000,
     ) -> None:
-        """``lost`` says what a write that never happens costs; ``check`` raises Fenced when the run is not ours; of
-        more writes than ``max_waiting`` the newest are lost, for they are held in memory."""
+        """
+        Args:
+            lost: the consequence of a lost write, for messages.
+            check: raises Fenced when another attempt owns the run.
+            max_waiting: limit of pending writes, which are held in memory; further ones are
+                dropped.
+        """
         self._path, self._lost = path, lost
         self._check = check
         self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
@@ -94,10 +99,11 @@ class RunFile:
         self._is_late = False
 
     def soon(self, act: Callable[[], object], *, is_last: bool = False) -> Future[bool]:
-        """Have ``act`` done after all before it; returns at once.
+        """Queue ``act`` after all earlier writes; return immediately.
 
-        The result is True when it is done and False when it failed and waits for the next one; Fenced when it is
-        never going to be done. ``act`` must bear to be tried again after an OSError. The last one is never too many.
+        The result is True when the write is done, and False when it failed and is retried with the
+        next one; it raises Fenced when the write is refused. ``act`` must be safe to retry after an
+        OSError. ``is_last`` ignores the limit of pending writes.
         """
         done: Future[bool] = Future()
         with self._lock:

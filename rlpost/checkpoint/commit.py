@@ -208,18 +208,18 @@ def newest_committed(
 
 
 def was_committed(path: Path) -> bool:
-    """Whether a skipped folder was once a valid checkpoint, and was damaged later."""
+    """Return whether a skipped folder was committed, so that it was damaged later."""
     return os.path.lexists(path / COMMITTED) or _latest(path.parent) == path.name
 
 
 def uncommitted(folder: Path) -> list[Path]:
-    """Renamed folders without COMMITTED: left by a crash, or by a save that is still running."""
+    """List renamed folders without COMMITTED: left by a crash, or by a save in progress."""
     found = [path for path in _candidates(folder) if not path.name.startswith(REPLACED)]
     return [path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()]
 
 
 def defect(path: Path, *, checksums: bool = True) -> str | None:
-    """Why a checkpoint folder is invalid, as text; None when it is complete and unchanged."""
+    """Return why a checkpoint folder is invalid; None when it is complete and unchanged."""
     try:
         for name in (COMMITTED, MANIFEST):
             if not (path / name).is_file():
@@ -235,7 +235,7 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
 
 
 def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool) -> str | None:
-    """The first difference between files and manifest, as text."""
+    """Return the first difference between files and manifest, or None."""
     for name, entry in entries.items():
         file = path / name
         if not file.is_file():
@@ -251,7 +251,7 @@ def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksu
 
 
 def recoverable(folder: str | Path, keep_last: int, *, committed: Path | None = None) -> list[Path]:
-    """The ``keep_last`` newest complete checkpoints, newest first.
+    """Return the ``keep_last`` newest complete checkpoints, newest first.
 
     Only sizes are compared, except for checkpoints newer than ``committed``, which the caller has
     just written: the resume skipped those, so they may have damage that sizes do not show.
@@ -302,12 +302,12 @@ def prune(
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether rlpost wrote a folder: the manifest is written before the rename."""
+    """Return whether rlpost wrote a folder: the manifest is written before the rename."""
     return (path / MANIFEST).exists() or (path / COMMITTED).exists()
 
 
 def foreign(folder: Path) -> list[Path]:
-    """Folders of other programs with names of checkpoints; they are never resumed from or deleted.
+    """List folders of other programs with names of checkpoints; they are never used or deleted.
 
     Raises:
         CheckpointError: ``folder`` cannot be listed.

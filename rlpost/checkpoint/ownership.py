@@ -14,7 +14,7 @@ A commits in these steps: fill LANE_A/iter_N, read OWNER, move an existing iter_
 LANE_A/iter_N to iter_N, write COMMITTED into that folder through its descriptor, rename
 LANE_A/latest to latest. A deletes by a rename into LANE_A. B's claim moves LANE_A.
 
-- A rename by A after that fails, because one side of it is gone; A never recreates its lane.
+- A rename by A after that fails, because its lane no longer exists; A never recreates its lane.
 - If A renamed to iter_N before, the sweep finds iter_N. With COMMITTED it is a valid checkpoint, and
   B's search finds it. Without, it is moved into B's lane, and A writes COMMITTED there, where it is
   never read, whatever folder has the name iter_N by then.

@@ -30,7 +30,7 @@ INDIFFERENT = frozenset(
         "rollout_function_path",
     }
 )
-"""Keys of these groups that say how, not what; those that other values follow from are held by what follows."""
+"""Keys of these groups that do not affect results, or that enter as a derived value instead."""
 # fmt: on
 PRECISION = ("bf16", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32")
 # fmt: off
@@ -41,21 +41,21 @@ FIXED = frozenset(
         "num_experts", "n_routed_experts", "first_k_dense_replace", "n_shared_experts",
     }
 )
-"""Keys of config.json without which the tensors of a checkpoint are those of another model."""
+"""Keys of config.json that must be equal for the tensors of a checkpoint to fit the model."""
 # fmt: on
 MODEL = "config.json: "
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """``settings`` are those that the numbers depend on, by key; keys of config.json have MODEL before them."""
+    """The settings that affect results, by key; keys of config.json have the prefix MODEL."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     wandb_run_id: str | None = None
 
     @classmethod
     def of(cls, config: Config, model: Mapping[str, Any], *, wandb_run_id: str | None = None) -> Provenance:
-        """Of an attempt; ``model`` is the config.json of --hf-checkpoint."""
+        """Return the provenance of an attempt; ``model`` is the config.json of --hf-checkpoint."""
         tree = config.model_dump(mode="json")
         held = {key: value for group in GROUPS for key, value in tree[group].items() if key not in INDIFFERENT}
         held |= {key: tree["perf"][key] for key in PRECISION}
@@ -66,7 +66,7 @@ class Provenance:
 
     @property
     def hash(self) -> str:
-        """One word for all settings."""
+        """SHA-256 of all settings, as hex."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class Provenance:
 
     @classmethod
     def from_json(cls, text: str) -> Provenance:
-        """Raises CheckpointError when the text is none."""
+        """Parse a provenance file. Raises CheckpointError when the text is malformed."""
         try:
             raw: dict[str, Any] = json.loads(text)
             return cls(dict(raw["settings"]), raw["wandb_run_id"])
@@ -85,14 +85,14 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Lines ``key: before -> now``: of the model, with which nothing can go on, and of the mathematics."""
+    """Lines ``key: before -> now``. Only a changed model prevents a resume."""
 
     model: tuple[str, ...]
     mathematics: tuple[str, ...]
 
 
 def changes(before: Provenance, now: Provenance) -> Changes:
-    """What differs. A key that one of the two programs did not know yet has no other value than that of the other."""
+    """Return the differences of two provenances. Keys that only one of them has are ignored."""
     lines = [
         f"{key}: {before.settings[key]!r} -> {now.settings[key]!r}"
         for key in sorted(before.settings.keys() & now.settings.keys())

@@ -35,7 +35,7 @@ _DASHBOARD = re.compile(
 
 
 def attach_main(arguments: Sequence[str]) -> int:
-    """A shell on a node of a run, the head unless named."""
+    """Open a shell on a node of a run; the head by default."""
     made = Parser(prog="rlpost attach", description="A shell on a node of a running run.")
     made.add_argument("node", nargs="?", metavar="NODE", help="host name (default: the head)")
     add_run_options(made, positional=False)
@@ -95,7 +95,7 @@ def tunnel_main(arguments: Sequence[str]) -> int:
 
 
 def tunnel_command(login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT) -> str:
-    """The ssh command for the user's machine.
+    """Return the ssh command for the user's machine.
 
     If the dashboard listens on the head's loopback only, ssh jumps through the login node to the
     head; the login node reaches any other address itself. ``head`` is None where the run is on the login node.
@@ -111,7 +111,7 @@ def host_port(address: str, port: int) -> str:
 
 
 def dashboard_address(run: RunFolder) -> tuple[str, int]:
-    """Address and port of Ray's dashboard, as ``ray start`` logged them.
+    """Return address and port of Ray's dashboard, as ``ray start`` logged them.
 
     With ``--ray-dashboard-host 0.0.0.0`` Ray prints the node's own address. Raises ConfigError.
     """
@@ -122,7 +122,10 @@ def dashboard_address(run: RunFolder) -> tuple[str, int]:
 
 
 def is_local(run: RunFolder) -> bool:
-    """Whether a run is under way on this machine, without Slurm. Raises ConfigError when it was, and has ended."""
+    """Return whether a run is active on this machine, without Slurm.
+
+    Raises ConfigError when such a run has ended.
+    """
     job_id = current_job(run)
     if not job_id.startswith(LOCAL):
         return False
@@ -132,13 +135,16 @@ def is_local(run: RunFolder) -> bool:
 
 
 def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:
-    """The job of a run and its nodes, in Slurm's order. Raises ConfigError when it is not running."""
+    """Return the job of a run and its nodes in Slurm's order.
+
+    Raises ConfigError if it is not running.
+    """
     entry = running_job(run, what_for="look at it from here")
     return entry.job_id, expand(entry.nodelist)
 
 
 def head_of(run: RunFolder, nodes: Sequence[str]) -> str:
-    """The node of the driver: the first that the newest attempt has used, or before that Slurm's first."""
+    """Return the driver's node: the first of the newest attempt; without one, Slurm's first."""
     used = last(run.ledger.read(), "started").get("nodes") or []
     return used[0] if used and used[0] in nodes else nodes[0]
 
@@ -161,17 +167,17 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
     info = job_info(job_id)
     if info.state is JobState.UNKNOWN:
         raise ConfigError(
-            f"{run.root.name}: scontrol does not say how often job {job_id} was restarted, and its container's name "
-            "holds that; does scontrol ping say that the controller is up?"
+            f"{run.root.name}: scontrol does not report the restart count of job {job_id}, which is "
+            "part of its container's name; check with scontrol ping that the controller is up"
         )
     return replace(inside, container=container, num_restarts=info.num_restarts)
 
 
 def home_of(run: RunFolder) -> Path:
-    """The code that a run's agents run: the snapshot of ``rlpost submit``, or RLPOST_HOME of a plain sbatch.
+    """Return the folder of a run's code: the snapshot of ``rlpost submit``, or RLPOST_HOME.
 
     Raises:
-        ConfigError: neither is known to be there.
+        ConfigError: neither is known to exist.
     """
     if run.code.is_dir():
         return run.code

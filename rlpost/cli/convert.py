@@ -1,8 +1,8 @@
-"""Converting weights: tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py.
+"""Converts weights: tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py.
 
-Input: the words of a command line, and the variables by which torchrun or srun tells a process its
-place; without them it is alone.
-Output: a folder. With no parallel size given the layers are spread over all ranks.
+Input: command-line arguments, and the rank variables of torchrun or srun; without them, the
+conversion runs in a single process.
+Output: a folder. If no parallel size is given, the layers are spread over all ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.orchestration.settings_of_actors import actor_settings
 
-FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that systems give to outgoing connections
+FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the usual ephemeral port range
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Of a process among those of one conversion."""
+    """The rank of a process in a conversion, and the rendezvous address."""
 
     rank: int
     world_size: int
@@ -42,10 +42,15 @@ class Rank:
 
 
 def place(environ: Mapping[str, str]) -> Rank:
-    """What torchrun's variables say, or else srun's, or that the process is alone."""
+    """Read the rank from the variables of torchrun or srun; without them, rank 0 of 1."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size, local = (int(environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return Rank(rank, size, local, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+        return Rank(
+            int(environ["RANK"]),
+            int(environ["WORLD_SIZE"]),
+            int(environ.get("LOCAL_RANK", 0)),
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+        )
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         nodes = expand(environ["SLURM_STEP_NODELIST"])
         port = FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS
@@ -62,7 +67,10 @@ def place(environ: Mapping[str, str]) -> Rank:
 
 
 def device_of(environ: Mapping[str, str], local_rank: int) -> str:
-    """CUDA_VISIBLE_DEVICES of this process: one of those it may see, all of them for all processes of its node."""
+    """Return CUDA_VISIBLE_DEVICES for this process: its own GPU among the visible ones.
+
+    If fewer GPUs are visible than ranks run on the node, the given value stays.
+    """
     given = environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return str(local_rank)
@@ -71,7 +79,10 @@ def device_of(environ: Mapping[str, str], local_rank: int) -> str:
 
 
 def spread(num_layers: int, num_ranks: int) -> dict[str, Any]:
-    """Sizes that cut the layers over as many of the ranks as can be: stages of equal size and a smaller last one."""
+    """Return parallel sizes that spread the layers over as many ranks as possible.
+
+    All pipeline stages have the same number of layers, except for a smaller last one.
+    """
     for stages in range(num_ranks, 0, -1):
         each = -(-num_layers // stages)
         last = num_layers - each * (stages - 1)
@@ -82,7 +93,7 @@ def spread(num_layers: int, num_ranks: int) -> dict[str, Any]:
 
 
 def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
-    """--hf-checkpoint X --save Y: the weights of X as a torch_dist checkpoint in Y."""
+    """Write the weights of --hf-checkpoint as a torch_dist checkpoint to --save."""
     made = command_line.parser("convert_hf_to_torch_dist.py", "Hugging Face weights to Megatron's torch_dist.")
 
     def target(namespace: argparse.Namespace, config: Config) -> str:
@@ -98,7 +109,10 @@ def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
 
 
 def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
-    """--input-dir X --output-dir Y --origin-hf-dir Z: the checkpoint X as a folder Y, with what else Z has."""
+    """Write the checkpoint --input-dir as a Hugging Face folder to --output-dir.
+
+    Tokenizer, configuration and untrained weights are copied from --origin-hf-dir.
+    """
     made = command_line.parser("convert_torch_dist_to_hf.py", "Megatron's torch_dist to Hugging Face weights.")
     made.add_argument("--input-dir", required=True, help="torch_dist checkpoint, such as RUN/checkpoints/iter_0000020")
     made.add_argument("--output-dir", required=True, help="folder to write")
@@ -117,9 +131,9 @@ def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unused(flag: str, folder: str) -> str:
-    """The folder to write, which a conversion never writes over: it may be the model that is converted.
+    """Return the output folder. Raises ConfigError when it is not empty.
 
-    Raises ConfigError when it is not empty.
+    A conversion never overwrites a folder, because it may be the model that is converted.
     """
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -133,12 +147,12 @@ def _main(
     target: Callable[[argparse.Namespace, Config], str],
     convert: Callable[[argparse.Namespace, Config, Any, str], None],
 ) -> int:
-    """Parse, build the model, ``convert`` into the folder that is the ``target``, and say how long it took.
+    """Parse the arguments, build the model, ``convert`` it into ``target`` and print the duration.
 
-    The folder is looked at by every rank before it joins the others, so by all before any writes.
+    Every rank checks the folder before the rendezvous, so all have checked it before any writes.
     """
     started, here = time.monotonic(), place(os.environ)
-    warnings.simplefilter("ignore", UserWarning)  # Megatron's, of every package that is not installed
+    warnings.simplefilter("ignore", UserWarning)  # Megatron warns of each optional package
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("rlpost").setLevel(logging.INFO if here.rank == 0 else logging.ERROR)
     try:
@@ -146,7 +160,7 @@ def _main(
         config = _prepared(loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size)
         folder = target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
-        from rlpost.actor.conversion import Converter, with_mtp_layer  # from here on: torch and Megatron
+        from rlpost.actor.conversion import Converter, with_mtp_layer  # imports torch and Megatron
         from rlpost.actor.parallel import Rendezvous
 
         meeting = Rendezvous(here.rank, here.world_size, here.master_addr, here.master_port)
@@ -165,13 +179,14 @@ def _main(
 
 
 NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_fusion": True}
-"""Settings of a model that is only converted: nothing is computed, so no kernel is missed."""
+"""Settings of a model that is only converted: nothing is computed, so no kernels are needed."""
 
 
 def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
-    """The settings with what is not given filled in: precision as in config.json, layers over all ranks."""
+    """Fill in settings that are not given: precision from config.json, layers over all ranks."""
     checkpoint = config.checkpoint.model_copy(update={"hf_checkpoint": origin or config.checkpoint.hf_checkpoint})
-    hf, perf = read_description(checkpoint.hf_checkpoint, config.model.model_dump()).hf_config, config.perf
+    hf = read_description(checkpoint.hf_checkpoint, config.model.model_dump()).hf_config
+    perf = config.perf
     update: dict[str, Any] = {}
     if perf.bf16 is None:
         update["bf16"] = (hf.get("dtype") or hf.get("torch_dtype")) == "bfloat16"

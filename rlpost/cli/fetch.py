@@ -1,7 +1,8 @@
 """``rlpost fetch RECIPE``: download a recipe's model and data sets from the Hugging Face hub.
 
-Input: a recipe with a table [assets], a cluster profile, flags. Output: what is there and what is to come, with sizes;
-then the folders. No network is used where everything is there. Exit code 1 when something is not available.
+Input: a recipe with a table [assets], a cluster profile, flags. Output: a table of present and
+missing files with sizes; then the folders. Makes no requests if everything is present. Exit code 1
+when an asset is unavailable.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TOKENS = KEYS[:2]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of the verb. Raises ConfigError."""
+    """Run ``rlpost fetch`` and return its exit code. Raises ConfigError."""
     made = command_line.parser("rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub.")
     made.add_argument(
         "--sizes-only", action="store_true", help="print what exists and what is missing, download nothing"
@@ -43,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="file with the token for private repositories (default: HF_TOKEN)",
     )
-    made.add_argument("--workers", type=int, default=8, help="files at a time (8)")
-    made.add_argument("--wait-s", type=float, default=21_600, help="seconds to wait for another fetch (21600)")
+    made.add_argument("--workers", type=int, default=8, help="concurrent downloads (default: 8)")
+    made.add_argument("--wait-s", type=float, default=21_600, help="seconds to wait for another fetch (default: 21600)")
     options, loaded = command_line.settings(made, arguments)
     assets = wanted(loaded.config)
     if not assets:
@@ -67,9 +68,9 @@ def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argpar
     found = [inspect(asset, root) for asset in assets]
     hub: Hub | None = None
     if is_offline():
-        print("HF_HUB_OFFLINE is set: the hub is not asked")
+        print("HF_HUB_OFFLINE is set: no requests to the hub")
     elif all(one.is_there and one.listing is not None for one in found) and not options.compare:
-        print("everything is there: the hub is not asked")
+        print("everything is present: no requests to the hub")
     else:
         hub = _hub(token)
         found = [inspect(asset, root, hub.listing) for asset in assets]
@@ -77,7 +78,10 @@ def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argpar
     if options.sizes_only or (hub is None and not options.compare):
         lacking = [str(one.folder) for one in found if not one.is_there]
         if lacking and hub is None:
-            raise AssetError(f"{', '.join(lacking)}: not there, and the hub is not asked")
+            raise AssetError(
+                f"{', '.join(lacking)}: missing, and HF_HUB_OFFLINE forbids requests to the hub; "
+                "unset it, or copy the folders here"
+            )
         return 0
     _fetch_all(found, root, hub, options)
     return 0
@@ -91,7 +95,7 @@ def _fetch_all(found: Sequence[Status], root: Path, hub: Hub | None, options: ar
     from rlpost.assets.fetch import Fetcher
 
     needed, free = sum(one.missing_bytes for one in found), free_bytes(root)
-    if needed > free:  # a quota is not seen
+    if needed > free:  # free space ignores quotas
         raise AssetError(
             f"{size_text(needed)} are to come and {size_text(free)} are free in {root}: free some space, "
             "or name another folder (--assets-dir, RLPOST_ASSETS)"
@@ -129,10 +133,10 @@ def assets_folder(given: str | None) -> Path:
 
 
 def token_of(path: Path) -> str:
-    """The token in a file, alone or as HF_TOKEN=... among other lines.
+    """Return the token in a file, which holds it alone or as HF_TOKEN=... among other lines.
 
     Raises:
-        ConfigError: the file cannot be read, holds none, or others can read it as well.
+        ConfigError: the file is unreadable, has no token, or is readable by other users.
     """
     try:
         mode, text = path.stat().st_mode, path.read_text()
@@ -149,12 +153,12 @@ def token_of(path: Path) -> str:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE says that no network is to be used (huggingface_hub, constants.py)."""
+    """Return whether HF_HUB_OFFLINE forbids network access (huggingface_hub, constants.py)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def table(found: Sequence[Status], root: Path) -> str:
-    """A line for each repository, and the free space."""
+    """Format one line per repository, and the free space."""
     rows = [("repository", "folder", "files", "size", "to come", "")]
     for one in found:
         files = size = coming = "?"
@@ -171,5 +175,5 @@ def table(found: Sequence[Status], root: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where a folder is or will be."""
+    """Return the free bytes of the file system of a folder that may not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free

@@ -25,10 +25,11 @@ EXIT_CODES = {"done": EXIT_DONE, "requeue": EXIT_PREEMPTED, "config": 2}
 
 
 def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False) -> int:
-    """Print the driver's log, or what is ``wanted``, until the job is over; returns 0 when the run is done.
+    """Print the driver's log, or the ``wanted`` logs, until the job is over; return 0 if done.
 
-    Ctrl-C detaches and the run continues. Only a local run that this process has started (``started_it``) gets the same
-    Ctrl-C from the terminal and stops at its next checkpoint; a second one leaves at once.
+    Ctrl-C detaches and the run continues. A local run that this process has started
+    (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
+    second Ctrl-C detaches immediately.
     """
     is_over = (lambda: not local_is_alive(job_id)) if job_id.startswith(LOCAL) else _slurm_is_over(run, job_id)
     log = _LogTail(run.attempts, wanted or Wanted())
@@ -49,13 +50,13 @@ def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started
 
 
 class _LogTail:
-    """Prints what is new in the wanted logs of the newest attempt."""
+    """Prints new records of the wanted logs of the newest attempt."""
 
     def __init__(self, attempts: Path, wanted: Wanted) -> None:
         self._attempts = attempts
         self._wanted = wanted
         self._current: Path | None = None
-        self._read: dict[str, int] = {}  # bytes of each log
+        self._read: dict[str, int] = {}  # bytes read of each log
 
     def print_new(self) -> None:
         latest = self._attempts / "latest"
@@ -87,24 +88,27 @@ class _LogTail:
 
 
 def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
-    """Asks Slurm rarely; more often once the attempt has left its verdict, for then the job ends or is requeued, or a
-    new one goes on (``requeue = "chain"``)."""
-    asked = -POLL_S
+    """Return a function that polls Slurm, more often once the attempt has written its verdict.
+
+    After the verdict the job ends, is requeued, or is followed by another (``requeue = "chain"``).
+    """
+    polled_at = -POLL_S
     over = False
 
     def is_over() -> bool:
-        nonlocal asked, over
+        nonlocal polled_at, over
         poll_s = ENDING_POLL_S if (run.attempts / "latest" / VERDICT_FILE).exists() else POLL_S
-        if time.monotonic() - asked >= poll_s:
+        if time.monotonic() - polled_at >= poll_s:
             newest = newest_job(run) or job_id
-            asked, over = time.monotonic(), queue([newest])[newest].is_over
+            polled_at = time.monotonic()
+            over = queue([newest])[newest].is_over
         return over
 
     return is_over
 
 
 def conclude(run: RunFolder) -> int:
-    """Print how a finished run ended and its results; return its exit code."""
+    """Print the outcome and results of a finished run; return its exit code."""
     verdict_file = run.attempts / "latest" / VERDICT_FILE
     if not verdict_file.exists():
         logs = run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"

@@ -1,8 +1,8 @@
-"""``rlpost doctor --image [RECIPE] --cluster PROFILE``: what the image of a profile lacks, seen from inside it.
+"""``rlpost doctor --image [RECIPE] --cluster PROFILE``: check a profile's image from inside it.
 
-Input: a cluster profile, whose container is started by a job of one node, after its setup commands; a recipe, whose
-settings may need more than every run does. Output: the table of
-``bootstrap.image.doctor``, which without a profile is called for the image that one is in, and its exit code.
+Input: a cluster profile, whose container a one-node job starts after the setup commands; optionally
+a recipe, whose settings may have additional requirements. Output: the table and exit code of
+``bootstrap.image.doctor``. Without a profile, that check runs in the current image instead.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from slurm.spec import JobSpec
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of the command. Raises ConfigError."""
-    made = argparse.ArgumentParser(prog="rlpost doctor --image", description="What does an image lack?")
+    """Run ``rlpost doctor --image`` and return its exit code. Raises ConfigError."""
+    made = argparse.ArgumentParser(prog="rlpost doctor --image", description="Check what an image lacks.")
     made.add_argument("--cluster", metavar="PROFILE", required=True, help="FILE.toml, or a name in jobs/clusters")
-    made.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="the image must suffice for this one")
+    made.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="check for this recipe")
     made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
-    made.add_argument("--json", action="store_true", help="for programs")
+    made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
     options = made.parse_args(arguments)
-    words: list[str] = [flag for flag, given in (("--cpu", options.cpu), ("--json", options.json)) if given]
+    words: list[str] = []
+    if options.cpu:
+        words.append("--cpu")
+    if options.json:
+        words.append("--json")
     config = load(files_of(options.recipe, {"cluster": options.cluster}), {}).config
     if options.recipe is not None:
         words += _needs_of(config)
@@ -55,10 +59,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def words_of_recipes(words: Sequence[str]) -> list[str]:
-    """Words for ``bootstrap.image.doctor``: what a recipe among them needs in its place. Raises ConfigError."""
+    """Return arguments for ``bootstrap.image.doctor``: each recipe is replaced by its requirements.
+
+    Raises ConfigError.
+    """
     found: list[str] = []
     for word in words:
-        found += _needs_of(load(files_of(Path(word), {}), {}).config) if word.endswith(".toml") else [word]
+        if word.endswith(".toml"):
+            found += _needs_of(load(files_of(Path(word), {}), {}).config)
+        else:
+            found.append(word)
     return found
 
 
@@ -68,7 +78,7 @@ def _needs_of(config: Config) -> list[str]:
 
 
 def look_spec(spec: JobSpec) -> JobSpec:
-    """The same job with one node and half an hour, which never comes back."""
+    """Return the spec of a check: one node, 30 minutes, never requeued."""
     once = replace(spec.with_python(sys.executable), job_name="rlpost-image", nodes=1, spare_nodes=0, requeue="never")
     return replace(once, time="30", signal_lead_s=60, home=str(PROJECT))
 
@@ -80,12 +90,12 @@ def _shared(runs_dir: str) -> Path:
 
 
 def _submitted(script: str, folder: Path) -> int:
-    """Submit, wait, show what was said."""
+    """Submit the job, wait for its end, print its findings and return its exit code."""
     path = folder / "job.sbatch"
     path.write_text(script)
     command = ["sbatch", "--wait", "--parsable", str(path)]
     try:
-        # sbatch sends its environment to Slurm, which keeps it
+        # without keys: sbatch sends its environment to Slurm, which stores it
         environ = for_script(without_keys(os.environ), script)
         waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     except FileNotFoundError:
@@ -105,8 +115,7 @@ def _submitted(script: str, folder: Path) -> int:
 
 
 def _show(folder: Path, code: int) -> int:
-    """The findings, alone, on standard output; where the job made none, what Slurm and the container said on the
-    other."""
+    """Print the findings on standard output; without any, the logs of the job on standard error."""
     try:
         print((folder / "findings").read_text(), end="")
         return code

@@ -1,6 +1,7 @@
-"""What a run's settings ask of Slurm. Needs no package but pydantic, so that ``make jobs`` needs no other either.
+"""Derives the Slurm job of a run from its settings. Requires only pydantic, as ``make jobs`` does.
 
-Input: a ``Config``. Output: the ``JobSpec`` of its batch script; the container that its job would get from here.
+Input: a ``Config``. Output: the ``JobSpec`` of its batch script, and the container that a job
+submitted on this host would use.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
 
 
 def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """What the settings ask of Slurm. ``driver_args`` are those of ``rlpost.train`` beyond the run folder.
+    """Return the job of a run; ``driver_args`` are passed to ``rlpost.train`` after the run folder.
 
     Raises:
-        ConfigError: a key is among the variables, which stand in the batch script.
-        SpecError: a value cannot go into a batch script; named by its flag.
+        ConfigError: --environment contains an API key, which would appear in the batch script.
+        SpecError: a value is invalid in a batch script; the message names its flag.
     """
     try:
         return _job_spec(config, driver_args)
@@ -40,8 +41,8 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     cluster = config.cluster
     if keys := [name for name in KEYS if name in cluster.environment]:
         raise ConfigError(
-            f"--environment {keys[0]}=...: a key would stand in the batch script; export {', '.join(keys)} where "
-            "rlpost submit is called instead: then it goes into RUN/secrets.env alone"
+            f"--environment {keys[0]}=...: the batch script would contain the key; instead export "
+            f"{', '.join(keys)} before rlpost submit, which stores it only in RUN/secrets.env"
         )
     agent_args = ["--bringup-deadline-s", str(cluster.bringup_deadline_s)]
     agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
@@ -85,10 +86,10 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
 
 
 def container_of(cluster: ClusterConfig) -> Container | None:
-    """The container that a run's agents live in; ``auto`` is left to the job.
+    """Return the container of a run's agents, or None; the job resolves the backend ``auto``.
 
     Raises:
-        SpecError: the settings cannot be a container's.
+        SpecError: the settings of the container are invalid.
     """
     if cluster.container == "none":
         return None
@@ -98,7 +99,7 @@ def container_of(cluster: ClusterConfig) -> Container | None:
 
 
 def container_of_attempt(cluster: ClusterConfig, attempt: Path) -> Container | None:
-    """The container that an attempt runs in: with ``auto`` the one that its batch script has noted in its folder."""
+    """Return the container of an attempt; the batch script records what ``auto`` resolved to."""
     container = container_of(cluster)
     if container is None or container.backend != "auto":
         return container
@@ -107,13 +108,15 @@ def container_of_attempt(cluster: ClusterConfig, attempt: Path) -> Container | N
 
 
 def as_the_job_would(config: Config) -> tuple[Config, str]:
-    """The settings with the container that a job would get if it ran on this host, and why; for checks only.
+    """Return the settings with the container that a job on this host would use, and the reason.
+
+    For checks only.
 
     Raises:
-        ConfigError: there is no such container here, or no image for it; holds the remedy.
+        ConfigError: the container backend or its image is missing here; the message has the remedy.
     """
     backend = config.cluster.container
-    if backend not in ("auto", "pyxis"):  # enroot may be on the nodes alone
+    if backend not in ("auto", "pyxis"):  # enroot may be installed on the nodes only
         return config, ""
     image = config.cluster.container_image or os.environ.get(IMAGE, "")
     try:
@@ -124,5 +127,5 @@ def as_the_job_would(config: Config) -> tuple[Config, str]:
 
 
 def with_container(config: Config, backend: str) -> Config:
-    """The same settings with another container."""
+    """Return the settings with another container backend."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"container": backend})})

@@ -1,4 +1,4 @@
-"""``rlpost journal``: what a run would resume with after a crash, how its files are chained, and where that ends."""
+"""``rlpost journal``: the chain of journal segments, and what a resume after a crash would use."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ NAMES = {GROUP: "groups", BATCH: "batches", EVALUATION: "evaluations"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``rlpost journal [RUN] [--records | --json]``."""
+    """Run ``rlpost journal [RUN] [--records | --json]``."""
     made = Parser(
-        prog="rlpost journal", description="The journal of a run: what followed on its checkpoints, and its damage."
+        prog="rlpost journal",
+        description="Show the journal of a run: its segments, records and damage.",
     )
     add_run_options(made)
     output = made.add_mutually_exclusive_group()
-    output.add_argument("--records", action="store_true", help="every record, in order")
-    output.add_argument("--json", action="store_true", help="one object for programs: segments, and what a resume uses")
+    output.add_argument("--records", action="store_true", help="print every record in order")
+    output.add_argument("--json", action="store_true", help="print a JSON object: segments and resume")
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
     try:
@@ -62,10 +63,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def journal_object(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> dict[str, Any]:
-    """The journal for programs: ``segments`` as in the table, and ``resume``: the checkpoint's step and segment, the
-    segments that a resume from it uses, how many of their records, and every problem."""
+    """Return the journal as a JSON object.
+
+    ``segments`` has the rows of the table. ``resume`` has the checkpoint's step and segment, the
+    segments that a resume uses, the number of their records by kind, and all problems.
+    """
     base, step = _resumed_from(folder.parent, found)
     used = follow(found, base, step, unreadable=unreadable)
+    kinds = Counter(record.kind for record in used.records)
     return {
         "folder": str(folder),
         "segments": [_segment_object(segment) for segment in found],
@@ -73,7 +78,7 @@ def journal_object(folder: Path, found: Sequence[Segment], unreadable: Sequence[
             "step": step,
             "segment": base,
             "uses": [segment.header.number for segment in used.chain],
-            "records": {NAMES[kind]: count for kind, count in Counter(record.kind for record in used.records).items()},
+            "records": {NAMES[kind]: count for kind, count in kinds.items()},
             "problems": list(used.problems),
         },
     }
@@ -97,19 +102,25 @@ def _segment_object(segment: Segment) -> dict[str, Any]:
 
 
 def _chain(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> list[str]:
-    """Lines: which segments a resume uses, and why no more. The settings and the data of the run are not compared."""
+    """Return lines on the segments that a resume uses, and why it uses no others.
+
+    The settings and the prompt data of the run are not compared.
+    """
     base, step = _resumed_from(folder.parent, found)
     used = follow(found, base, step, unreadable=unreadable)
     names = " -> ".join(segment.path.stem for segment in used.chain) or "no segment"
     lines = [f"a resume from step {step} (segment {base}) uses {names}; {contents(used.records)}"]
     lines += used.problems
     if any(segment.header.format == 1 for segment in used.chain):
-        lines.append("an older program wrote segments without a chain: that none is missing between them is not proven")
+        lines.append(
+            "segments of format 1 have no chain (written by an older version): missing segments "
+            "between them would go unnoticed"
+        )
     return lines
 
 
 def _resumed_from(save: Path, found: Sequence[Segment]) -> tuple[int, int]:
-    """Segment and step of the newest complete checkpoint in ``save``, else of the beginning of the run."""
+    """Return segment and step of the newest complete checkpoint, or of the start of the run."""
     newest = newest_committed(save, checksums=False).path
     if newest is not None:
         try:
@@ -121,19 +132,19 @@ def _resumed_from(save: Path, found: Sequence[Segment]) -> tuple[int, int]:
 
 
 def journal_folder(run: RunFolder) -> Path:
-    """Beside the checkpoints of a run."""
+    """Return the folder of a run's journal, which is beside its checkpoints."""
     save = settings_of(run).get("checkpoint", {}).get("save")
     return (Path(save) if save else run.checkpoints) / "journal"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text, numbers to the right."""
+    """Format rows as lines with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (COLUMNS, *rows)]
 
 
 def _row(segment: Segment) -> list[str]:
-    """The cells of a segment in the order of COLUMNS."""
+    """Return the cells of a segment in the order of COLUMNS."""
     shown = _segment_object(segment)
     is_state = shown["base"] == shown["number"]
     shown["base"] = "its own state" if is_state else f"segment {shown['base']}"

@@ -1,9 +1,8 @@
-"""The lines of an attempt's logs, of several at once: which of them are wanted, and in what order. Pure.
+"""Filters and merges the lines of an attempt's logs. Pure.
 
-Input: lines of logs by the log's name.
-Output: those that are asked for, in order of their time, with the name before them. A record is a
-line that begins with a time of day, and the lines after it that do not; it is wanted or not as a
-whole.
+Input: lines by the name of their log.
+Output: the selected records in order of time, prefixed with the name of their log. A record is a
+line that begins with a time of day, with the lines after it that do not; it is selected as a whole.
 """
 
 from __future__ import annotations
@@ -18,30 +17,35 @@ LEVELS = ("debug", "info", "warning", "error")
 _TIME = re.compile(r"\[?(?:\d{4}-\d\d-\d\d[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _RANK = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 3, "FATAL": 3}
-_HEAD = 80  # letters of a line in which its level stands
+_HEAD = 80  # characters of a record in which its level is searched
 _DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which logs, by patterns of their names without the ending, and which of their records: those of ``level`` and
-    above (a record that names none is one of ``info``) in which ``pattern`` is found."""
+    """A selection of logs and records.
+
+    Attributes:
+        names: patterns of log names, without the suffix.
+        level: the lowest level; records without a level count as ``info``.
+        pattern: records must match it; None selects all.
+    """
 
     names: Sequence[str] = ("driver",)
     level: str = "debug"
     pattern: re.Pattern[str] | None = None
 
     def log(self, name: str) -> bool:
-        """Whether a log is one of them."""
+        """Return whether a log is selected."""
         return any(fnmatch(name, pattern) for pattern in self.names)
 
     def records(self, lines: Iterable[str]) -> Iterator[str]:
-        """Those of a log that are wanted, each as one text."""
+        """Return the selected records of a log, each as one string."""
         return (record for record in _records(lines) if self._wants(record))
 
     @property
     def is_one(self) -> bool:
-        """Whether it can only be one log, whose name need not stand before every line."""
+        """Whether at most one log is selected, so that lines need no prefix."""
         return len(self.names) == 1 and not set(self.names[0]) & set("*?[")
 
     def _wants(self, record: str) -> bool:
@@ -63,14 +67,19 @@ def _records(lines: Iterable[str]) -> Iterator[str]:
 
 
 def merged(logs: dict[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
-    """(name, record) of several logs in order of time; what a log says before its first time comes first."""
+    """Return (name, record) pairs of several logs in order of time.
+
+    Records before the first time of a log come first.
+    """
     timed = [_timed(name, records) for name, records in sorted(logs.items())]
     return ((name, record) for _, name, record in heapq.merge(*timed, key=lambda one: one[0]))
 
 
 def _timed(name: str, records: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-    """Times never fall within a log: one that seems to is a day later when it falls far, and else as late as the one
-    before."""
+    """Yield (seconds, name, record), with times that never decrease within a log.
+
+    A decrease of more than half a day is a new day; a smaller one repeats the previous time.
+    """
     latest = 0.0
     for record in records:
         if found := _TIME.match(record):
@@ -82,5 +91,5 @@ def _timed(name: str, records: Iterable[str]) -> Iterator[tuple[float, str, str]
 
 
 def prefixed(name: str, record: str, width: int) -> str:
-    """A record with the name of its log before every line."""
+    """Return a record with the name of its log before every line."""
     return "".join(f"{name:<{width}} | {line}" for line in record.splitlines(keepends=True))

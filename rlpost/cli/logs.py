@@ -1,4 +1,4 @@
-"""``rlpost logs [RUN]``: what the driver says, an agent, actors, engines, or all of them; followed, if asked."""
+"""``rlpost logs [RUN]``: print or follow the logs of the driver, agents, actors or engines."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rlpost.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print logs; with -f, go on until the run is over and leave with its result."""
+    """Print logs; with -f, follow the run to its end and return its exit code."""
     made = Parser(prog="rlpost logs", description="The logs of a run.")
     add_run_options(made)
-    made.add_argument("-f", "--follow", action="store_true", help="go on, over all attempts, until the run is over")
+    made.add_argument("-f", "--follow", action="store_true", help="follow the run over all attempts to its end")
     made.add_argument("--node", metavar="HOST", help="the log of that node's agent instead of the driver's")
     made.add_argument(
         "--of",
         action="append",
         default=[],
         metavar="NAME",
-        help="the log of that name instead, such as actor-0, 'engine-*' or '*'; may be given several times",
+        help="logs with this name instead, such as actor-0, 'engine-*' or '*'; repeatable",
     )
-    made.add_argument("--level", choices=LEVELS, default="debug", help="only what is as bad as that, or worse")
-    made.add_argument("--grep", type=_pattern, metavar="REGEX", help="only records in which this is found")
-    made.add_argument("--attempt", metavar="K", default="latest", help="which start of the job (default: the latest)")
+    made.add_argument("--level", choices=LEVELS, default="debug", help="lowest level to print (default: debug)")
+    made.add_argument("--grep", type=_pattern, metavar="REGEX", help="only records that match")
+    made.add_argument("--attempt", metavar="K", default="latest", help="attempt number (default: the latest)")
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
@@ -69,5 +69,5 @@ def _what_there_is(run: RunFolder, attempt: Path, wanted: Wanted) -> str:
         there = f"there are {', '.join(attempts)}" if attempts else "the job has not started yet; see rlpost status"
         return f"{attempt}: no such attempt; {there}"
     names = sorted(path.name for path in attempt.glob("*.log"))
-    asked = ", ".join(f"{name}.log" for name in wanted.names)
-    return f"{attempt}/{asked}: not written; there are {', '.join(names) or 'no logs yet'}"
+    missing = ", ".join(f"{name}.log" for name in wanted.names)
+    return f"{attempt}/{missing}: not written; there are {', '.join(names) or 'no logs yet'}"

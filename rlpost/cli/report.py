@@ -1,4 +1,4 @@
-"""``rlpost report``: a run as a page and as text, also while it runs."""
+"""``rlpost report``: write a run's report as HTML and text, also while it runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rlpost.report.write import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write RUN/report/report.html, report.txt and, where there is matplotlib, reward.png; print the text."""
-    made = Parser(prog="rlpost report", description="A run as a page and as text.")
+    """Write report.html, report.txt and, with matplotlib, reward.png; print the text."""
+    made = Parser(prog="rlpost report", description="Write the report of a run as HTML and text.")
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def report_lines(run: RunFolder) -> list[str]:
-    """Where the run stands, what came out, and what happened to it."""
+    """Return the lines of the report: status, results and events of the run."""
     lines = [f"{name:<12}{value}" for name, value in rows(statuses([run])[0])]
     return [*lines, "", *summary(run), "", *map(_event_line, run.ledger.read())]
 

@@ -1,9 +1,8 @@
-"""``--scale-down [RANKS]`` of submit, check and plan: the recipe at a size that this machine runs.
+"""``--scale-down [RANKS]`` of submit, check and plan: shrink a recipe to run on this machine.
 
 Input: loaded settings.
-Output: the scaled ones, with ``--scale-down`` as the origin of each value that changed, and a
-table of those values. The model is described by config.json where it is here, else by the table
-[model].
+Output: the scaled settings, with ``--scale-down`` as the origin of each changed value, and a table
+of these values. The model is described by its config.json if present, otherwise by [model].
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ _WIDEST = 48
 
 
 def add_scale_down(made: argparse.ArgumentParser) -> None:
-    """The option, for ``settings`` to find."""
+    """Add the option --scale-down."""
     made.add_argument(
         FLAG,
         type=int,
         nargs="?",
         const=RANKS,
         metavar="RANKS",
-        help=f"the recipe in small, for RANKS ranks that train ({RANKS} unless given) on this machine: model, layout, "
-        "batch and lengths shrink, algorithm and rollout stay; flags win over it (docs/recipes.md)",
+        help=f"scale the recipe down to RANKS trainer ranks (default: {RANKS}) on this machine: "
+        "model, layout, batch and lengths shrink, algorithm and rollout stay; flags override it "
+        "(docs/recipes.md)",
     )
 
 
 def scaled(loaded: Loaded, ranks: int) -> tuple[Loaded, tuple[Change, ...]]:
-    """The settings in small; what the command line gave stays. Raises ConfigError."""
+    """Return the scaled-down settings; values of the command line stay. Raises ConfigError."""
     config = loaded.config
     given = {name for name, origin in loaded.origins.items() if origin == COMMAND_LINE}
     words, fp8 = model_words(config)
@@ -51,7 +51,10 @@ def scaled(loaded: Loaded, ranks: int) -> tuple[Loaded, tuple[Change, ...]]:
 
 
 def model_words(config: Config) -> tuple[dict[str, Any], bool]:
-    """The architecture in the words of [model], and whether its folder is in FP8. Raises ConfigError."""
+    """Return the architecture as keys of [model], and whether the weights are FP8.
+
+    Raises ConfigError when config.json is unusable.
+    """
     folder = Path(config.checkpoint.hf_checkpoint)
     said = {name: value for name, value in config.model.model_dump().items() if value is not None}
     path = folder / "config.json"
@@ -62,12 +65,14 @@ def model_words(config: Config) -> tuple[dict[str, Any], bool]:
         known = architecture(family((hf.get("architectures") or ["none given"])[0]), hf)
     except (ValueError, KeyError, WeightError) as error:
         raise ConfigError(f"{path}: {error!r}") from None
-    return {name: value for name, value in known.items() if value is not None} | said, weight_bytes(hf) == 1
+    from_hf = {name: value for name, value in known.items() if value is not None}
+    return from_hf | said, weight_bytes(hf) == 1
 
 
 def table(changes: Sequence[Change]) -> str:
-    """What is another value than in the recipe: setting, recipe, scaled."""
-    rows = [("setting", "recipe", "scaled"), *((one.name, _text(one.recipe), _text(one.scaled)) for one in changes)]
+    """Format the changed settings as a table with columns setting, recipe and scaled."""
+    rows = [("setting", "recipe", "scaled")]
+    rows += [(one.name, _text(one.recipe), _text(one.scaled)) for one in changes]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -83,8 +88,8 @@ def _text(value: Any) -> str:
 
 
 def require_model(recipe: str | None, config: Config) -> None:
-    """Raise ConfigError with the command that makes the scaled model where it is not here yet."""
+    """Raise ConfigError, with the command to create it, if the scaled-down model is missing."""
     folder = Path(config.checkpoint.hf_checkpoint)
     if FOLDER.absolute() in folder.parents and not (folder / "config.json").is_file():
         command = f"python tools/make_tiny_model.py --recipe {recipe} {FLAG} {config.actor_world_size}"
-        raise ConfigError(f"{FLAG}: the model in small is not here yet; make it with: {command}")
+        raise ConfigError(f"{FLAG}: the scaled-down model does not exist yet; create it with: {command}")

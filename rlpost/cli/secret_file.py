@@ -1,10 +1,10 @@
-"""A person's keys on their way to the driver: a file of mode 0600 in the run folder, and nothing else.
+"""Passes API keys to the driver through a file of mode 0600 in the run folder, and nothing else.
 
 Input: the environment of ``rlpost submit``.
-Output: RUN/secrets.env (``NAME=value`` a line) and an environment without them, from which sbatch
-is called; in the job, the driver's environment. So no key stands in an argv, a batch script,
-Slurm's copy of the environment, a log, run.json, the ledger, or the environment of Ray, its
-workers and the engines.
+Output: RUN/secrets.env (one ``NAME=value`` per line), and an environment without the keys for
+sbatch; in the job, the driver's environment. Keys therefore appear in no argv, batch script, log,
+run.json or ledger, nor in Slurm's copy of the environment, nor in that of Ray, its workers and the
+engines.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlpost.errors import ConfigError
 
 
 def secrets_path(run: RunFolder) -> Path:
-    """RUN/secrets.env."""
+    """Return the path RUN/secrets.env."""
     return run.root / "secrets.env"
 
 
 def put_away(run: RunFolder, environ: MutableMapping[str, str]) -> None:
-    """Move the keys of ``environ`` into the run's file; those already there that nobody gives anew stay.
+    """Move the keys of ``environ`` into the run's file; other keys in the file stay.
 
     Raises:
         ConfigError: a key holds a line break.
@@ -32,19 +32,22 @@ def put_away(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     given = {name: environ.pop(name) for name in KEYS if environ.get(name)}
     for name, value in given.items():
         if not value.isprintable():
-            raise ConfigError(f"{name} in the environment holds a line break or another control character; set it anew")
+            raise ConfigError(
+                f"{name} in the environment contains a line break or another control character; set it again"
+            )
     if given:
-        lines = [f"{name}={value}\n" for name, value in {**_read(secrets_path(run)), **given}.items()]
+        merged = _read(secrets_path(run)) | given
+        lines = [f"{name}={value}\n" for name, value in merged.items()]
         write_atomic(secrets_path(run), "".join(lines), mode=0o600)
 
 
 def take_out(run: RunFolder, environ: MutableMapping[str, str]) -> None:
-    """Put the keys of the run's file, if there is one, into ``environ``: what the driver does first."""
+    """Add the keys of the run's file, if it exists, to ``environ``; the driver calls this first."""
     environ.update(_read(secrets_path(run)))
 
 
 def has_wandb_key(run: RunFolder, environ: Mapping[str, str]) -> bool:
-    """Whether a key for Weights & Biases is known: in ``environ``, the run's file or the home folder (.netrc)."""
+    """Return whether ``environ``, the run's file or ~/.netrc has a key for Weights & Biases."""
     if environ.get(WANDB) or WANDB in _read(secrets_path(run)):
         return True
     netrc = Path(environ.get("HOME", "/")) / ".netrc"

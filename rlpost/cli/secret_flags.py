@@ -1,7 +1,8 @@
-"""Move ``--wandb-key KEY`` from the command line into the environment, before anything else happens.
+"""Moves ``--wandb-key KEY`` from the command line into the environment, before anything else.
 
-Every user of a machine can read the command line of a process; only its owner can read its environment. From there the
-key is treated like every key (``rlpost.cli.secret_file``). Standard library alone: this runs first.
+Every user of a host can read the command line of a process; only its owner can read its
+environment. ``rlpost.cli.secret_file`` handles the key from there. Standard library only, because
+this runs first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ KEY_FLAGS = {"--wandb-key": "WANDB_API_KEY"}
 
 
 def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """The words without keys; these are in ``environ`` then. Raises ConfigError for a flag without its key."""
+    """Move keys into ``environ``; return the other arguments.
+
+    Raises ConfigError for a flag without a value.
+    """
     rest: list[str] = []
     left = list(words)
     while left:
@@ -34,7 +38,7 @@ def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[s
 
 
 def hide_keys() -> None:
-    """Replace this process by one without the keys on its command line. Returns when there are none."""
+    """Re-execute this process without keys on its command line; return if there are none."""
     words = sys.argv[1:]
     if not any(word.partition("=")[0] in KEY_FLAGS for word in words):
         return
@@ -42,7 +46,7 @@ def hide_keys() -> None:
         rest = take_keys(words, os.environ)
     except ConfigError:
         return  # the parser reports it
-    # Python cannot change what /proc/PID/cmdline shows; only exec replaces it. The flag is that of published command
-    # lines, so refusing it is no way out.
+    # Only exec replaces /proc/PID/cmdline. The flag cannot be refused instead: published command
+    # lines use it.
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]
     os.execv(sys.executable, [sys.executable, *before, *rest])

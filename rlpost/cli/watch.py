@@ -1,7 +1,7 @@
-"""``rlpost status --watch``: a page in the terminal that follows a run.
+"""``rlpost status --watch``: live status of a run in the terminal.
 
-Input: a run folder, read every REFRESH_S, and what Slurm says of its job, asked every POLL_S.
-Output: a page made by a pure function of a ``View``; it stays when the run is over.
+Input: the run folder, read every REFRESH_S, and the job's state, queried from Slurm every POLL_S.
+Output: a page rendered from a ``View`` by a pure function; it stays on screen when the run is over.
 """
 
 from __future__ import annotations
@@ -40,38 +40,45 @@ _PHASE_COLOURS = ("blue", "dark_orange", "cyan", "magenta")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the page shows. ``engines`` are seconds since each engine last wrote to its log, by its name."""
+    """The content of the page.
+
+    ``engines`` maps each engine's name to the seconds since it last wrote to its log.
+    """
 
     status: Status
     now: datetime
-    told: Timeline | None = None
+    history: Timeline | None = None
     lines: Sequence[Mapping[str, float]] = ()
     engines: Mapping[str, float] | None = None
 
 
 def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> View:
-    """What a run's folder says now, and ``entry`` of its job."""
-    now, latest = datetime.now(UTC), run.attempts / "latest"
+    """Read the current state from the run folder; ``entry`` is the job's entry in Slurm's queue."""
+    now = datetime.now(UTC)
+    latest = run.attempts / "latest"
     events = [event for event in run.ledger.read() if "time" in event and "event" in event]
     logs = sorted(latest.glob("engine-*-server.log"))
     status = status_of(run, job_id, entry)
     return View(
         status=status,
         now=now,
-        told=timeline(events, now),
+        history=timeline(events, now),
         lines=read_metrics(run.metrics),
         engines={log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime) for log in logs},
     )
 
 
 def is_over(view: View) -> bool:
-    """The run will not go on by itself."""
-    done = view.told is not None and any(mark.kind == "done" for mark in view.told.marks[-1:])
+    """Return whether the run has ended and is not restarted automatically."""
+    done = view.history is not None and any(mark.kind == "done" for mark in view.history.marks[-1:])
     return done or JobState(view.status.state).is_over or view.status.reason == FORGOTTEN
 
 
 def watch(run: RunFolder) -> int:
-    """Show the page until the run is over or a person leaves; returns 0. Raises ConfigError without a terminal."""
+    """Show the page until the run is over or Ctrl-C; return 0.
+
+    Raises ConfigError without a terminal.
+    """
     if not sys.stdout.isatty():
         raise ConfigError("rlpost status --watch needs a terminal; rlpost status --json is for programs")
     console, asked_at, entry = Console(), -POLL_S, None
@@ -90,11 +97,11 @@ def watch(run: RunFolder) -> int:
             return 0
 
 
-# -- shown: pure ------------------------------------------------------------------------------------------------
+# -- rendering: pure -------------------------------------------------------------------------------
 
 
 def page(view: View, width: int = 100) -> RenderableType:
-    """The page, for a terminal of ``width`` letters."""
+    """Render the page for a terminal of ``width`` characters."""
     status = view.status
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -102,12 +109,12 @@ def page(view: View, width: int = 100) -> RenderableType:
     for name, value in _rows(view, max(20, width - 24)):
         table.add_row(name, value)
     parts: list[RenderableType] = [table]
-    if view.told is not None and view.told.attempts:
-        parts += [Text(), _attempts(view.told)]
+    if view.history is not None and view.history.attempts:
+        parts += [Text(), _attempts(view.history)]
     if status.warnings:
         parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in status.warnings)]
     title = Text.assemble((status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, "")))
-    subtitle = f"{view.now:%H:%M:%S} UTC, Ctrl-C leaves and the run goes on"
+    subtitle = f"{view.now:%H:%M:%S} UTC, Ctrl-C leaves; the run continues"
     return Panel(Group(*parts), title=title, subtitle=Text(subtitle, style="dim"), title_align="left", width=width)
 
 
@@ -123,8 +130,8 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
     if status.evals:
         found.append(("evaluation", Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()))))
     if status.tokens_per_s is not None:
-        pace = "" if status.step_s is None else f", {status.step_s:.2f} s a step"
-        mfu = "" if status.mfu is None else f", {status.mfu:.0%} of what the GPUs can do"
+        pace = "" if status.step_s is None else f", {status.step_s:.2f} s per step"
+        mfu = "" if status.mfu is None else f", MFU {status.mfu:.0%}"
         found.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}{mfu}")))
     if phases := mean_phases(lines[-PACE_STEPS:]):
         found.append(("phases", phase_bar(phases, min(room, 60))))
@@ -162,9 +169,9 @@ def _checkpoint(view: View) -> Text:
     return Text(f"{status.checkpoint}, {ago(age)}")
 
 
-def _attempts(told: Timeline) -> Table:
+def _attempts(history: Timeline) -> Table:
     table = Table("attempt", "nodes", "ready after", "from", "saved", "lasted", "end", box=None, header_style="dim")
-    for one in told.attempts[-MAX_ATTEMPTS:]:
+    for one in history.attempts[-MAX_ATTEMPTS:]:
         ready = "" if one.startup_s is None else duration(one.startup_s)
         first, saved = ("" if step is None else str(step) for step in (one.first_step, one.last_saved))
         end = Text(one.ended or "under way", style="" if one.ended else "green")
@@ -174,7 +181,7 @@ def _attempts(told: Timeline) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of at most ``width`` letters, each the mean of as many values.
+    """Return a curve of at most ``width`` characters, each the mean of consecutive values.
 
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
@@ -188,7 +195,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def phase_bar(phases: Mapping[str, float], width: int) -> Text:
-    """Where a step's time goes, as a bar and in words."""
+    """Return the time of each phase of a step as a bar with a legend."""
     whole = sum(phases.values())
     colours = dict(zip((label for label, _ in PHASES), _PHASE_COLOURS, strict=True))
     bar = [("█" * max(1, round(width * s / whole)), colours[label]) for label, s in phases.items()]

@@ -1,8 +1,8 @@
 """Current memory use of a process, its host and its GPUs.
 
-Input: nothing, or a process id.
-Output: numbers by name, in GB (10^9 bytes) and shares, to be compared over processes by their
-maximum. Psutil only, and NVIDIA's management library where there is one.
+Input: a process id, or None for this process.
+Output: values by metric name, in GB (10^9 bytes) or as fractions; aggregate them over processes by
+the maximum. Reads psutil, and NVML where it is available.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ GB = 1e9
 
 
 def process_gb(pid: int | None = None) -> float:
-    """Resident memory of a process and of all it started; what several of them share counts for each."""
+    """Return the resident memory of a process and its descendants, in GB; 0 if it has ended.
+
+    Shared pages count in each process.
+    """
     total = 0
     try:
         one = psutil.Process(pid)
@@ -30,7 +33,7 @@ def process_gb(pid: int | None = None) -> float:
 
 
 def machine() -> dict[str, float]:
-    """Shares in use, by whomever: of this machine's memory, and of the fullest GPU that this process may see."""
+    """Return the used fractions of host memory and of the fullest visible GPU, by all processes."""
     found = {"memory/host_used_frac": psutil.virtual_memory().percent / 100}
     if shares := gpu_used_fracs():
         found["memory/gpu_used_frac"] = max(shares)
@@ -38,7 +41,7 @@ def machine() -> dict[str, float]:
 
 
 def gpu_used_fracs() -> list[float]:
-    """Share in use of each GPU that this process may see; none without NVIDIA's driver."""
+    """Return the used memory fraction of each visible GPU; empty without NVIDIA's driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -46,7 +49,7 @@ def gpu_used_fracs() -> list[float]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: then there is nothing to say
+    except Exception:  # no package, driver or permission: report no GPU
         return []
     try:
         names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
@@ -69,7 +72,9 @@ def _gpu(name: str) -> object:
 
 
 def most(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest of each number over several processes."""
-    return {
-        name: max(one[name] for one in reports if name in one) for name in dict.fromkeys(k for r in reports for k in r)
-    }
+    """Return the maximum of each value over the reports that have it."""
+    largest: dict[str, float] = {}
+    for report in reports:
+        for name, value in report.items():
+            largest[name] = max(value, largest.get(name, value))
+    return largest

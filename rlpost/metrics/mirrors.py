@@ -1,7 +1,7 @@
-"""Where the lines of ``metrics.jsonl`` go besides: Weights & Biases, TensorBoard, Prometheus; whichever are on.
+"""Mirrors the lines of ``metrics.jsonl`` to Weights & Biases, TensorBoard and Prometheus.
 
-Input: settings and places of an attempt.
-Output: one function that takes each line to all of them, while the block lasts.
+Input: the settings, run folder and cluster of an attempt.
+Output: a function that writes a line to every enabled mirror, valid inside the context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from rlpost.metrics.wandb import Write, mirrored
 
 @contextmanager
 def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Write | None]:
-    """What takes the lines of an attempt elsewhere, or None where nothing is on. Prometheus asks at the last port of
-    the job's block, where the settings name none, and shows the attempt's secret. Raises ConfigError."""
+    """Yield a function that writes one line to all enabled mirrors; None if none is enabled.
+
+    Without --prometheus-port, Prometheus is served at the last port of the job's block. A scrape
+    must present the attempt's secret. Raises ConfigError.
+    """
     settings = config.observe
     writes: list[Write] = []
     with ExitStack() as open_ones:

@@ -1,4 +1,4 @@
-"""One line of progress a step, for people who follow a run. Pure."""
+"""One progress line per step, for the driver's log. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from rlpost.metrics.writer import eval_rewards
 
 
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> str:
-    """``step 12/60  reward 0.531  ...  eta 0:42``; the pace is that of the ``steps_done`` steps of this attempt."""
+    """Return ``step 12/60  reward 0.531  ...  eta 0:42``.
+
+    The estimate uses the mean duration of the ``steps_done`` steps of this attempt.
+    """
     parts = [f"step {step}/{num_steps}", f"reward {metrics['reward/mean']:.3f}"]
     parts += [f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)]
     parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
@@ -23,7 +26,7 @@ def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], *, st
 
 
 def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Format seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,9 +1,9 @@
-"""Prometheus: the newest line of ``metrics.jsonl``, for whoever asks over HTTP and shows the attempt's token.
+"""Serves the newest line of ``metrics.jsonl`` to Prometheus; requires the attempt's token.
 
-Input: an address, the token, then one dict a step.
-Output: ``GET /metrics`` in Prometheus's text format, written by its own client library: a gauge
-``rlpost_AREA_NAME`` for each metric, with the run's name, and that of an evaluation set, as
-labels. Nothing but these numbers is served.
+Input: an address, the token, then one mapping per step.
+Output: ``GET /metrics`` in Prometheus's text format, written by the official client library: one
+gauge ``rlpost_AREA_NAME`` per metric, labelled with the run and, for an evaluation, with its set.
+Nothing else is served.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlpost.metrics.names import declared
 
 logger = logging.getLogger(__name__)
 
-REQUEST_S = 10.0  # a client that says nothing is left after it
+REQUEST_S = 10.0  # socket timeout of a client
 
 
 class PrometheusServer:
-    """Answers from a thread of its own. Raises ConfigError when it cannot begin."""
+    """Serves requests in a separate thread. Raises ConfigError when it cannot start."""
 
     def __init__(self, host: str, port: int, *, token: str, run: str) -> None:
         try:
@@ -41,7 +41,7 @@ class PrometheusServer:
         registry.register(self._newest)
 
         class Handler(_Handler):
-            """Knows what to say and to whom."""
+            """The handler with this server's token and registry."""
 
             wanted = f"Bearer {token}".encode()
             content_type = CONTENT_TYPE_LATEST
@@ -50,7 +50,7 @@ class PrometheusServer:
                 return generate_latest(registry)
 
         class Server(ThreadingHTTPServer):
-            """At an address of either kind."""
+            """Listens on an IPv4 or IPv6 address."""
 
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
@@ -69,11 +69,11 @@ class PrometheusServer:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """This line is the newest."""
+        """Replace the served line by the metrics of ``step``."""
         self._newest.line = {"step": step, **metrics}
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop serving and wait for the thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -88,12 +88,13 @@ class _Handler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        """Prometheus asks."""
+        """Serve ``/metrics`` to a client with the token."""
         shown = (self.headers.get("Authorization") or "").encode()
         if not hmac.compare_digest(shown, self.wanted):
-            self._answer(401, b"show the attempt's token: Authorization: Bearer TOKEN\n", "text/plain")
+            message = b"the attempt's token is required: Authorization: Bearer TOKEN\n"
+            self._answer(401, message, "text/plain")
         elif self.path.split("?")[0] != "/metrics":
-            self._answer(404, b"there is /metrics\n", "text/plain")
+            self._answer(404, b"not found; use /metrics\n", "text/plain")
         else:
             self._answer(200, self.page(), self.content_type)
 
@@ -107,18 +108,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Not a line for each of its questions."""
+        """Log nothing: one line per scrape would fill the log."""
 
 
 class Newest:
-    """A collector of Prometheus's client: the newest line as gauges."""
+    """A Prometheus collector that exposes the newest line as gauges."""
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.line: Mapping[str, float] = {}
 
     def collect(self) -> Iterator[Any]:
-        """One family a name."""
+        """Yield one metric family per gauge name."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, Any] = {}
@@ -133,7 +134,7 @@ class Newest:
 
 
 def gauge_name(name: str) -> tuple[str, dict[str, str]]:
-    """A metric's name as Prometheus wants it, and its labels.
+    """Return the Prometheus name and the labels of a metric.
 
     >>> gauge_name("eval/aime-24/pass@8")
     ('rlpost_eval_pass_at_8', {'set': 'aime-24'})

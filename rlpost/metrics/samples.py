@@ -1,9 +1,9 @@
-"""A few answers of each step, for people: ``RUN/report/samples.jsonl``.
+"""Sample answers of selected steps for inspection: ``RUN/report/samples.jsonl``.
 
-Input: the scored groups of a rollout and what turns token ids into text.
-Output: for the first group that holds different rewards (or the first of all) its best and its
-worst answer, cut to a readable length. The file is a metrics file, so that a resume cuts it like
-one; it holds about MAX_LINES steps however long the run is.
+Input: the scored groups of a rollout and a decoder of token ids.
+Output: the best and the worst answer of the first group with different rewards (otherwise of the
+first group), truncated to a readable length. The file has the format of a metrics file, so a resume
+truncates it in the same way. It holds at most about MAX_LINES steps.
 """
 
 from __future__ import annotations
@@ -23,38 +23,45 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class SampleWriter:
-    """Keeps answers of every n-th step."""
+    """Writes answers of every n-th step."""
 
     def __init__(
         self, report_folder: Path, *, num_steps: int, decode: Decode, check: Callable[[], None] | None = None
     ) -> None:
-        """``num_steps``: of the whole run; ``check`` raises Fenced when the run belongs to another attempt."""
+        """
+        Args:
+            num_steps: steps of the whole run.
+            check: raises Fenced when another attempt owns the run.
+        """
         self._writer = MetricsWriter(report_folder / FILE_NAME, check=check)
         self._interval = max(1, -(-num_steps // MAX_LINES))
         self._decode = decode
 
     async def begin(self, step: int) -> None:
-        """Forget the answers of every step after ``step``. Raises Fenced."""
+        """Remove the answers of all steps after ``step``. Raises Fenced."""
         await self._writer.begin(step)
 
     def rewind(self, step: int) -> None:
-        """The same at once. Raises OSError and Fenced."""
+        """Like ``begin``, but blocking and without a deadline. Raises OSError and Fenced."""
         self._writer.rewind(step)
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Keep some answers of ``step``, if it is one whose answers are kept. Nothing waits for them, and no run ends
-        for want of them."""
+        """Queue sample answers if ``step`` is selected. A failed write never ends the run."""
         if groups and (step - 1) % self._interval == 0:
             self._writer.put_soon(step, {"samples": chosen(groups, self._decode)})
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for pending writes."""
         self._writer.close()
 
 
 def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, Any]]:
-    """Best and worst answer of the most telling group, as JSON values; the first of equals."""
-    group = next((group for group in groups if len(set(group.rewards)) > 1), groups[0])
+    """Return the best and worst answer of one group as JSON values; on ties the first answer.
+
+    The group is the first one with different rewards, otherwise the first of all.
+    """
+    with_different_rewards = (group for group in groups if len(set(group.rewards)) > 1)
+    group = next(with_different_rewards, groups[0])
     best = max(group.samples, key=lambda scored: scored.reward)
     worst = min(group.samples, key=lambda scored: scored.reward)
     return [_record(scored, decode) for scored in ([best] if best is worst else [best, worst])]
@@ -74,7 +81,7 @@ def _record(scored: ScoredSample, decode: Decode) -> Mapping[str, Any]:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, or its beginning and its end with how much is left out between."""
+    """Return the text, with its middle replaced by a note if it exceeds ``longest`` characters."""
     if len(text) <= longest:
         return text
     half = longest // 2

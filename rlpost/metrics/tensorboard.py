@@ -1,10 +1,9 @@
-"""TensorBoard: the lines of ``metrics.jsonl`` once more, under the same names.
+"""Writes the lines of ``metrics.jsonl`` as TensorBoard events, under the same names.
 
-Input: a folder, then one dict a step.
-Output: one file of events an attempt there. The first event of a file tells the reader that
-whatever older files hold from its step on is void (TensorBoard's ``SessionLog.START``, what
-torch's SummaryWriter calls ``purge_step``), so that a step stands there once, whatever happens to
-the run.
+Input: a folder, then one mapping per step.
+Output: one event file per attempt. Its first event is a ``SessionLog.START``, which makes
+TensorBoard discard events of older files from this step on (``purge_step`` of torch's
+SummaryWriter), so each step appears once, also after a resume.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FLUSH_S = 30
 
 
 class TensorBoardWriter:
-    """The events of one attempt. Raises ConfigError when it cannot begin; afterwards nothing raises."""
+    """The events of one attempt. Only the constructor raises (ConfigError); others log."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -50,11 +49,11 @@ class TensorBoardWriter:
                 self._begun = True
             values = [self._summaries.Summary.Value(tag=name, simple_value=float(x)) for name, x in metrics.items()]
             self._add(step, summary=self._summaries.Summary(value=values))
-        except Exception as error:  # whatever becomes of the events, the run goes on
+        except Exception as error:  # a failing mirror must not end the run
             logger.warning("tensorboard: step %d was not written: %s", step, error)
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Flush all events and close the file."""
         try:
             self._file.close()
         except Exception as error:

@@ -1,10 +1,10 @@
-"""A trace: the spans of many processes as JSON for Perfetto (ui.perfetto.dev) and chrome://tracing. Pure.
+"""Traces: spans of many processes for Perfetto (ui.perfetto.dev) and chrome://tracing. Pure.
 
-Input: for each process its name, its spans and how far its clock is from the driver's.
-Output: the document of the Trace Event Format (Google, "Trace Event Format", complete events "X";
-microseconds). Invariant: within one thread of the document spans are nested or apart, never
-crossing: what overlaps otherwise, such as requests to a server or tasks of an event loop, goes to
-further rows under the same process.
+Input: for each process its name, its spans and the offset of its clock from the driver's.
+Output: a JSON document in the Trace Event Format (Google, "Trace Event Format"; complete events
+"X", microseconds). Invariant: spans of one row are nested or disjoint. Spans that overlap
+partially, such as requests to a server or tasks of an event loop, get additional rows under the
+same process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlpost.metrics.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpans:
-    """One process; ``ahead_s``: its clock less the driver's."""
+    """The spans of one process; ``ahead_s`` is its clock minus the driver's, in seconds."""
 
     name: str
     spans: Sequence[Span]
@@ -26,14 +26,20 @@ class ProcessSpans:
 
 
 def clock_offset(sent: float, theirs: float, received: float) -> float:
-    """How far another clock is ahead, from one question and its answer (Cristian, "Probabilistic clock
-    synchronization", 1989): 0 where the way there and back is longer than the difference, which then says nothing."""
+    """Estimate from one round trip how far another clock is ahead, in seconds.
+
+    Cristian, "Probabilistic clock synchronization", 1989. Returns 0 if the difference is within the
+    uncertainty of half the round-trip time.
+    """
     ahead = theirs - (sent + received) / 2
     return ahead if abs(ahead) > (received - sent) / 2 else 0.0
 
 
 def trace(processes: Iterable[ProcessSpans], *, begin: float, end: float) -> dict[str, Any]:
-    """The document, of what was under way between two moments of the driver's clock; its zero is ``begin``."""
+    """Return the document of all spans that overlap ``begin`` to ``end`` on the driver's clock.
+
+    Timestamps in the document are relative to ``begin``.
+    """
     events: list[dict[str, Any]] = []
     for number, process in enumerate(processes, 1):
         events.append(_name("process_name", number, 0, process.name))
@@ -43,18 +49,18 @@ def trace(processes: Iterable[ProcessSpans], *, begin: float, end: float) -> dic
             threads.setdefault(one[1], []).append(one)
         for thread, spans in sorted(threads.items()):
             moved = [(name, of, a - process.ahead_s, b - process.ahead_s) for name, of, a, b in spans]
-            for lane_number, lane in enumerate(lanes(one for one in moved if one[3] > begin and one[2] < end), 1):
+            overlapping = [one for one in moved if one[3] > begin and one[2] < end]
+            for lane_number, lane in enumerate(lanes(overlapping), 1):
                 row += 1
-                events.append(
-                    _name("thread_name", number, row, thread if lane_number == 1 else f"{thread}, {lane_number}")
-                )
+                label = thread if lane_number == 1 else f"{thread}, {lane_number}"
+                events.append(_name("thread_name", number, row, label))
                 events += [_event(one, number, row, begin) for one in lane]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin_unix_s": begin}}
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few rows as a greedy choice finds, in each of which spans are nested or apart; each in order of begin."""
-    rows: list[tuple[list[Span], list[float]]] = []  # each with the ends of what is open in it, the innermost last
+    """Assign spans greedily to rows in which they are nested or disjoint, in order of begin."""
+    rows: list[tuple[list[Span], list[float]]] = []  # with the ends of open spans, innermost last
     for one in sorted(spans, key=lambda one: (one[2], -one[3])):
         begin, end = one[2], one[3]
         for _, ends in rows:
@@ -70,7 +76,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 def _event(one: Span, process: int, row: int, zero: float) -> dict[str, Any]:
     name, _, begin, end = one
-    # Begin and end are rounded, not the duration: a span must not end after the one around it.
+    # Round begin and end, not the duration: a span must not end after the enclosing one.
     start, stop = round((begin - zero) * 1e6), round((end - zero) * 1e6)
     return {"name": name, "cat": "phase", "ph": "X", "ts": start, "dur": stop - start, "pid": process, "tid": row}
 

@@ -1,9 +1,9 @@
-"""Weights & Biases: the lines of ``metrics.jsonl`` once more, under the same names.
+"""Logs the lines of ``metrics.jsonl`` to Weights & Biases, under the same names.
 
-Input: the table [wandb], the run's folder, its settings, then one dict a step.
-Output: one run there, the same after every requeue, since its id is kept in RUN/wandb/run_id. The
-key is the variable WANDB_API_KEY of this process. If W&B is unreachable training continues:
-``metrics.jsonl`` has everything, and ``wandb sync`` sends what stayed here.
+Input: the table [wandb], the run's folder, its settings, then one mapping per step.
+Output: one W&B run, which every requeue resumes by the id in RUN/wandb/run_id. The key is read from
+WANDB_API_KEY of this process. If W&B is unreachable, training continues: ``metrics.jsonl`` is
+complete, and ``wandb sync`` uploads the local files later.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 Write = Callable[[int, Mapping[str, float]], None]
 INIT_TIMEOUT_S = 30.0
-FINISH_TIMEOUT_S = 30.0  # a preempted run has more important things to do
+FINISH_TIMEOUT_S = 30.0  # short: a preempted run has little time left
 MAX_NAME = 60
 
 
 class WandbWriter:
-    """One run at W&B. Raises ConfigError when it cannot begin; afterwards nothing raises."""
+    """One W&B run. The constructor raises ConfigError; later failures are only logged."""
 
     def __init__(self, settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]) -> None:
         try:
-            import wandb  # only here: a run without it needs no such package
+            import wandb  # here, because the package is optional
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"wandb.use_wandb = true (--use-wandb): {error}; pip install wandb on the nodes, or leave it out"
@@ -67,35 +67,35 @@ class WandbWriter:
             ) from error
         except wandb.errors.CommError as error:
             logger.warning("wandb: cannot be reached, this attempt stays in %s: %s", run_folder / "wandb", error)
-            wandb.teardown()  # its process still holds the run that could not begin
+            wandb.teardown()  # its service process still holds the failed run
             self._run = begin(mode="offline")
-        # W&B counts its own steps, which only ever rise; after a resume ours begin before the last that was sent.
+        # W&B's internal step only increases, but a resume may restart below the last step sent.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         where = f"offline in {run_folder / 'wandb'}" if self._run.offline else self._run.url
         logger.info("wandb: run %s, %s", identity, where)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the line of ``step``; returns at once."""
+        """Queue the line of ``step``; returns immediately."""
         try:
             self._run.log({"step": step, **metrics})
-        except Exception as error:  # whatever becomes of W&B, the run goes on
+        except Exception as error:  # a failing mirror must not end the run
             logger.warning("wandb: step %d was not sent: %s", step, error)
 
     def finish(self, error: BaseException | None) -> None:
-        """Send what is left, for FINISH_TIMEOUT_S at most, and say how this attempt ended."""
+        """Upload pending data within FINISH_TIMEOUT_S and set the final state of the attempt."""
         try:
             if isinstance(error, Preempted):
                 self._run.mark_preempting()
             self._run.finish(exit_code=0 if error is None else 1)
-            self._teardown()  # the files are whole only when W&B's own process has ended
+            self._teardown()  # the files are complete only once W&B's service process has ended
         except Exception as problem:
             logger.warning("wandb: not finished: %s", problem)
 
 
 @contextmanager
 def mirrored(settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]) -> Iterator[Write | None]:
-    """What takes the lines of an attempt to W&B, or None where that is off. Raises ConfigError."""
+    """Yield a function that logs one line to W&B; None if W&B is disabled. Raises ConfigError."""
     if not settings.is_on:
         yield None
         return
@@ -109,8 +109,11 @@ def mirrored(settings: WandbConfig, run_folder: Path, run_config: Mapping[str, A
 
 
 def run_id(run_folder: Path) -> str:
-    """The run's name at W&B for good: that of its folder and a hash of when it was made, so that a folder of the same
-    name later is another run."""
+    """Return the permanent W&B id of a run; create it on first use.
+
+    It is the folder's name with a hash of path and creation time, so a later folder of the same
+    name is a different run.
+    """
     path = run_folder / "wandb" / "run_id"
     if path.exists():
         return path.read_text().strip()

@@ -1,13 +1,13 @@
-"""``metrics.jsonl``: one line a step, always.
+"""Writes ``metrics.jsonl``: one line per step.
 
-Input: numbers under stable names ``area/name[_unit]``.
-Output: a file in which every step stands exactly once and in order, also after a crash or a
-resume: lines beyond the step that a run resumes from are cut off before it writes.
+Input: values under stable names ``area/name[_unit]``.
+Output: a file in which each step appears exactly once and in order, also after a crash or a resume:
+lines after the step that a run resumes from are removed before the first write.
 
-Invariants: an attempt appends only to the file that it made itself when it began, by a descriptor, and each
-attempt makes a new one; so what an older attempt appends goes to a file that has no name any more. Its own new
-file cannot take the name either: the newer attempt removes it under its temporary name. A damaged line is left
-out, and no other.
+Invariants: each attempt creates a new file at its start and appends only to that file, through a
+descriptor. What an older attempt appends therefore goes to an unlinked file. A new file of the
+older attempt cannot take the name either, because the newer attempt deletes it under its temporary
+name. Only damaged lines are dropped.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ class MetricsWriter:
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """``always`` stands in every line; ``also`` gets a line once it is written; ``show`` the groups of a step;
-        ``check`` raises Fenced when the run belongs to another attempt."""
+        """
+        Args:
+            always: values added to every line.
+            also: called with each line, after it is written.
+            show: called with the groups of each step.
+            check: raises Fenced when another attempt owns the run.
+        """
         self._path = path
         self._always = dict(always or {})
         self._also = also
@@ -59,28 +64,30 @@ class MetricsWriter:
         self._is_torn = False
 
     async def begin(self, step: int) -> None:
-        """``rewind``, in a thread and with a deadline; what is put afterwards waits for it. Raises Fenced."""
+        """Run ``rewind`` in a thread with a deadline, before any later ``put``. Raises Fenced."""
         await self._file.do(partial(self.rewind, step))
 
     async def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """``write``, in a thread and with a deadline: a line that cannot be written now is tried again with the next
-        one, and a run does not end for want of it. Raises Fenced."""
+        """Append the line of ``step`` in a thread with a deadline. Raises Fenced.
+
+        A failed write is retried with the next line and never ends the run.
+        """
         metrics = {**metrics, **self._always}
         await self._file.do(partial(self._append, step, metrics))
         self._mirror(step, metrics)
 
     def put_soon(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The same, without waiting for it."""
+        """Like ``put``, but return immediately."""
         metrics = {**metrics, **self._always}
         self._file.soon(partial(self._append, step, metrics))
         self._mirror(step, metrics)
 
     def close(self) -> None:
-        """Try once more what could not be written; nothing is written afterwards."""
+        """Retry failed writes once and stop writing."""
         self._file.close()
 
     def rewind(self, step: int) -> None:
-        """Forget every line after ``step``, and what is no line. Raises OSError and Fenced."""
+        """Remove all lines after ``step`` and all damaged lines. Raises OSError and Fenced."""
         self._make(through=step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -91,7 +98,7 @@ class MetricsWriter:
         self._mirror(step, metrics)
 
     def show(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """These groups are about to be trained in ``step``."""
+        """Pass the groups that ``step`` is about to train to the ``show`` callback."""
         if self._show is not None:
             self._show(step, groups)
 
@@ -100,11 +107,12 @@ class MetricsWriter:
             self._also(step, metrics)
 
     def _make(self, *, through: int | None) -> None:
-        """A new file with the lines up to a step, or all of them, in place of the one that is there."""
+        """Replace the file by a new one with the lines through a step; None keeps all lines."""
         self._check()
         folder, name = self._path.parent, self._path.name
-        for left in folder.glob(f".{name}.*.new"):  # of a crash; or of an older attempt, whose rename then fails
-            left.unlink(missing_ok=True)
+        # Left by a crash, or written by an older attempt, whose rename then fails.
+        for leftover in folder.glob(f".{name}.*.new"):
+            leftover.unlink(missing_ok=True)
         found = read_lines(self._path)
         for problem in found.problems:
             logger.warning("%s: %s; it is left out", self._path, problem)
@@ -117,7 +125,7 @@ class MetricsWriter:
             os.fsync(descriptor)
             self._check()
             os.rename(beside, self._path)
-            sync(folder)  # else a crash of the machine may bring the old lines back
+            sync(folder)  # otherwise a crash of the host may restore the old file
         except BaseException:
             os.close(descriptor)
             beside.unlink(missing_ok=True)
@@ -139,7 +147,7 @@ class MetricsWriter:
         self._good_bytes = os.fstat(self._descriptor).st_size
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether the file that we made has its name still; a person may have removed or replaced it."""
+        """Return whether the path still names our file; a user may have removed or replaced it."""
         ours = os.fstat(descriptor)
         try:
             there = os.stat(self._path)
@@ -150,23 +158,23 @@ class MetricsWriter:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What a metrics file holds: lines in the order of their steps, and what is none, in words."""
+    """The lines of a metrics file in order of their steps, and messages about dropped lines."""
 
     lines: tuple[dict[str, Any], ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def read_lines(path: Path) -> Lines:
-    """The lines of a metrics file; none when it is missing. Raises OSError when it cannot be read.
+    """Read a metrics file; empty if it is missing. Raises OSError when it cannot be read.
 
-    A line that is no line, or whose step is out of order, is left out and named, and the others stay.
+    Damaged lines and lines out of order are dropped and reported in ``problems``.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return Lines()
     texts = data.split(b"\n")
-    if not texts[-1]:  # else the last line is torn, or a person has left out its end
+    if not texts[-1]:  # otherwise the last line has no line break: torn, or edited by a user
         texts.pop()
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -185,12 +193,12 @@ def read_lines(path: Path) -> Lines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, each step once and in order; none when it is missing."""
+    """Return the valid lines of a metrics file, each step once, in order; empty if missing."""
     return list(read_lines(path).lines)
 
 
 def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
-    """The names ``eval/SET/reward_mean`` that stand in a line."""
+    """Return the sorted names ``eval/SET/reward_mean`` of a line."""
     return sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean"))
 
 
@@ -204,12 +212,14 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _longest_ascent(steps: Sequence[int]) -> list[int]:
-    """Indices of the longest strictly rising part of ``steps``, the earliest lines where two are as long: a step whose
-    digit is damaged, or lines that somebody appended twice, stand out of it (patience sorting)."""
+    """Return the indices of the longest strictly increasing subsequence (patience sorting).
+
+    It excludes lines with a damaged step number and lines that were appended twice.
+    """
     if all(before < after for before, after in itertools.pairwise(steps)):
         return list(range(len(steps)))
-    tops: list[int] = []  # the smallest step that ends an ascent of each length
-    at: list[int] = []  # its index
+    tops: list[int] = []  # for each length, the smallest last step of a subsequence
+    at: list[int] = []  # the index of that step
     before: list[int | None] = []
     for index, step in enumerate(steps):
         length = bisect.bisect_left(tops, step)

@@ -43,7 +43,10 @@ class DealtStep:
 
 
 def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False) -> list[TrainSample]:
-    """The group's samples with their advantages, in order; with ``by_answer`` those of one answer weigh as one."""
+    """Return the group's samples with their advantages, in order.
+
+    With ``by_answer``, the samples of one answer together have weight 1.
+    """
     weights = answer_weights(group) if by_answer else [(1.0, 1)] * len(group.samples)
     return [
         TrainSample(
@@ -63,14 +66,16 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_ans
 def rollout_samples(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[TrainSample]:
-    """All samples of a rollout with their advantages, in order of groups; see ``rollout_advantages``."""
+    """Return all samples of a rollout with ``rollout_advantages``, in order of groups."""
     return samples_with(rollout_advantages(groups, grpo, penalties), groups, grpo)
 
 
 def rollout_advantages(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[tuple[Advantage, ...]]:
-    """Advantages by group and sample. ``penalties`` are taken off the rewards, token by token."""
+    """Return advantages by group and sample; ``penalties`` are subtracted from rewards per
+    token.
+    """
     if grpo.loss_type == "sft_loss":
         return [(1.0,) * len(group.samples) for group in groups]
     if grpo.custom_advantage_function_path is not None:
@@ -81,10 +86,12 @@ def rollout_advantages(
 def samples_with(
     advantages: Sequence[Sequence[Advantage]], groups: Sequence[SampleGroup], grpo: GrpoConfig
 ) -> list[TrainSample]:
-    """All samples of a rollout, in order of groups, with the given advantages."""
+    """Return all samples of a rollout, in order of groups, with the given advantages."""
     by_answer = grpo.loss_unit == "answer"
-    pairs = zip(groups, advantages, strict=True)
-    return [sample for group, own in pairs for sample in train_samples(group, own, by_answer=by_answer)]
+    found: list[TrainSample] = []
+    for group, of_group in zip(groups, advantages, strict=True):
+        found += train_samples(group, of_group, by_answer=by_answer)
+    return found
 
 
 def _estimated(
@@ -103,18 +110,21 @@ def _estimated(
 
 
 def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
-    """The batches of each optimizer step of a rollout, in order. ``break_even``, see ``model_break_even``, is
-    for --balance-data; without it attention is taken to cost nothing."""
+    """Return the batches of each optimizer step of a rollout, in order.
+
+    ``break_even`` (see ``model_break_even``) is for --balance-data; infinity ignores the cost of
+    attention.
+    """
     return batch_samples(rollout_samples(groups, config.grpo), config, break_even=break_even)
 
 
 def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
-    """``make_batches`` of samples that are made already; those that count as one stay in one step."""
+    """Like ``make_batches``, from samples; samples of one answer stay in one step."""
     return [step.batches for step in deal(samples, config, break_even=break_even)]
 
 
 def deal(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[DealtStep]:
-    """``batch_samples``, with the positions of the samples."""
+    """Like ``batch_samples``, with the positions of the samples in the rollout."""
     num_steps = config.num_steps_per_rollout
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
     ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
@@ -122,16 +132,22 @@ def deal(samples: Sequence[TrainSample], config: Config, *, break_even: float = 
 
 
 def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSample]:
-    """The samples, and as many as they lack to be a multiple: copies of the shortest that the loss leaves out. They
-    lack some where a function of the user's own makes a varying number of them."""
+    """Pad samples to a multiple with copies of the shortest one that are masked out of the loss.
+
+    Padding is only needed when a custom generate function returns a varying number of samples.
+    """
     shortest = min(samples, key=lambda sample: len(sample.token_ids))
     filler = replace(shortest, loss_mask=RunColumn([(0, shortest.response_length)]), advantage=0.0)
     return [*samples, *[filler] * (-len(samples) % multiple_of)]
 
 
 def model_break_even(hf: Mapping[str, Any]) -> float:
-    """The length of a sequence at which attention costs the model of a ``config.json`` as much as its matrices."""
-    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    """Return the sequence length in tokens at which attention costs as much as the weight matrices.
+
+    ``hf`` is the model's config.json.
+    """
+    heads = hf["num_attention_heads"]
+    layers = hf["num_hidden_layers"]
     return break_even_length(
         num_parameters=used_parameters(hf),
         num_layers=layers,
@@ -140,15 +156,20 @@ def model_break_even(hf: Mapping[str, Any]) -> float:
 
 
 def used_parameters(hf: Mapping[str, Any]) -> int:
-    """Parameters that a token multiplies with: of the experts those it goes to, of two embeddings the last."""
+    """Return the number of parameters used per token: only routed experts, without the embedding
+    lookup.
+    """
     count = hf_shape(hf).parameters
-    used = hf.get("num_experts_per_tok", 0) / next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
+    num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
+    used = hf.get("num_experts_per_tok", 0) / num_experts
     looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     return round(count.dense - looked_up + count.expert * used)
 
 
 def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break_even: float) -> DealtStep:
-    """The batches of one step; ``first`` is the position of its first sample in the rollout."""
+    """Return the batches of one step; ``first`` is the position of its first sample in the
+    rollout.
+    """
     padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
     num_samples = sum(sample.count for sample in samples)
     positions = range(first, first + len(samples))
@@ -173,11 +194,14 @@ def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break
         for micro_batches, groups in zip(dealt, _log_prob_groups(dealt, lengths, config), strict=True)
     )
     in_rollout: list[int | None] = [*positions, *[None] * (len(samples) - len(positions))]
-    return DealtStep(batches, tuple(tuple(in_rollout[i] for micro in rank for i in micro) for rank in dealt))
+    of_ranks = tuple(tuple(in_rollout[i] for micro in rank for i in micro) for rank in dealt)
+    return DealtStep(batches, of_ranks)
 
 
 def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[list[list[int]]]:
-    """Each rank's own samples once more, packed for passes with a limit of their own."""
+    """Return each rank's samples packed for the log-prob passes, which have a separate token
+    limit.
+    """
     limit = config.log_probs_max_tokens
     if limit is not None:
         own = [[lengths[i] for micro_batch in rank for i in micro_batch] for rank in dealt]
@@ -188,7 +212,7 @@ def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) ->
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards and lengths of a rollout."""
+    """Return metrics of rewards and response lengths of a rollout."""
     summary = summarise(groups)
     lengths = [len(scored.sample.response_ids) for group in groups for scored in group.samples]
     return {
@@ -207,8 +231,11 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Memory of routes and the share of tokens without one, where engines return routes. The last token of a response
-    never has one and does not count."""
+    """Return memory per token of routes and the fraction of tokens without one; empty without
+    routes.
+
+    The last token of a response never has a route and does not count.
+    """
     samples = [scored.sample for group in groups for scored in group.samples]
     routes = [sample.routes for sample in samples if sample.routes is not None]
     num_read = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
@@ -222,14 +249,16 @@ def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of an answer says the same over and over: deflate makes it REPETITIVE times smaller, where prose
-    and code come to a third or a quarter. A text too short to tell does not count."""
+    """Return whether an answer ends in a repetition loop.
+
+    Deflate compresses such an end at least REPETITIVE times, but prose and code only 3 to 4 times.
+    Texts shorter than REPETITION_LEAST bytes are never repetitive.
+    """
     end = text[-REPETITION_WINDOW:].encode()
     return len(end) >= REPETITION_LEAST and len(end) > REPETITIVE * len(zlib.compress(end, 1))
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
-    """How many policy versions before ``version``, the one that is trained, the first token of each group was written:
-    mean and maximum over groups."""
+    """Return mean and maximum over groups of ``version`` minus the version of the first token."""
     behind = [version - group.oldest_version for group in groups]
     return {"rollout/staleness_mean": statistics.fmean(behind), "rollout/staleness_max": max(behind)}

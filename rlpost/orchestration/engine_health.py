@@ -30,8 +30,11 @@ class EngineHealth:
     """Runs weight updates and repairs of engines, one at a time."""
 
     def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest) -> None:
-        """``stop``: a request ends health checks, and a repair that waits for engines to start: by then the engines
-        may be gone already."""
+        """
+        Args:
+            stop: a stop request ends health checks and repairs that wait for engines to start,
+                because Slurm may already have killed engines.
+        """
         self._stop = stop
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate

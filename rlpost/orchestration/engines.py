@@ -60,7 +60,7 @@ class Fleet:
         self._workers: list[EngineWorkers] = []
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
-        """Whether every engine can update its weights while requests are in flight."""
+        """True if every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
         """Engines that were stopped because they were dead or hung, and are not restarted yet."""
 
@@ -107,7 +107,7 @@ class Fleet:
             ending.cancel()
 
     async def _end_of_one(self, indices: Sequence[int]) -> None:
-        """Raises EngineDied when one of these engines has ended."""
+        """Poll until one of these engines has ended, then raise EngineDied."""
         while True:
             await asyncio.gather(*(self._workers[index].check_alive() for index in indices if self._workers))
             await asyncio.sleep(ALIVE_POLL_S)
@@ -148,7 +148,7 @@ class Fleet:
         return "retract" if self.can_retract and not loses_routes else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Return engines that do not answer in time, except dismissed ones. A bounded number is asked at a time.
+        """Return engines that do not answer in time, except dismissed ones; concurrency is bounded.
 
         ``generating``: the engines are not paused, so the check generates a token.
         """
@@ -181,7 +181,7 @@ class Fleet:
         await asyncio.to_thread(self._router.remove_engine, address.url)
         await self._workers[index].stop()
         self.dismissed.add(index)
-        self._released.pop(index, None)  # its memory went with it, and comes with the next one
+        self._released.pop(index, None)  # a new process has all its memory
 
     async def restart(self, index: int) -> None:
         """Restart a dismissed engine with the weights of its model folder; ``admit`` lets it serve.
@@ -219,16 +219,16 @@ class Fleet:
         """
 
         async def restore(index: int) -> None:
-            gone = self._released.get(index, set())
-            if coming := [tag for tag in tags if tag in gone]:
-                await self._client(index).restore_memory(coming)
-                gone.difference_update(coming)
+            released = self._released.get(index, set())
+            if to_restore := [tag for tag in tags if tag in released]:
+                await self._client(index).restore_memory(to_restore)
+                released.difference_update(to_restore)
 
         await self._of_those_alive(restore)
 
     def is_released(self, tag: str) -> bool:
-        """Whether an engine has released ``tag``."""
-        return any(tag in gone for gone in self._released.values())
+        """Return whether an engine has released ``tag``."""
+        return any(tag in released for released in self._released.values())
 
     async def resume(self) -> None:
         """Let paused engines generate again; an engine that is dead or hangs is dismissed."""
@@ -237,32 +237,34 @@ class Fleet:
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
         """Call ``ask`` for each engine that is not dismissed; dismiss those that are dead or do not answer in time."""
 
-        async def asked(index: int) -> None:
+        async def ask_or_dismiss(index: int) -> None:
             try:
                 await ask(index)
             except EngineDied as error:
                 logger.warning("%s", error)
                 await self.dismiss(index)
 
-        await asyncio.gather(*(asked(index) for index in self._present()))
+        await asyncio.gather(*(ask_or_dismiss(index) for index in self._present()))
 
     async def memory_use(self) -> list[dict[str, float]]:
-        """What each part of the engines that are ours holds, by the names of metrics."""
+        """Return the memory use of each process of our engines, by metric name."""
         found = await asyncio.gather(*(workers.memory_use() for workers in self._workers))
         return [one for of_engine in found for one in of_engine]
 
     async def spans(self, since: float) -> list[ProcessSpans]:
-        """What engines did after a moment of the driver's clock: their workers, and what their servers were asked."""
+        """Return the spans of engine workers and servers after ``since`` on the driver's clock."""
 
-        async def asked(index: int) -> ProcessSpans:
+        async def of_server(index: int) -> ProcessSpans:
             client = self._client(index)
             sent = SPANS.now()
-            ahead = clock_offset(sent, (await client.request("GET", "/spans?since=inf", None))[0], SPANS.now())
+            theirs, _ = await client.request("GET", "/spans?since=inf", None)
+            ahead = clock_offset(sent, theirs, SPANS.now())
             _, found = await client.request("GET", f"/spans?since={since + ahead}", None)
             return ProcessSpans(f"engine-{index} server", [tuple(one) for one in found], ahead)
 
         of_workers = await asyncio.gather(*(workers.spans(since) for workers in self._workers))
-        of_servers = await asyncio.gather(*(asked(index) for index in (self._present() if self._workers else ())))
+        indices = self._present() if self._workers else ()
+        of_servers = await asyncio.gather(*(of_server(index) for index in indices))
         return [*(one for found in of_workers for one in found), *of_servers]
 
     def close(self) -> None:
@@ -281,13 +283,17 @@ class Fleet:
         return EngineAddress(url=url, num_gpus=sum(part.num_gpus for part in parts))
 
     def _group(self, index: int, visible_gpus: Sequence[str]) -> EngineWorkers:
-        """The workers of one engine, one a node."""
-        config, parts = self._config, self._placement.engines[index]
+        """Create the workers of one engine, one per node."""
+        config = self._config
+        parts = self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
         extra = {"enable_memory_saver": True} if config.offload_rollout else {}
         extra |= {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
         several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
-        if several or config.sglang.shares_attention:  # else from a port of its own choice come those of other engines
+        # With attention data parallelism, SGLang derives several ports from the port of this
+        # address.
+        # Without an address it chooses a port whose successors may belong to other engines.
+        if several or config.sglang.shares_attention:
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
         names = [f"engine-{index}{f'-{part}' if part else ''}" for part in range(len(parts))]
         makes = [

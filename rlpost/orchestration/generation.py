@@ -51,25 +51,32 @@ Watching = Callable[[], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A set of held-out prompts and who answers them."""
+    """A set of held-out prompts, with the settings to generate and grade answers."""
 
     name: str
     prompts: Sequence[Prompt]
     writer: Callable[[Connection], GroupWriter]
 
     async def run(self, connection: Connection, stop_requested: Callable[[], bool]) -> dict[str, float]:
-        """Its metrics, as ``eval/NAME/...``. Raises Preempted."""
+        """Evaluate the set; return its metrics as ``eval/NAME/...``. Raises Preempted."""
         found = await evaluate(self.writer(connection), self.prompts, stop_requested)
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
 
 
 class Generation:
-    """Made before anything starts, so that a wrong setting is found at once; ``connect`` when the router answers."""
+    """Prompts, graders and batches of a run.
+
+    Create it before starting workers, so that invalid settings fail early; call ``connect`` once
+    the router answers.
+    """
 
     def __init__(self, config: Config, stop: StopRequest, *, check: Callable[[], None] = lambda: None) -> None:
-        """``check`` raises Fenced when the run belongs to another attempt, and is asked before anything is recorded.
+        """
+        Args:
+            check: called before each recording; raises Fenced when another attempt owns the run.
 
-        Raises ConfigError or DataError for a function, a prompt file or a tokenizer that cannot be used.
+        Raises:
+            ConfigError, DataError: a function, a prompt file or a tokenizer is unusable.
         """
         self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
@@ -90,14 +97,14 @@ class Generation:
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
 
     def read_prompts(self) -> None:
-        """Read through the prompts of the training, in any thread: large files take minutes.
+        """Read all training prompts; may be called from any thread, as large files take minutes.
 
-        Raises DataError for a file that cannot be read.
+        Raises DataError for an unreadable file.
         """
         self._prompts = self.prompt_set(self._config.rollout.prompt_data, self._config.rollout)
 
     def prompt_set(self, sources: str | Sequence[str], rollout: RolloutConfig) -> PromptSet:
-        """The prompts of files, under the keys of ``rollout``."""
+        """Return the prompts of files, read with the keys of ``rollout``."""
         return PromptSet(
             sources,
             tokenize=self._tokenizer_for(rollout),
@@ -107,7 +114,9 @@ class Generation:
         )
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
-        """The run's, unless an evaluation set has a chat template's settings of its own."""
+        """Return the run's tokenizer, or one with the chat-template settings of an evaluation
+        set.
+        """
         run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
         if (rollout.apply_chat_template, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
             return self.tokenizer
@@ -115,22 +124,25 @@ class Generation:
         return PromptTokenizer(folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs)
 
     async def connect(self, router: RouterAddress) -> None:
-        """Requests go there from now on."""
+        """Send requests to this router from now on."""
         self._router = router
         self._args.connected(router.url, router.api_key)
         connection = Connection(router, routes=route_format(self._config))
         self._connection = await self._closing.enter_async_context(connection)
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """Return the source of batches, resumed from ``state`` and from the journal records after it;
-        ``watch`` looks after the engines while one is awaited. Call ``read_prompts`` first."""
+        """Return the source of batches, resumed from ``state`` and from the journal records after
+        it.
+
+        ``watch`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
+        """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
         buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
-            # A replay writes nothing, and its lines have the same names.
+            # A replay has no writer; its metrics have the same names.
             of_writer = dict.fromkeys(COUNTED, 0.0) if writer is None else writer.counters()
             return {**self._grader.counters(), **prompts.counters(), **of_writer}
 
@@ -162,14 +174,16 @@ class Generation:
         return Collector(buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
-        """What writes the groups of a step to a file of their own; nothing waits for it, and no run ends for it."""
+        """Return a function that writes the groups of a step to a file, without blocking or
+        failing.
+        """
         path = Path(template)
         files = RunFile(path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED)
         self._closing.push_async_callback(in_daemon, files.close)
         return lambda step, groups: files.soon(partial(write_groups, template, step, list(groups)))
 
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
-        """The prompt cursor of a state: where it stood, or the first prompt."""
+        """Return the prompt cursor of a state; at the first prompt for a new run."""
         rollout = self._config.rollout
         shuffle, seed, weights = rollout.rollout_shuffle, rollout.rollout_seed, rollout.prompt_data_weights
         if not state.cursor:
@@ -177,7 +191,7 @@ class Generation:
         return PromptCursor.from_state(prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights)
 
     async def evaluate(self) -> Mapping[str, float]:
-        """What ``rlpost.rollout.evaluate`` says of every held-out set, as ``eval/SET/name``; all sets at the same time.
+        """Evaluate all held-out sets concurrently; return metrics as ``eval/SET/name``.
 
         Raises Preempted.
         """
@@ -207,11 +221,13 @@ class Generation:
         )
 
     def _grading(self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None) -> Grader:
-        """The grader as functions of slime need it: their generate function may reward, their filter reads prompts."""
+        """Adapt the grader to slime functions, which may set rewards or read prompts in a
+        filter.
+        """
         return SlimeGrader(grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key)
 
     async def close(self) -> None:
-        """End graders and connections."""
+        """Close graders and connections."""
         await self._closing.aclose()
 
     def _closed_at_the_end(self, grader: Grader) -> Grader:
@@ -220,7 +236,7 @@ class Generation:
 
 
 def route_format(config: Config) -> RouteFormat | None:
-    """What the engines' choice of experts looks like; None without --use-rollout-routing-replay."""
+    """Return the format of the engines' routes; None without --use-rollout-routing-replay."""
     if not config.grpo.use_rollout_routing_replay:
         return None
     shape = hf_shape(json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text()))
@@ -229,7 +245,7 @@ def route_format(config: Config) -> RouteFormat | None:
 
 
 def rules(config: Config) -> Rules:
-    """What the settings say of the size and the age of batches."""
+    """Return the batch sizes and staleness limits of the rollout buffer."""
     rollout = config.rollout
     return Rules(
         batch_size=rollout.rollout_batch_size,

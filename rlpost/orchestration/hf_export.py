@@ -3,8 +3,8 @@
 Input: the settings, the run's folder, the step, a function that writes the weights into a folder. Output: the folder. A
 failure is logged and never ends a run: checkpoints do not depend on it.
 
-    .NAME.writing-ID    being filled; ID is the run's, so no other run and no user has a folder of this name
-    .NAME.old-ID        the export before, while the new one takes its name; renamed back if a crash left it alone
+    .NAME.writing-ID    the export in progress; ID is unique to the run
+    .NAME.old-ID        the previous export during the rename; renamed back after a crash
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ T = TypeVar("T")
 
 
 class HuggingFaceExport:
-    """The exports of one run."""
+    """Exports of one run."""
 
     def __init__(self, settings: CheckpointConfig, run: Path, *, check: Callable[[], None] = lambda: None) -> None:
-        """Args: ``run`` is the run's folder, which must exist when the first export is made; ``check`` raises Fenced
-        when the run belongs to another attempt, whose exports have the same names."""
+        """
+        Args:
+            run: the run's folder; it must exist at the first export.
+            check: raises Fenced when another attempt owns the run; its exports have the same names.
+        """
         self._check = check
         self._deadline_s = settings.save_deadline_s
         self._template = settings.save_hf
@@ -43,11 +46,10 @@ class HuggingFaceExport:
         self._kept = kept_folders(settings, run)
 
     async def export(self, step: int, write: Callable[[str], Awaitable[Any]]) -> None:
-        """Let ``write`` fill a folder under another name, which then becomes the step's; one that is there is left
-        alone.
+        """Let ``write`` fill a temporary folder, then rename it to that of the step.
 
-        A template that names no step is one folder, which each export replaces when the last one of this run made it.
-        Without --save-hf nothing is done.
+        An existing folder of the step is kept. A template without a step names one folder, which
+        each export replaces if an export of this run created it. Does nothing without --save-hf.
         """
         if self._template is None:
             return
@@ -81,13 +83,15 @@ class HuggingFaceExport:
         logger.info("--save-hf: weights of step %d in %s after %.1f s", step, target, time.monotonic() - started)
 
     async def _within(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns, from a thread. Raises TimeoutError after --save-deadline-s."""
+        """Run ``act`` in a thread. Raises TimeoutError after --save-deadline-s."""
         async with asyncio.timeout(self._deadline_s):
             return await in_daemon(act)
 
 
 class _Place:
-    """Where one export goes: the folder, and those beside it that only this run has a name for."""
+    """The target folder of an export and its temporary folders, whose names are unique to the
+    run.
+    """
 
     def __init__(self, target: Path, run: Path, identity: str, *, replaces: bool) -> None:
         self.replaces = replaces
@@ -96,30 +100,32 @@ class _Place:
         self._target, self._run, self._identity = target, run, identity
 
     def recover(self) -> None:
-        """After a crash the export before comes back where no new one took its name."""
+        """Restore the previous export if a crash interrupted its replacement."""
         if self._old.is_dir() and not self._target.exists():
             os.rename(self._old, self._target)
 
     def check(self, kept: dict[str, Path]) -> None:
-        """Raise CheckpointError when what is there is not this run's to replace."""
+        """Raise CheckpointError when the existing folder must not be replaced by this run."""
         if self.replaces and (problem := refusal(self._target, self._identity, kept)):
             raise CheckpointError(problem)
 
     def empty(self) -> None:
-        """A new folder to write into, without what an interrupted export left."""
+        """Create an empty temporary folder; delete leftovers of an interrupted export."""
         shutil.rmtree(self.writing, ignore_errors=True)
         self.writing.mkdir(parents=True, mode=0o700)
 
     def publish(self, kept: dict[str, Path]) -> None:
-        """Give the folder its name once all of it is on disk. At any instant the export before or the new one is
-        there, whole."""
+        """Sync the folder and rename it to its target.
+
+        At any time, either the previous or the new export exists completely.
+        """
         mark(self.writing, self._run, self._identity)
         for path in [*self.writing.iterdir(), self.writing]:
             sync(path)
         self.check(kept)  # again: another process may have created the folder during the export
         if self.replaces and self._target.exists():
-            shutil.rmtree(self._old, ignore_errors=True)  # of a crash just before its removal
+            shutil.rmtree(self._old, ignore_errors=True)  # left by a crash before its removal
             os.rename(self._target, self._old)
-        os.rename(self.writing, self._target)  # fails on a folder that is not empty: nothing is ever written over
+        os.rename(self.writing, self._target)  # fails if the target is not empty: never overwrites
         sync(self._target.parent)
         shutil.rmtree(self._old, ignore_errors=True)

@@ -31,20 +31,24 @@ class Holdable(Protocol):
 
 
 class InterruptibleCalls:
-    """One call after the other."""
+    """Makes one interruptible call at a time."""
 
     def __init__(self, actors: Holdable, stop: StopRequest) -> None:
         self._actors = actors
         self._stop = stop
 
     async def make(self, call: Callable[[], Awaitable[T]], *, what: str, may_leave: bool) -> T:
-        """Await ``call()``, a call of all ranks; ``what`` names it in errors.
+        """Await ``call()``, a collective call of all ranks.
 
-        Args: ``may_leave``: whether what was before the call is a state that a resume can start from.
+        Args:
+            what: the name of the call in errors.
+            may_leave: whether a resume can start from the state before the call.
 
         Raises:
-            Preempted: a stop was requested before or within the call; weights and optimizer are as before it.
-            HalfTrained: the deadline came first, or a rank hangs; what the ranks hold is unknown, or of no step.
+            Preempted: a stop was requested before or within the call; weights and optimizer are
+                unchanged.
+            HalfTrained: the deadline passed, or a rank hangs; the state of the ranks is unknown or
+                matches no completed step.
         """
         if may_leave:
             self._stop.check()
@@ -64,12 +68,12 @@ class InterruptibleCalls:
             raise Preempted(f"a stop was requested during {what}, which was left between two micro-batches") from None
         finally:
             work.cancel()
-        if left and may_leave:  # it ended before the place to stop at, where the next pass would end
+        if left and may_leave:  # it ended before the stop point, which would end the next call
             await self._actors.release(None)
         return result
 
     async def _leave(self) -> None:
-        """Let every rank end its pass at the first boundary that all of them come to. Raises HalfTrained."""
+        """Make all ranks leave the call at their first common stop point. Raises HalfTrained."""
         left_s = self._stop.time_left_s()
         within_s = min(HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S))
         try:
@@ -79,5 +83,5 @@ class InterruptibleCalls:
         except TimeoutError:
             raise HalfTrained(
                 f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
-                "micro-batches; their logs (attempts/K/actor-*.log) say who hangs"
+                "micro-batches; their logs (attempts/K/actor-*.log) show which rank hangs"
             ) from None

@@ -16,11 +16,11 @@ from rlpost.run_files import RunFile
 
 logger = logging.getLogger(__name__)
 
-LOST = "reports and the supervisor do not know of it"
+LOST = "reports and the supervisor miss the event"
 
 
 class LedgerLines:
-    """Of one attempt."""
+    """Writes the ledger entries of one attempt."""
 
     def __init__(self, ledger: Ledger, *, check: Callable[[], None]) -> None:
         """``check`` raises Fenced when the run belongs to another attempt."""
@@ -32,22 +32,22 @@ class LedgerLines:
         return await self._file.do(partial(self._ledger.append, event, **details))
 
     def soon(self, event: str, **details: Any) -> None:
-        """The same, without waiting for it."""
+        """Like ``append``, but return immediately."""
         self._file.soon(partial(self._ledger.append, event, **details))
 
     def finish(self, event: str, **details: Any) -> bool:
-        """The same as ``append`` for who has no event loop: the last line."""
+        """Like ``append``, for the last line and without an event loop."""
         is_written = self._file.finish(partial(self._ledger.append, event, **details))
         if not is_written:
             logger.error("this event could not be written to the ledger: %s", event)
         return is_written
 
     def entries(self) -> list[dict[str, Any]]:
-        """What the ledger has; damaged lines are named in the log. Raises OSError."""
+        """Return all valid entries; damaged lines are logged. Raises OSError."""
         for problem in self._ledger.damage():
             logger.warning("%s: %s; it is left out", self._ledger.path, problem)
         return self._ledger.read()
 
     def close(self) -> None:
-        """Try once more what could not be written."""
+        """Retry failed writes once."""
         self._file.close()

@@ -32,16 +32,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ASK_S, PROFILE_S, LEAVE_S = 10.0, 300.0, 5.0
-"""For an answer of all workers, until they have written their profiles, and for all of it when a stop is requested."""
+"""Deadlines for an answer of all workers, for writing profiles, and for both after a stop
+request.
+"""
 
 
 class Observation:
     """Monitors a run. Call ``attach`` once actors and engines have started."""
 
     def __init__(self, config: Config, hf: Mapping[str, Any], *, checkpoints: Checkpoints, traces: Path) -> None:
-        """Args: ``hf``, the model's config.json; ``traces``, the folder of what is recorded."""
+        """Args: ``hf``: the model's config.json; ``traces``: the folder for profiles and traces."""
         self._checkpoints = checkpoints
-        self._saved = checkpoints.last  # what the newest line has, or had no part in
+        self._saved = checkpoints.last  # the newest commit that is already reported
         self._config = config
         self._settings = config.observe
         self._flops = Flops(config, hf)
@@ -52,10 +54,10 @@ class Observation:
         self._since = SPANS.now()
         self.step = 0
         """The newest trained step."""
-        self._begins: dict[int, float] = {}  # of the steps to trace
+        self._begins: dict[int, float] = {}  # start time of each step to trace
         self._is_profiling = False
         self._peak_flops: float | None = None
-        self._done = 0.0  # floating-point operations of the step
+        self._done = 0.0  # model FLOPs of the step
 
     async def attach(self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None) -> None:
         """Set the actors, engines and weight coordinator to monitor."""
@@ -64,8 +66,10 @@ class Observation:
             self._peak_flops = await actors.peak_flops()
 
     async def around(self, groups: Sequence[SampleGroup], training: Awaitable[T]) -> T:
-        """Await the training of the next step, under the profiler if it is one of those. What a training that ends
-        early leaves of a profile is for ``close``, which knows how much time there is."""
+        """Await the training of the next step, profiled if the step is selected.
+
+        If training ends early, ``close`` writes the unfinished profile within the time left.
+        """
         step, steps = self.step + 1, self._settings.profiled
         if self._actors is not None and step in steps and not self._is_profiling:
             beginning = self._actors.begin_profile(
@@ -104,7 +108,7 @@ class Observation:
         return found
 
     def _moved(self) -> dict[str, float]:
-        """What the weights' way to the engines, and to a checkpoint, took since the line before."""
+        """Return metrics of the weight update and checkpoint since the previous line."""
         found: dict[str, float] = {}
         since, self._since = self._since, SPANS.now()
         if self._weights is not None and (seconds := SPANS.seconds("update weights", since=since)) is not None:
@@ -122,16 +126,16 @@ class Observation:
         async def own() -> list[dict[str, float]]:
             return [{"memory/driver_gb": await asyncio.to_thread(memory.process_gb), **memory.machine()}]
 
-        asked = [own()]
+        queries = [own()]
         if self._actors is not None:
-            asked.append(self._actors.memory_use())
+            queries.append(self._actors.memory_use())
         if self._fleet is not None:
-            asked.append(self._fleet.memory_use())
-        answers = await asyncio.gather(*map(self._answer, asked))
+            queries.append(self._fleet.memory_use())
+        answers = await asyncio.gather(*map(self._answer, queries))
         return memory.most([one for answer in answers for one in answer or []])
 
     async def _answer(self, asking: Awaitable[T], *, within_s: float = ASK_S) -> T | None:
-        """What was asked for, or None and a warning."""
+        """Return the result of a query; on failure, log a warning and return None."""
         try:
             return await asyncio.wait_for(asking, within_s)
         except (RlpostError, TimeoutError, OSError) as error:
@@ -166,8 +170,11 @@ class Observation:
         await self._answer(in_daemon(write))
 
     async def close(self, *, is_leaving: bool = False) -> None:
-        """Write what is still being recorded; of a run that has to leave, what can be written at once: actors that do
-        not answer must not keep it until it is killed."""
+        """Write unfinished traces and profiles.
+
+        With ``is_leaving``, within LEAVE_S: actors that hang must not delay the exit until the
+        kill.
+        """
         try:
             async with asyncio.timeout(LEAVE_S if is_leaving else None):
                 if self._begins:
@@ -175,7 +182,7 @@ class Observation:
                 if self._is_profiling:
                     await self._end_profile(self.step)
         except TimeoutError:
-            logger.warning("what was recorded could not be written within %.0f s and is lost", LEAVE_S)
+            logger.warning("traces and profiles were not written within %.0f s and are lost", LEAVE_S)
 
 
 def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
@@ -192,7 +199,7 @@ def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
 
 
 def run_metrics(ledger: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What every line of an attempt says of the attempts before it and of itself. Pure."""
+    """Return the metrics of the ledger that every line of an attempt contains. Pure."""
     events = [entry.get("event") for entry in ledger]
     return {"run/num_attempts": events.count("started"), "run/num_preemptions": events.count("preempted")}
 
@@ -207,15 +214,16 @@ def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str,
 
 
 class Flops:
-    """Counts the floating-point operations that training on groups takes. Pure.
+    """Counts the model FLOPs of training on groups. Pure.
 
-    A forward pass multiplies and adds each used parameter once a token, and its causal attention grows with the square
-    of the length (``algorithm.schedule``); a backward pass takes twice that (Kaplan et al., arXiv 2001.08361, section
-    2.1). What is recomputed to save memory does not count, as in "PaLM", arXiv 2204.02311, appendix B.
+    A forward pass takes one multiplication and one addition per used parameter and token; causal
+    attention grows with the square of the length (``algorithm.schedule``). A backward pass takes
+    twice that (Kaplan et al., arXiv 2001.08361, section 2.1). Activation recomputation does not
+    count, as in "PaLM", arXiv 2204.02311, appendix B.
     """
 
     def __init__(self, config: Config, hf: Mapping[str, Any]) -> None:
-        """Args: ``hf``, the model's config.json."""
+        """``hf`` is the model's config.json."""
         grpo = config.grpo
         passes = 3  # forward and backward
         if config.num_steps_per_rollout > 1 or grpo.kl_coef:

@@ -16,8 +16,8 @@ from rlpost.errors import PlacementError
 
 SHARED_PORTS = 3
 DERIVED_PORTS = 7
-"""With data-parallel attention SGLang's processes talk over TCP, on the ports behind the one where ranks meet
-(``PortArgs.init_new``: six, and a spare)."""
+"""With data-parallel attention, SGLang's processes use TCP ports after that of the rendezvous
+(``PortArgs.init_new``: six, and one spare)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one worker of ``num_gpus`` GPUs: its own, or those of the trainer ranks that it shares them with."""
+    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given trainer
+    ranks.
+    """
 
     node_id: str
     ip: str
@@ -41,14 +43,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``actors[rank]``, and for each engine its parts, one a node; the first of them answers requests."""
+    """The slot of each trainer rank, and of each engine's parts, one per node; part 0 serves."""
 
     actors: tuple[Slot, ...]
     engines: tuple[tuple[Slot, ...], ...]
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
-        """The trainer ranks on each engine's GPUs, in the order of its own ranks; empty where they are its own."""
+        """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
+        GPUs.
+        """
         return tuple(tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines)
 
 
@@ -57,18 +61,20 @@ class Ports:
     """TCP ports of the run's services, all from the job's own block. Engines on different nodes may share numbers."""
 
     engines: tuple[int, ...]
-    engine_groups: tuple[int, ...]  # where the ranks inside one engine meet; what SGLang derives from it follows
+    engine_groups: tuple[int, ...]  # rendezvous of each engine; derived ports follow
     router: int
     router_metrics: int
-    actor_group: int  # where the trainer's ranks meet
-    sync_groups: tuple[int, ...]  # where each pipeline stage of the trainer meets the engines
+    actor_group: int  # rendezvous of the trainer ranks
+    sync_groups: tuple[int, ...]  # rendezvous of each pipeline stage with the engines
 
 
 def place(offers: Sequence[Offer], config: Config) -> Placement:
-    """Trainer ranks fill the first nodes in order. Engines share their GPUs (``--colocate``), or each goes to the node
-    with the most GPUs left; one that is larger than a node takes whole ones.
+    """Place trainer ranks and engines on nodes.
 
-    Raises PlacementError with a table of what each node offers when something does not fit.
+    Trainer ranks fill the first nodes in order. Engines share their GPUs (``--colocate``), or each
+    is placed on the node with the most free GPUs; an engine larger than a node takes whole nodes.
+
+    Raises PlacementError, with a table of the GPUs of each node, when something does not fit.
     """
     per_node = config.cluster.actor_num_gpus_per_node
     free = [offer.num_gpus for offer in offers]
@@ -98,14 +104,15 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
 
 
 def order_by_gpu(actors: Sequence[Slot], positions: Sequence[int | None]) -> tuple[int, ...]:
-    """Which worker is which rank: ``workers[order[rank]]`` has the GPU that comes next on the rank's node.
+    """Return the worker of each rank, so that ranks of a node are in the order of its GPUs.
 
-    Workers never change nodes, so slots stay as they are. Neighbours in rank are then neighbours in the node's
-    topology: traffic of tensor parallelism stays beside its switch, and each rank's collectives on its rail.
+    Workers never change nodes, so slots stay the same. Adjacent ranks are then adjacent in the
+    node's topology: tensor-parallel traffic stays local to a switch, and collectives of each rank
+    stay on its rail.
 
     Args:
-        positions: of each worker's GPU among those of its node. Where a worker of a node does not know its own, or two
-            have the same, the order on that node stays.
+        positions: position of each worker's GPU on its node. If one is unknown or two are equal,
+            the order on that node is kept.
     """
     order = list(range(len(actors)))
     for node in dict.fromkeys(slot.node_id for slot in actors):
@@ -119,12 +126,12 @@ def order_by_gpu(actors: Sequence[Slot], positions: Sequence[int | None]) -> tup
 
 
 def _part_sizes(per_engine: int, per_node: int) -> list[int]:
-    """GPUs of an engine on each of its nodes."""
+    """Return the number of GPUs of an engine on each of its nodes."""
     return [per_engine] if per_engine <= per_node else [per_node] * (per_engine // per_node)
 
 
 def _beside(actors: Sequence[Slot], per_engine: int) -> Iterator[tuple[Slot, ...]]:
-    """Engines on the GPUs of the trainer's ranks, in their order."""
+    """Yield the slots of colocated engines, in the order of the trainer ranks."""
     for first in range(0, len(actors), per_engine):
         ranks = range(first, first + per_engine)
         nodes = list(dict.fromkeys((actors[rank].node_id, actors[rank].ip) for rank in ranks))
@@ -140,7 +147,7 @@ def _missing(wanted: str, offers: Sequence[Offer]) -> str:
 def service_ports(
     base: int, count: int, *, engines: Sequence[Sequence[Slot]], num_stages: int, over_tcp: bool = False
 ) -> Ports:
-    """Ports from the block ``[base, base + count)``; ``over_tcp``: processes of an engine talk over TCP as well.
+    """Assign ports from the block ``[base, base + count)``; ``over_tcp``: add SGLang's TCP ports.
 
     ``engines`` are those of the placement. Two engines have the same ports when they share no node, so the block
     bounds the engines of one node and not those of the run.
@@ -168,7 +175,7 @@ def service_ports(
 
 
 def _places_on_nodes(engines: Sequence[Sequence[Slot]]) -> list[int]:
-    """For each engine the lowest number that no engine before it has on any of its nodes."""
+    """Return for each engine the lowest number that no earlier engine has on any of its nodes."""
     taken: dict[str, set[int]] = defaultdict(set)
     places = []
     for parts in engines:

@@ -14,7 +14,9 @@ from rlpost.config.tree import Config
 
 
 def actor_settings(config: Config) -> ActorSettings:
-    """What an actor needs: the leaves it has a field for, wherever they stand, and what follows from others."""
+    """Return the settings of an actor: settings of any table with the same name, and derived
+    ones.
+    """
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {key: getattr(getattr(config, group), key) for key, group in fields().items() if key in wanted}
     grpo, given = config.grpo, config.model.model_dump()

@@ -52,12 +52,13 @@ class Training:
         self._guards = Guards(bounds, is_fresh=is_fresh)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """All optimizer steps of a rollout.
+        """Run all optimizer steps of a rollout; return the metrics of the last one.
 
         Raises:
-            TrainingError: a step's numbers are wrong.
-            Preempted: a stop was requested before the first optimizer step was made: nothing has happened.
-            HalfTrained: the deadline of a stop came after it; without one that is near, all steps are made.
+            TrainingError: a guard rejected the metrics of a step.
+            Preempted: a stop was requested before the first optimizer step; nothing has changed.
+            HalfTrained: the deadline of a stop passed after the first optimizer step. Without a
+                near deadline, all steps are completed.
         """
         grpo = self._config.grpo
         steps = await asyncio.to_thread(self._deal, groups)
@@ -86,11 +87,11 @@ class Training:
 
     @property
     def _nothing(self) -> list[None]:
-        """An argument that no rank receives."""
+        """Return an argument that is None on every rank."""
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """The batches of a rollout. With a penalty in the reward their advantages are 0 and replaced later."""
+        """Return the batches of a rollout; with a KL penalty, advantages are 0 until replaced."""
         grpo = self._config.grpo
         if grpo.kl_coef:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
@@ -112,9 +113,9 @@ class Training:
                 logger.warning("%s", warning)
 
     async def _penalties(self, step: DealtStep, old: StoredLogprobs, ref: StoredLogprobs) -> dict[int, DoubleColumn]:
-        """kl_coef x KL of each response token, by the position of its sample in the rollout.
+        """Return kl_coef x KL of each response token, by the position of its sample in the rollout.
 
-        All model-parallel ranks with log-probs have the same ones; those of one are fetched.
+        Log-probs are equal on all model-parallel ranks that have them; fetch them from one.
         """
         found: dict[int, DoubleColumn] = {}
         for data_rank, (batch, positions) in enumerate(zip(step.batches, step.positions, strict=True)):
@@ -123,7 +124,8 @@ class Training:
                 for rank, own, reference in zip(self._data_ranks, old, ref, strict=True)
                 if rank == data_rank and own is not None and reference is not None
             )
-            own_logprobs, ref_logprobs = await self._actors.fetch(ours), await self._actors.fetch(theirs)
+            own_logprobs = await self._actors.fetch(ours)
+            ref_logprobs = await self._actors.fetch(theirs)
             of_samples = await asyncio.to_thread(kl_penalties, batch, own_logprobs, ref_logprobs, self._config.grpo)
             pairs = zip(positions, of_samples, strict=True)
             found |= {position: penalty for position, penalty in pairs if position is not None}
@@ -132,7 +134,7 @@ class Training:
     def _penalised(
         self, groups: Sequence[SampleGroup], steps: Sequence[DealtStep], of_position: Mapping[int, DoubleColumn]
     ) -> list[list[tuple[Advantage, ...]]]:
-        """Advantages of the rewards less the penalties: by step, data-parallel rank and sample, as ``steps``."""
+        """Return advantages of the penalised rewards, by step, data-parallel rank and sample."""
         in_order = iter([of_position[position] for position in range(len(of_position))])
         penalties = [[next(in_order) for _ in group.samples] for group in groups]
         by_group = rollout_advantages(groups, self._config.grpo, penalties)
@@ -145,7 +147,9 @@ class Training:
 
 
 def kl_penalties(batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig) -> list[DoubleColumn]:
-    """kl_coef x KL of each response token; 0 where the loss mask is 0. In order of the batch's samples."""
+    """Return kl_coef x KL of each response token, 0 where masked, in order of the batch's
+    samples.
+    """
     found = []
     for sample, own, reference in zip(batch.samples, _flat(old), _flat(ref), strict=True):
         difference = own.array.astype("float64") - reference.array.astype("float64")
@@ -155,7 +159,7 @@ def kl_penalties(batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: 
 
 
 def num_tokens(steps: Sequence[DealtStep]) -> int:
-    """Loss-masked tokens of all steps."""
+    """Return the number of trained tokens (loss mask 1) of all steps."""
     return sum(step.batches[0].num_tokens for step in steps)
 
 

@@ -223,7 +223,7 @@ class WeightCoordinator:
         return await self._copies.take(self._version_folder(version))
 
     def _own_name(self) -> str:
-        """A folder name unique to this run, even among runs of the same name: its content gets deleted."""
+        """Return a folder name unique to this run, because the content of the folder is deleted."""
         run = self._attempt.parents[1]  # RUN/attempts/N
         return f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 

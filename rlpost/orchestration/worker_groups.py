@@ -22,20 +22,20 @@ from rlpost.weights.delta import Written
 T = TypeVar("T")
 
 RankLogprobs = list[list[FloatColumn]]
-"""Of one rank's batch: per micro-batch, per sample."""
+"""Log-probs of one rank's batch, by micro-batch and sample."""
 StoredBatches = Sequence[Stored[TrainBatch]]
-"""The batch of each rank; the model-parallel ranks of a data-parallel rank have the same one."""
+"""The batch of each rank; equal on the model-parallel ranks of a data-parallel rank."""
 StoredLogprobs = Sequence[Stored[RankLogprobs] | None]
-"""Those that each rank computed; None on all pipeline stages but the last."""
+"""The log-probs computed by each rank; None on all pipeline stages but the last."""
 BroadcastPlace = tuple[str, int, int, str]
 """Master address and port, number of engine ranks, name of the group."""
 
 
 class ActorGroup:
-    """The trainer's ranks, in order. What runs there is ``rlpost.actor.actor.Actor``.
+    """The trainer's ranks, in order; each runs a ``rlpost.actor.actor.Actor``.
 
-    ``save_is_done``, ``memory_use``, ``hold``, ``release`` and ``abort_broadcast`` run beside what a rank computes;
-    everything else waits for its turn.
+    ``save_is_done``, ``memory_use``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently
+    with other calls; all others run in order.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -51,20 +51,20 @@ class ActorGroup:
     # -- start ------------------------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
-        """Position of each rank's GPU among those of its node."""
+        """Return the position of each rank's GPU on its node."""
         return await self._workers.call("gpu_position")
 
     async def visible_gpus(self) -> list[str]:
-        """The GPU of each rank, for an engine that shares it."""
+        """Return the GPU of each rank, for an engine that shares it."""
         return await self._workers.call("visible_gpu")
 
     async def setup(self, master_addr: str, master_port: int) -> None:
-        """Let the ranks join each other and build model and optimizer."""
+        """Initialize the process groups and build model and optimizer on all ranks."""
         world = len(self)
         await self._workers.call_each("setup", [(rank, world, master_addr, master_port) for rank in range(world)])
 
     async def data_parallel_ranks(self) -> list[int]:
-        """Which ``TrainBatch`` belongs to each rank."""
+        """Return the data-parallel rank of each rank."""
         return await self._workers.call("data_parallel_rank")
 
     async def import_weights(self) -> None:
@@ -87,11 +87,13 @@ class ActorGroup:
         return await self._workers.get(stored)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Log-probs of the response tokens under the current weights; they stay where they were computed."""
+        """Compute log-probs of response tokens under the current weights, left in the object
+        store.
+        """
         return await self._workers.call_each_stored("compute_logprobs", [(batch,) for batch in batches])
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """The same under the reference weights."""
+        """Like ``compute_logprobs``, under the reference weights."""
         return await self._workers.call_each_stored("compute_ref_logprobs", [(batch,) for batch in batches])
 
     async def train_step(
@@ -100,7 +102,7 @@ class ActorGroup:
         old_logprobs: StoredLogprobs,
         advantages: Sequence[Stored[Sequence[Advantage]] | None],
     ) -> list[StepResult]:
-        """One optimizer step; all arguments have one entry a rank."""
+        """Run one optimizer step; all arguments have one entry per rank."""
         arguments = list(zip(batches, old_logprobs, advantages, strict=True))
         return await self._workers.call_each("train_step", arguments)
 
@@ -115,12 +117,12 @@ class ActorGroup:
     # -- save -------------------------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
-        """Write one part of a commit each."""
+        """Let each rank write its part of a checkpoint."""
         arguments = [(str(folder), step)] * len(self)
         await self._workers.call_each("save", arguments, in_background=in_background)
 
     async def save_is_done(self) -> list[bool]:
-        """Whether nothing of the last save is left to write."""
+        """Return whether each rank has written all of the last save."""
         return await self._workers.call_aside("save_is_done")
 
     async def export(self, folder: str) -> None:
@@ -128,7 +130,7 @@ class ActorGroup:
         await self._workers.call("export", folder)
 
     async def weights_hash(self) -> str:
-        """A hash of the full weights, the same at every layout."""
+        """Return a hash of the full weights, independent of the parallel layout."""
         return (await self._workers.call("weights_hash"))[0]
 
     # -- memory of shared GPUs --------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class ActorGroup:
         await self._workers.call_each("broadcast.connect", places)
 
     async def disconnect_broadcast(self) -> None:
-        """Leave those groups."""
+        """Leave the process groups of the broadcast."""
         await self._workers.call("broadcast.disconnect")
 
     async def send_bucket(self, index: int) -> None:
@@ -172,45 +174,45 @@ class ActorGroup:
         await self._workers.call("send_bucket", index)
 
     async def abort_broadcast(self) -> None:
-        """Make the broadcast that the ranks are in fail at once."""
+        """Abort the current broadcast on all ranks."""
         await self._workers.call_aside("broadcast.abort")
 
     async def share_bucket(self, index: int) -> list[str]:
-        """Open a bucket to engines on the same GPUs; a handle for each rank."""
+        """Share a bucket with engines on the same GPUs; return a memory handle per rank."""
         return await self._workers.call("share_bucket", index)
 
     async def write_weights(self, folder: Path, version: int, whole: bool) -> Written:
-        """Write a version for engines that read files; what the writing rank wrote."""
+        """Write a version to files for engines; return the summary of the writing rank."""
         written: list[Written | None] = await self._workers.call("write_weights", str(folder), version, whole)
         return next(one for one in written if one is not None)
 
     # -- observation ------------------------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
-        """Operations a second of the first rank's device."""
+        """Return the peak FLOP/s of the first rank's device; None if unknown."""
         return (await self._workers.call("peak_flops"))[0]
 
     async def memory_use(self) -> list[dict[str, float]]:
-        """What each rank holds, by the names of metrics."""
+        """Return the memory use of each rank, by metric name."""
         return await self._workers.call_aside("memory_use")
 
     async def begin_profile(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
-        """Record operators, or allocations, on these ranks."""
+        """Start profiling operators or memory allocations on these ranks."""
         arguments = [(list(ranks),)] * len(self)
         await self._workers.call_each("profiling.begin", arguments, operators=operators, memory=memory)
 
     async def end_profile(self, folder: Path, steps: str) -> list[str]:
-        """Write what was recorded; the paths of all ranks."""
+        """Stop profiling and write the profiles; return their paths."""
         written: list[list[str]] = await self._workers.call("profiling.end", str(folder), steps)
         return [path for of_rank in written for path in of_rank]
 
     async def spans(self, since: float) -> list[ProcessSpans]:
-        """What each rank did after a moment of this process's clock."""
+        """Return the spans of each rank after ``since`` on this process's clock."""
         return await self._workers.spans(since)
 
 
 class EngineWorkers:
-    """The processes of one engine, one a node. What runs there is ``rlpost.rollout.engine.Engine``."""
+    """The processes of one engine, one per node; each runs a ``rlpost.rollout.engine.Engine``."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
@@ -228,22 +230,26 @@ class EngineWorkers:
         await self._workers.call_aside("check_alive")
 
     async def memory_use(self) -> list[dict[str, float]]:
-        """What each node's part holds, by the names of metrics."""
+        """Return the memory use of each node's part, by metric name."""
         return await self._workers.call_aside("memory_use")
 
     async def spans(self, since: float) -> list[ProcessSpans]:
-        """What each worker did after a moment of this process's clock."""
+        """Return the spans of each worker after ``since`` on this process's clock."""
         return await self._workers.spans(since)
 
 
 class WeightCopies:
-    """A copy of the weights on each host of engines. What runs there is ``rlpost.weights.delta.WeightCopy``."""
+    """A copy of the weights on each engine host; each runs a
+    ``rlpost.weights.delta.WeightCopy``.
+    """
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
     async def take(self, folder: Path) -> list[str | None]:
-        """Bring every copy to the version in ``folder``; the reason where that cannot be."""
+        """Update every copy to the version in ``folder``; return the reason of each failure, or
+        None.
+        """
         return await self._workers.call("take", str(folder))
 
     async def remove(self) -> None:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.cluster import Cluster
 from rlpost.errors import PlacementError, RlpostError
-from rlpost.metrics.spans import SPANS, Span, span, told
+from rlpost.metrics.spans import SPANS, Span, clock_and_spans, span
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Offer, Slot
 
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 LOG_TAIL_LINES = 15
 ASIDE = "aside"
-"""More threads of a worker, for what has to be asked while it computes: one may wait for the end of a save."""
+"""Concurrency group of a worker for queries during a computation; one may wait for a save."""
 NUM_ASIDE = 2
 CALLS_AT_ONCE = 64
-"""Calls that are submitted before the event loop runs again; one takes about 0.1 ms."""
+"""Calls submitted before yielding to the event loop; one takes about 0.1 ms."""
 
 
 def connect(cluster: Cluster) -> list[Offer]:
-    """Join the cluster as its driver; returns what each node offers, head first, in the rendezvous's order.
+    """Join the cluster as its driver; return the GPUs of each node in rendezvous order, head first.
 
     Raises PlacementError when Ray does not know a node that the rendezvous saw.
     """
@@ -84,7 +84,7 @@ class _Worker:
         self._target = make()
 
     def log_to(self, path: str) -> None:
-        """Send what this process writes from now on to the end of a file."""
+        """Append all further output of this process to a file."""
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -93,7 +93,7 @@ class _Worker:
         os.close(log)
 
     def call(self, method: str, keywords: Mapping[str, Any], *arguments: Any) -> Any:
-        # Ray replaces references by their values only where they are arguments, not inside of one.
+        # Ray resolves references only as top-level arguments, not inside containers.
         with span(method):
             found = operator.attrgetter(method)(self._target)
             return found(*arguments, **keywords) if callable(found) else found
@@ -108,12 +108,14 @@ class _Worker:
         return self.call(method, keywords, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
-    def told(self, since: float) -> tuple[float, list[Span]]:
-        return told(since)
+    def spans_since(self, since: float) -> tuple[float, list[Span]]:
+        return clock_and_spans(since)
 
 
 class WorkerGroup:
-    """One worker a slot; worker ``i`` holds what ``makes[i]`` returns in its process."""
+    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates in its
+    process.
+    """
 
     def __init__(
         self,
@@ -124,10 +126,15 @@ class WorkerGroup:
         log_dir: Path,
         envs: Sequence[Mapping[str, str]],
     ) -> None:
-        """``names[i]`` stands in errors and names a log; ``envs[i]`` is set before anything is imported there."""
+        """
+        Args:
+            makes: factory of the object of each worker.
+            names: name of each worker in errors and of its log.
+            envs: environment of each worker, set before imports.
+        """
         self._names = [f"{name} on {slot.ip}" for name, slot in zip(names, slots, strict=True)]
         self._logs = [log_dir / f"{name}.log" for name in names]
-        # Made once: Ray stores each class that it makes and loads it in the workers.
+        # Create the remote class once: Ray exports every remote class to all workers.
         worker_class = ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
         self._submitting = asyncio.Lock()
         self._workers = [
@@ -144,8 +151,10 @@ class WorkerGroup:
         return len(self._workers)
 
     async def reorder(self, order: Sequence[int]) -> None:
-        """Make worker ``order[i]`` the i-th; names, slots and logs belong to the places and stay. A worker writes what
-        follows into the log of its new place. Workers may only take the place of one on the same node."""
+        """Make worker ``order[i]`` the i-th, within the same node.
+
+        Names, slots and logs belong to the index: a worker continues in the log of its new index.
+        """
         self._workers = [self._workers[index] for index in order]
         moved = [place for place, index in enumerate(order) if place != index]
         await asyncio.gather(
@@ -153,13 +162,17 @@ class WorkerGroup:
         )
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call ``method`` (a name, or names joined by dots; or read an attribute) on every worker, with the same
-        arguments; results in order."""
+        """Call ``method`` on every worker with the same arguments; return results in order.
+
+        ``method`` is a name, dotted names or the name of an attribute to read.
+        """
         return await self.call_each(method, [arguments] * len(self))
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
-        """Call ``method`` on every worker, each with its own arguments and common keywords; results in order.
-        Arguments may be ``Stored``."""
+        """Call ``method`` on every worker with individual arguments and common keywords.
+
+        Arguments may be ``Stored``. Returns results in order.
+        """
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> Any:
@@ -169,7 +182,9 @@ class WorkerGroup:
         return await self._results(await self._submitted(submit))
 
     async def call_each_stored(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Stored[Any] | None]:
-        """``call_each``, whose results stay in the object store of the workers' nodes; None for empty ones."""
+        """Like ``call_each``, but leave results in the object store; None for results that are
+        None.
+        """
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> Any:
@@ -181,7 +196,7 @@ class WorkerGroup:
         return [Stored(value) if has else None for has, (_, value) in zip(has_result, made, strict=True)]
 
     async def put(self, value: T) -> Stored[T]:
-        """Put a value into the object store; another thread copies it, so that the event loop goes on."""
+        """Put a value into the object store, in a thread to keep the event loop responsive."""
         return Stored(await asyncio.to_thread(ray.put, value))
 
     async def get(self, stored: Stored[T]) -> T:
@@ -192,21 +207,25 @@ class WorkerGroup:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
-        """``call``, beside whatever the workers are computing: it must touch nothing that they compute with."""
+        """Like ``call``, concurrently with a running call; must not touch state of the
+        computation.
+        """
         return await self._results(
             await self._submitted(lambda index: self._workers[index].call_aside.remote(method, {}, *arguments))
         )
 
     async def spans(self, since: float) -> list[ProcessSpans]:
-        """What each worker did after a moment of this process's clock."""
+        """Return the spans of each worker after ``since`` on this process's clock."""
 
-        async def asked(index: int) -> ProcessSpans:
-            worker, sent = self._workers[index], SPANS.now()
-            ahead = clock_offset(sent, (await self._one(index, worker.told.remote(math.inf)))[0], SPANS.now())
-            _, found = await self._one(index, worker.told.remote(since + ahead))
+        async def of_worker(index: int) -> ProcessSpans:
+            worker = self._workers[index]
+            sent = SPANS.now()
+            theirs, _ = await self._one(index, worker.spans_since.remote(math.inf))
+            ahead = clock_offset(sent, theirs, SPANS.now())
+            _, found = await self._one(index, worker.spans_since.remote(since + ahead))
             return ProcessSpans(self._logs[index].stem, found, ahead)
 
-        return await asyncio.gather(*map(asked, range(len(self))))
+        return await asyncio.gather(*map(of_worker, range(len(self))))
 
     async def _submitted(self, submit: Callable[[int], Any]) -> list[Any]:
         """Submit a call to every worker.

@@ -20,18 +20,20 @@ from rlpost.errors import RolloutError
 from rlpost.rollout.routes import NARROW, RouteFormat
 
 _LOGPROBS = b'"output_token_logprobs":[['
-"""Cannot occur in a string, where each quote follows a backslash."""
+"""Cannot occur inside a JSON string, where quotes are escaped."""
 _BETWEEN, _AT_END = b",null],[", b",null"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine generated for one request; after an abort it may have no tokens.
+    """The response of an engine to one request; after an abort it may have no tokens.
 
-    ``finish_reason`` is SGLang's object with ``type`` and, where a stop token or string ended it, ``matched``.
-    ``version_spans`` are pairs (policy version, number of tokens) in order. ``routes`` are the experts of the tokens
-    that the engine has read, from the first one that was asked for; None if it returned none. ``meta_info`` has
-    SGLang's other fields, without the lists that have an entry per token.
+    Attributes:
+        finish_reason: SGLang's object with ``type`` and, for a stop token or string, ``matched``.
+        version_spans: pairs (policy version, number of tokens) in order.
+        routes: experts of the tokens that the engine has read, from the first requested one; None
+            if it returned none.
+        meta_info: SGLang's other fields, without the lists with one entry per token.
     """
 
     token_ids: IntColumn
@@ -44,16 +46,16 @@ class Answer:
 
 
 def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
-    """Parse one answer; ``routes`` is the format of the experts in it, if they were asked for.
+    """Parse one response; ``routes`` is the format of its routes, if they were requested.
 
     Raises:
         ValueError: the body is not JSON, or not an answer with a log-prob for each token.
-        RolloutError: the engine generates with weights that have no number of a policy version, or its routes cannot
-            be those of the model.
+        RolloutError: the version of the engine's weights is not an integer, or its routes do not
+            fit the model.
     """
     raw, logprobs = _parsed(body)
     try:
-        # An answer that was aborted before its first token has a text and a reason, and little else.
+        # A response aborted before its first token has little besides a text and a finish reason.
         meta = raw["meta_info"]
         reason, listed = meta["finish_reason"], meta.pop("output_token_logprobs", None) or []
         token_ids = IntColumn(raw.get("output_ids") or ())
@@ -97,7 +99,7 @@ def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int]
 
 
 def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
-    """Parse JSON; return the log-probs apart, and leave out their list, where it is written as SGLang writes it."""
+    """Parse JSON; return the log-probs separately if their list has SGLang's exact formatting."""
     start = body.find(_LOGPROBS) + len(_LOGPROBS)
     end = body.find(b"]]", start)
     if start < len(_LOGPROBS) or end < 0:
@@ -107,5 +109,5 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
         pairs = np.array(values, dtype=np.float64).reshape(-1, 2)  # exact: float32 numbers, and ids below 2**53
     except (ValueError, TypeError):  # with blanks, or texts of tokens
         return orjson.loads(body), None
-    # A missing log-prob shows as nan; the others round to what the engine computed.
+    # A missing log-prob reads as nan; the others round to the engine's float32 values.
     return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(pairs[:, 0].astype(np.float32))

@@ -3,17 +3,18 @@
 Input: the routes in each response of an engine (``rollout.routes``). Output: those under which the log-probs of the
 answer were computed.
 
-An engine returns the routes of its whole input and output each time, as it computed them last. After new
-weights these are no longer the routes of the tokens that the old weights generated. So the routes of a token
-are taken from the first request that read it, and are never replaced:
+An engine returns the routes of its whole input and output each time, as computed last. After a
+weight update, these are no longer the routes under which the old weights generated tokens. So the
+routes of a token are taken from the first request that read it, and are never replaced:
 
     request 1, version 4    prompt a b c      aborted for new weights: routes of prompt, a, b
     request 2, version 5    prompt a b c d e  routes of c, d from here; those of prompt, a, b are left out
 
-The log-prob of a token follows from the tokens before it. That of d belongs to version 5, whose engine has
-read prompt, a and b again with routes of its own; the trainer, which reads a sequence once, uses those of
-version 4 for them. A token at position p of ``Sample.routes`` is therefore routed by the version of the
-response token p + 1 in ``Sample.version_spans`` (the prompt by the first version).
+The log-prob of a token depends on the tokens before it. That of d belongs to version 5, whose
+engine has read prompt, a and b again with different routes. The trainer reads a sequence once and
+uses the
+routes of version 4 for them. A token at position p of ``Sample.routes`` is therefore routed by the
+version of the response token p + 1 in ``Sample.version_spans`` (the prompt by the first version).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
 
 
 class AnswerRoutes:
-    """The routes of an answer in progress, from its first token on. See the module for whose they are."""
+    """The routes of an answer in progress, from its first token on; see the module."""
 
     def __init__(self, form: RouteFormat, so_far: RouteColumn | None = None, *, num_read: int = 0) -> None:
         """``so_far`` are the routes of a partial answer, of which engines have read ``num_read`` tokens."""
@@ -40,19 +41,20 @@ class AnswerRoutes:
         self._append(form.unknown(max(0, num_read - len(self._column))))
 
     def labels(self) -> dict[str, str]:
-        """What a request has to say to be answered with the routes that are missing."""
+        """Return the request labels that make the engine return the missing routes."""
         return {ROUTES_FROM: str(len(self._column))}
 
     def inserted(self, positions: range) -> None:
-        """Leave the routes of these tokens to the trainer; they have not been read yet."""
+        """Let the trainer route these tokens, which no engine has read yet."""
         self._inserted.append(positions)
 
     def add(self, answer: Answer, *, num_read: int) -> None:
         """Add the routes of a response.
 
         ``num_read`` is the number of tokens that the engine had read at its end: all of prompt and answer so far
-        except the last. Of a response with tokens of two versions the engine has read the first tokens again with the
-        second weights; their own routes are lost, and the trainer routes them.
+        except the last. In a response with tokens of two versions, the engine has read the first
+        tokens again with the second weights. Their original routes are lost, and the trainer routes
+        them.
 
         Raises:
             RolloutError: there are no routes, or those of another number of tokens.
@@ -67,7 +69,7 @@ class AnswerRoutes:
                     "an engine returned no routes of experts, which --use-rollout-routing-replay needs; was it started "
                     "with --enable-return-routed-experts?"
                 )
-            # It was aborted while it waited for memory, where SGLang has dropped them.
+            # The request was aborted while it waited for memory: SGLang has dropped its routes.
             self._append(self.format.unknown(num_read - start))
             return
         if len(routes) == num_read:
@@ -88,7 +90,7 @@ class AnswerRoutes:
         self._column = self._column[:num_tokens]
 
     def column(self) -> RouteColumn:
-        """The routes of the first tokens, up to the last one that an engine has read."""
+        """Return the routes of all tokens up to the last one that an engine has read."""
         return self._column
 
     def _append(self, routes: RouteColumn) -> None:
@@ -98,7 +100,7 @@ class AnswerRoutes:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What an engine read and wrote for one request, with the routes of both but the last token."""
+    """Input and output tokens of one request, with the routes of all but the last token."""
 
     request_ids: IntColumn
     token_ids: IntColumn
@@ -106,10 +108,10 @@ class Read:
 
 
 def routes_of(token_ids: Sequence[int], *, prompt_length: int, read: Iterable[Read], form: RouteFormat) -> RouteColumn:
-    """The routes of a sequence that a function put together from the answers to several requests.
+    """Return the routes of a sequence that a function assembled from several requests.
 
-    A token has the routes of the first request that read it behind the same tokens. The trainer routes tokens of the
-    response that no engine wrote, and tokens that no engine read.
+    A token has the routes of the first request that read it after the same prefix. The trainer
+    routes response tokens that no engine generated, and tokens that no engine read.
     """
     ids = IntColumn.of(token_ids).array
     column = form.unknown(0)

@@ -83,7 +83,8 @@ class Tally:
 class _Finished:
     """Complete groups, by prompt id in order of their completion, and by the oldest version of their tokens.
 
-    A group is asked for its version once: with a large backlog nothing that happens to one group may take time for all.
+    The version of a group is computed once, so that no operation on one group is linear in the
+    backlog.
     """
 
     def __init__(self, groups: Iterable[SampleGroup]) -> None:
@@ -214,7 +215,7 @@ class RolloutBuffer:
         self._stop_running(group.prompt_id)
         self._settled(group, wanted)
 
-    def cut_off(self, entry: Unfinished) -> None:
+    def aborted(self, entry: Unfinished) -> None:
         """Return an aborted group to the waiting ones, with its tokens if ``keep_partial``.
 
         It counts as aborted only when the batch is full without it: aborts by a preemption are not counted.

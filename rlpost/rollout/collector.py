@@ -250,10 +250,10 @@ class Collector:
         try:
             written = await self._writer.write(entry)
         except asyncio.CancelledError:
-            self._buffer.cut_off(entry)
+            self._buffer.aborted(entry)
             raise
         if isinstance(written, Unfinished):
-            self._buffer.cut_off(written)
+            self._buffer.aborted(written)
             return
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)

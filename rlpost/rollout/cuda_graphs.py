@@ -1,11 +1,12 @@
-"""Whether an engine releases the memory of its CUDA graphs with the tag ``cuda_graph``. Pure.
+"""Settings that let an engine release the memory of its CUDA graphs (tag ``cuda_graph``). Pure.
 
-Input: the settings of an engine and its environment variables. Output: additions to both, or why they contradict.
+Input: the settings of an engine and its environment variables. Output: additions to both, or
+conflicts between them.
 
 SGLang 0.5.17 to 0.5.23 capture graphs in memory that the tag releases only with the variable
-``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it the backend that
-captures prefill on CUDA by default raises (``BreakableCudaGraphBackend``), so prefill runs without graphs. A
-value that the user sets wins, and the other of the two follows from it.
+``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it,
+``BreakableCudaGraphBackend``, the default for prefill on CUDA, raises, so prefill runs without
+graphs. A value set by the user takes precedence and determines the other one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Any
 VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 PREFILL = "cuda_graph_backend_prefill"
 RELEASABLE = ("full", "disabled")
-"""Backends whose graphs the tag releases, or that have none; the others raise with the variable or ignore it."""
+"""Backends whose graphs can be released, or that have none; others raise with the variable or
+ignore it.
+"""
 
 _TRUE, _FALSE = ("1", "true"), ("0", "false")  # SGLang's get_bool_env_var
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """What to add to an engine's environment and to its ServerArgs."""
+    """Additions to an engine's environment and to its ServerArgs."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -33,11 +36,11 @@ class GraphSettings:
 def graph_settings(
     server_args: Mapping[str, Any], environ: Mapping[str, str], *, known: Collection[str] | None
 ) -> GraphSettings:
-    """What lets the engine release its graphs, or nothing where it does not use the memory saver or cannot.
+    """Return the settings that let the engine release its graphs; empty if it cannot.
 
     Args:
-        server_args: fields of ServerArgs that are given.
-        known: names of the fields that the installed SGLang has; None where that is unknown.
+        server_args: the given fields of ServerArgs.
+        known: names of all fields of the installed SGLang; None if unknown.
     """
     if not server_args.get("enable_memory_saver") or (known is not None and PREFILL not in known):
         return GraphSettings()
@@ -48,7 +51,10 @@ def graph_settings(
 
 
 def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *, offloads: bool) -> list[str]:
-    """Settings of the user that contradict each other, one line each. ``offloads``: engines give up memory."""
+    """Return conflicts between the user's settings, one line each.
+
+    ``offloads``: engines release memory while the trainer runs.
+    """
     value = environ.get(VARIABLE, "")
     if value and value.lower() not in (*_TRUE, *_FALSE):
         return [f"--environment {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
@@ -63,8 +69,11 @@ def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *
 
 
 def _given_backends(server_args: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """By phase, what decides its backend as SGLang ranks it: the JSON over the setting over the switch to turn it off
-    (``parse_cuda_graph_config``); the flag and the value."""
+    """Return by phase the flag that decides its backend, and the value.
+
+    Precedence as in SGLang's ``parse_cuda_graph_config``: JSON, then setting, then disabling
+    switch.
+    """
     found: dict[str, tuple[str, str]] = {}
     table = server_args.get("cuda_graph_config")
     for phase in ("decode", "prefill"):
@@ -81,10 +90,10 @@ def _given_backends(server_args: Mapping[str, Any]) -> dict[str, tuple[str, str]
 
 
 def _backends_against(server_args: Mapping[str, Any]) -> dict[str, str]:
-    """Flags that choose a backend whose graphs cannot be released, with its name."""
+    """Return the flags that select a backend whose graphs cannot be released, with its name."""
     given = _given_backends(server_args).values()
     against = {flag: backend for flag, backend in given if backend not in RELEASABLE}
-    if server_args.get("debug_cuda_graph"):  # makes decode's backend the breakable one
+    if server_args.get("debug_cuda_graph"):  # selects the breakable backend for decode
         against[_flag("debug_cuda_graph")] = "true"
     return against
 

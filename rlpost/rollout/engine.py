@@ -1,7 +1,8 @@
 """Starts and stops one SGLang engine, or the router in front of all engines.
 
-Input: model, address, key, settings. Output: an address that answers, or an error with the end of the log. Both are
-plain classes that hold one process each; ``rlpost.orchestration`` places them on nodes.
+Input: model, address, key, settings. Output: an address that answers, or an error with the end of
+the log. Both are plain classes with one process each; ``rlpost.orchestration`` places them on
+nodes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from rlpost.types import EngineAddress
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LONGEST_GENERATION_S = 4 * 3600  # of one request; the router hangs up after it
-INITIAL_VERSION = "0"  # what an engine calls the weights of its model folder
+LONGEST_GENERATION_S = 4 * 3600  # timeout of one request in the router
+INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 
 
 class Engine:
-    """One SGLang server, or the part of one on a node of several."""
+    """One SGLang server, or its part on one of several nodes."""
 
     def __init__(
         self,
@@ -41,7 +42,11 @@ class Engine:
         num_gpus: int = 1,
         node_rank: int = 0,
     ) -> None:
-        """Args: ``num_gpus`` of the whole engine; ``node_rank`` of this part. Only the first part answers requests."""
+        """
+        Args:
+            num_gpus: GPUs of the whole engine.
+            node_rank: rank of this part; only part 0 answers requests.
+        """
         self._model_path = model_path
         self._api_key = api_key
         self._server_args = dict(server_args)
@@ -52,17 +57,20 @@ class Engine:
         self.url = ""
 
     def start(self, host: str, port: int, *, deadline_s: float, gpus_per_node: int | None = None) -> EngineAddress:
-        """Start the server on ``host:port`` and return when it takes requests; a part that takes none returns at once.
+        """Start the server on ``host:port`` and wait until it accepts requests.
 
-        ``gpus_per_node``: GPUs among which the run shares the CPUs of this node, of which the server then takes those
-        next to its own GPUs; None leaves it on all.
+        Parts other than the first accept none and return immediately.
+
+        Args:
+            gpus_per_node: number of GPUs that share the CPUs of this node. The server is bound to
+                the CPUs next to its GPUs; None leaves it unbound.
 
         Raises:
             EngineDied: the process ended; with the end of its log.
             RolloutError: it was not ready within ``deadline_s`` seconds; it is stopped.
         """
         started = time.monotonic()
-        self.stop()  # left over from a start that was cancelled
+        self.stop()  # from a start that was cancelled
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
         self._server.spawn(
@@ -85,13 +93,17 @@ class Engine:
         except RolloutError:
             self.stop()
             raise
-        self._spare_the_collector()
+        self._freeze_garbage_collector()
         logger.info("engine %s ready after %.1f s", self.url, time.monotonic() - started)
         return EngineAddress(url=self.url, num_gpus=self._num_gpus)
 
-    def _spare_the_collector(self) -> None:
-        """Leave what exists now out of Python's garbage collections in the server. SGLang does so after its warm-up,
-        which is left out without CUDA; there every flush of the cache collects, over all modules 0.4 s."""
+    def _freeze_garbage_collector(self) -> None:
+        """Freeze existing objects in the server's garbage collector, as SGLang does after its
+        warm-up.
+
+        Without CUDA the warm-up is skipped, and each cache flush would run a full collection (0.4
+        s).
+        """
         try:
             _call("engine", self.url, self._api_key, "POST", "/freeze_gc")
         except RolloutError as error:
@@ -111,7 +123,7 @@ class Engine:
         return self._server.pid if self._server else None
 
     def memory_use(self) -> dict[str, float]:
-        """What it holds now, by the names of metrics."""
+        """Return its current memory use, by metric name."""
         return {"memory/engine_gb": process_gb(), **machine()}
 
     def stop(self) -> None:
@@ -121,7 +133,9 @@ class Engine:
 
 
 class Router:
-    """The balancer before the engines. The same key guards both: clients show it here, the router shows it there."""
+    """The load balancer in front of the engines. Clients and router authenticate with the same
+    key.
+    """
 
     def __init__(self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int) -> None:
         self._policy = policy
@@ -132,7 +146,7 @@ class Router:
         self.url = ""
 
     def start(self, host: str, port: int, *, deadline_s: float) -> str:
-        """Start it on ``host:port`` without engines; return its URL once it answers.
+        """Start the router on ``host:port`` without engines; return its URL once it answers.
 
         Raises:
             EngineDied: the process ended; with the end of its log.
@@ -152,10 +166,10 @@ class Router:
         return self.url
 
     def add_engines(self, urls: Iterable[str], *, deadline_s: float) -> None:
-        """Register engines and return when the router finds all of them healthy.
+        """Register engines and wait until the router reports all of them healthy.
 
         Raises:
-            RolloutError: naming those that are not healthy after ``deadline_s`` seconds.
+            RolloutError: names the engines that are not healthy after ``deadline_s`` seconds.
         """
         wanted = set(urls)
         for url in sorted(wanted):
@@ -171,7 +185,7 @@ class Router:
                 )
 
     def remove_engine(self, url: str) -> None:
-        """Send nothing to this engine from now on; harmless when the router does not know it."""
+        """Remove an engine from the router; do nothing if it is not registered."""
         for worker in self._call("GET", "/workers", None)["workers"]:
             if worker["url"] == url:
                 self._call("DELETE", f"/workers/{worker['id']}", None)
@@ -181,7 +195,7 @@ class Router:
         return self._server is not None and self._server.alive()
 
     def is_gone(self, timeout_s: float) -> bool:
-        """Whether its process ended, or does not answer for ``timeout_s`` seconds."""
+        """Return whether its process ended, or does not answer within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
             if self._answers():
@@ -221,14 +235,14 @@ class Router:
 
 
 def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """One request; the parsed JSON of its answer, or None when that is not JSON."""
+    """Send one request; return the parsed JSON of the response, or None if it is not JSON."""
     request = urllib.request.Request(
         url + path,
         method=method,
         data=None if body is None else json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a site's proxy
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # bypass proxies
     try:
         with direct.open(request, timeout=10) as response:
             text = response.read()
@@ -243,10 +257,11 @@ def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mappi
 
 
 def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, api_key: str) -> dict[str, Any]:
-    """Fields of the router's RouterArgs. Its metrics cannot be turned off; their default port two routers would share.
+    """Return the fields of the router's RouterArgs.
 
-    Engines are added one by one after their own start, so the first check comes at once; a request may take as long
-    as a generation takes; at the end nobody waits for requests that nobody wants.
+    Metrics cannot be disabled, and two routers on a host would share the default port. Engines are
+    added after they have started, so the first health check runs immediately. The request timeout
+    covers the longest generation. Shutdown does not wait for pending requests.
     """
     return {
         "host": host,
@@ -259,8 +274,10 @@ def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, ap
         "worker_startup_timeout_secs": 60,
         "request_timeout_secs": LONGEST_GENERATION_S,
         "shutdown_grace_period_secs": 1,
-        # Requests come in waves: one burst of failures would shut out healthy engines for a minute. The health check
-        # takes a dead engine out, and requests that met it are tried again elsewhere.
+        # No circuit breaker: requests come in bursts, and one burst of failures would exclude
+        # healthy
+        # engines for a minute. The health check removes a dead engine, and its requests are retried
+        # on others.
         "disable_circuit_breaker": True,
         "log_level": "warn",
     }

@@ -12,11 +12,11 @@ from rlpost.errors import RolloutError
 from rlpost.rollout.generate import GroupWriter, write_all
 from rlpost.types import Prompt, SampleGroup
 
-RIGHT = 1.0  # the reward from which an answer counts as right
+RIGHT = 1.0  # the lowest reward of a correct answer
 
 
 def summarise(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """``reward_mean``; ``response_length_mean``, in tokens; ``truncated_frac``, the share that the limit cut off."""
+    """Return ``reward_mean``, ``response_length_mean`` (tokens) and ``truncated_frac``."""
     scored = [sample for group in groups for sample in group.samples]
     if not scored:
         raise ValueError("no samples to summarise")
@@ -28,16 +28,18 @@ def summarise(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that at least one of ``k`` answers is right, estimated without bias from ``num_samples`` answers of
-    which ``num_right`` are: 1 - C(n - c, k) / C(n, k). Source: Chen et al., arXiv 2107.03374, equation 1."""
+    """Return the unbiased estimate of pass@k from ``num_samples`` answers, ``num_right`` correct.
+
+    1 - C(n - c, k) / C(n, k); Chen et al., arXiv 2107.03374, equation 1.
+    """
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """``pass@k``, the mean over prompts, for k of 1, 2, 4, ... and the number of answers; nothing for one answer.
+    """Return ``pass@k``, averaged over prompts, for k of 1, 2, 4, ... and the number of answers.
 
-    An answer is right when its reward is 1 or more. A prompt with fewer than k answers, because the grading of some was
-    lost, does not count for that k.
+    Empty for one answer per prompt. An answer is correct if its reward is at least 1. Prompts with
+    fewer than k answers, because gradings were lost, do not count for that k.
     """
     most = max(len(group.samples) for group in groups)
     if most == 1:
@@ -53,9 +55,10 @@ def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
 async def evaluate(
     writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> dict[str, float]:
-    """``summarise`` and ``pass_rates`` of one group a prompt; raises what ``write_all`` raises.
+    """Generate one group per prompt; return ``summarise`` and ``pass_rates`` of the groups.
 
-    Prompts that were given up do not count. Raises RolloutError when all were.
+    Prompts whose gradings were all lost do not count. Raises RolloutError if that holds for all
+    prompts; otherwise raises as ``write_all`` does.
     """
     groups = [group for group in await write_all(writer, prompts, stop_requested) if group.samples]
     if not groups:

@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int, int]
 Feature = Literal["weight updates", "updates amid answers", "update sessions", "checksum without CUDA"]
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""These and all between were run."""
+"""These versions and all in between were tested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Since when there is something, and what a run has from it."""
+    """The first version with a feature, and its purpose in a run."""
 
     since: Version
     gives: str
@@ -35,8 +35,8 @@ class Known:
 
 FEATURES: Mapping[Feature, Known] = {
     "weight updates": Known(OLDEST, "new weights over a process group, memory or disk, under a version"),
-    # Each token's version is told (meta_info.weight_versions) from 0.5.19 on, but before 0.5.21 no cache is emptied as
-    # long as a request waits.
+    # From 0.5.19 on each token's version is reported (meta_info.weight_versions), but before 0.5.21
+    # no cache is flushed while a request waits.
     "updates amid answers": Known((0, 5, 21), "answers that wait in the engine while it takes new weights"),
     "update sessions": Known((0, 5, 21), "begin_weight_update and end_weight_update around an update"),
     "checksum without CUDA": Known((0, 5, 23), "checksums of an engine's weights on a CPU"),
@@ -50,16 +50,18 @@ def parse_version(text: str) -> Version | None:
 
 
 def has(version: str, feature: Feature) -> bool:
-    """Whether a server of this version can do it; one that tells no readable version is taken as the oldest."""
+    """Return whether a version has a feature; an unreadable version counts as OLDEST."""
     return (parse_version(version) or OLDEST) >= FEATURES[feature].since
 
 
 def check_servers(versions: Mapping[str, str], needed: Collection[Feature]) -> None:
-    """Make sure that every server can do what is needed.
+    """Check that every server has the needed features.
 
-    Args: ``versions`` by URL, as ``GET /server_info`` says.
+    Args:
+        versions: version by URL, as in ``GET /server_info``.
 
-    Raises RolloutError naming each server that cannot, with what it lacks.
+    Raises:
+        RolloutError: names each server that lacks a feature, and the feature.
     """
     problems = []
     for url, text in versions.items():

@@ -38,17 +38,20 @@ OURS = {
     "slime.rollout.filter_hub.buffer_filters.pop_first": "rlpost.rollout.filters.pop_first",
     "slime.rollout.data_source.pop_first": "rlpost.rollout.filters.pop_first",
 }
-"""What other trainers call functions that are here."""
+"""Paths of other trainers for functions of this module."""
 
 
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
-    """Whether the rewards differ: equal ones have no advantage and teach nothing (DAPO, arXiv 2503.14476, 3.2)."""
+    """Return whether rewards differ; equal ones have zero advantage (DAPO, arXiv 2503.14476,
+    3.2).
+    """
     return statistics.pstdev(group.rewards) > SMALLEST_STD
 
 
 def check_reward_nonzero_std_with_fallback(group: SampleGroup) -> bool:
-    """The same, as long as the batch fills without them: groups of equal rewards are kept where dropping one would
-    start more prompts."""
+    """Like ``check_reward_nonzero_std``, but keep a group if dropping it would start more
+    prompts.
+    """
     return check_reward_nonzero_std(group)
 
 
@@ -56,18 +59,22 @@ check_reward_nonzero_std_with_fallback.keep_when_insufficient = True  # type: ig
 
 
 def keeps_when_insufficient(wanted: GroupFilter) -> bool:
-    """Whether a filter only says what it would rather not have: a function with this attribute set."""
+    """Return whether a filter is only a preference: its attribute ``keep_when_insufficient`` is
+    set.
+    """
     return bool(getattr(wanted, "keep_when_insufficient", False))
 
 
 def pop_first(waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-    """Those that have waited longest."""
+    """Return the groups that have waited longest."""
     return waiting[:num_groups]
 
 
 def group_filter(path: str | None, args: Arguments | None = None) -> GroupFilter:
-    """The filter of --dynamic-sampling-filter-path; without one every group is kept. ``args`` are for a function of
-    slime. Raises ConfigError."""
+    """Load the filter of --dynamic-sampling-filter-path; the default keeps every group.
+
+    ``args`` are passed to a function of slime. Raises ConfigError.
+    """
     if path is None:
         return lambda group: True
     function, found = _load(path, "filter", key="rollout.dynamic_sampling_filter_path")
@@ -75,7 +82,7 @@ def group_filter(path: str | None, args: Arguments | None = None) -> GroupFilter
 
 
 def buffer_filter(path: str | None, args: Arguments | None = None) -> BufferFilter:
-    """The filter of --buffer-filter-path; ``pop_first`` without one. Raises ConfigError."""
+    """Load the filter of --buffer-filter-path; the default is ``pop_first``. Raises ConfigError."""
     if path is None:
         return pop_first
     function, found = _load(path, "buffer filter", key="rollout.buffer_filter_path")
@@ -85,8 +92,10 @@ def buffer_filter(path: str | None, args: Arguments | None = None) -> BufferFilt
 def generate_function(
     path: str | None, args: Arguments | None = None, *, evaluation: bool = False
 ) -> GenerateFunction | None:
-    """The function of --custom-generate-function-path, if there is one; for held-out prompts with ``evaluation``.
-    Raises ConfigError."""
+    """Load the function of --custom-generate-function-path; None without one. Raises ConfigError.
+
+    ``evaluation``: the function answers held-out prompts.
+    """
     if path is None:
         return None
     function, found = _load(path, "generate", key="rollout.custom_generate_function_path")
@@ -98,7 +107,7 @@ def generate_function(
 
 
 def _load(path: str, kind: Kind, *, key: str) -> tuple[Callable[..., Any], Interface]:
-    """The function, which raises ConfigError for what is wrong with it, and the interface that it has."""
+    """Load a function; return it, raising ConfigError for its errors, and its interface."""
     if path in OURS:
         return load_function(OURS[path], key=key), "rlpost"
     function = load_function(path, key=key)

@@ -1,7 +1,8 @@
-"""A server in a separate process: start it, wait until it is ready or dead, stop it.
+"""Runs a server in a child process: start it, wait until it is ready or dead, stop it.
 
-Input: the server, its arguments, the path of its log. Output: a process in its own process group. This process holds
-the other end of its standard input, so the server ends whenever this process does (see ``server.end_with_parent``).
+Input: the server, its arguments, the path of its log. Output: a process in a separate process
+group. This process holds the other end of its standard input, so the server ends with this process
+(see ``server.end_with_parent``).
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S, KILL_WAIT_S = 10.0, 60.0
 LOG_LINES = 30
-# A server makes process groups of its own; these would tell it that it is a rank of somebody else's.
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # none knows our nodes
+# Rank variables of the trainer must not reach a server, which creates separate process groups.
+PROXIES = (
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)  # proxies do not route to nodes
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
 ENVIRONMENT = {
-    # The router keeps connections to engines open between generations; after SGLang's default of 5 s without a request
-    # the engine would close them, and the first requests of the next step would fail on all of them at once.
+    # The router keeps connections to engines open between generations. By default SGLang closes
+    # idle
+    # connections after 5 s, so the first requests of the next step would all fail.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -41,7 +50,9 @@ ENVIRONMENT = {
 
 
 class ServerProcess:
-    """``python -m rlpost.rollout.server KIND`` under a name that errors and logs use."""
+    """A process ``python -m rlpost.rollout.server KIND``; ``name`` identifies it in errors and
+    logs.
+    """
 
     def __init__(self, kind: str, name: str, log_path: str | Path) -> None:
         self.kind = kind
@@ -52,11 +63,11 @@ class ServerProcess:
         self._scratch = ""
 
     def spawn(self, arguments: Mapping[str, Any], *, gpus_per_node: int | None = None) -> None:
-        """Start the process. Its arguments travel over standard input, for a key is among them.
+        """Start the process. It reads its arguments, which include a key, from standard input.
 
-        ``gpus_per_node``: as of ``Engine.start``.
+        ``gpus_per_node``: see ``Engine.start``.
         """
-        assert self._process is None, f"{self.name} was started before"
+        assert self._process is None, f"{self.name} is already started"
         environment = {key: value for key, value in without_keys(os.environ).items() if key not in NOT_INHERITED}
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
         self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
@@ -81,17 +92,17 @@ class ServerProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(document.encode() + b"\n")
-        except BrokenPipeError:  # it is dead already; the caller's wait says so with its log
+        except BrokenPipeError:  # it has exited; ``wait_ready`` reports it with its log
             logger.warning("%s ended before it read its arguments", self.name)
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return when the server has said that it is ready; it says so once, on a pipe, and its death closes the pipe.
+        """Wait until the server writes to its ready pipe; its exit closes the pipe.
 
         Raises:
-            EngineDied: it ended instead; with the last lines of its log.
-            RolloutError: neither happened within ``deadline_s`` seconds; with the same.
+            EngineDied: it exited; with the last lines of its log.
+            RolloutError: neither happened within ``deadline_s`` seconds; with the same lines.
         """
-        waiting = select.poll()  # not select.select: a worker process may hold more than 1024 files
+        waiting = select.poll()  # not select.select: descriptors may exceed 1023
         waiting.register(self._ready_fd, select.POLLIN)
         if not waiting.poll(max(0.0, deadline_s) * 1000):
             raise RolloutError(f"{self.name} is not ready after {deadline_s:.0f} s; {self.log_tail()}")
@@ -99,7 +110,7 @@ class ServerProcess:
             raise self.died()
 
     def wait_exit(self, timeout_s: float) -> bool:
-        """Whether the process ended within ``timeout_s`` seconds."""
+        """Wait up to ``timeout_s`` seconds; return whether the process has ended."""
         assert self._process is not None, f"{self.name} was not started"
         try:
             self._process.wait(timeout_s)
@@ -115,14 +126,14 @@ class ServerProcess:
         return self._process.pid if self._process else None
 
     def died(self) -> EngineDied:
-        """The error that says how it ended."""
+        """Return an error with the exit code and the end of the log."""
         code = "unknown"
         if self._process is not None and self.wait_exit(EXIT_WAIT_S):
             code = _how(self._process.returncode)
         return EngineDied(f"{self.name} ended by itself ({code}); {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The end of the log, for an error message."""
+        """Return the end of the log, for an error message."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(max(0, self.log_path.stat().st_size - 16384))
@@ -133,11 +144,12 @@ class ServerProcess:
         return f"the end of {self.log_path}:\n" + "\n".join(f"  {line[:300]}" for line in last)
 
     def stop(self) -> None:
-        """Kill the process and all it started; no error when it is gone already.
+        """Kill the process group with SIGKILL; do nothing if it has ended.
 
-        Without asking first: a server has nothing to save, and SGLang takes up to ten seconds to say goodbye.
+        No SIGTERM first: a server has nothing to save, and SGLang takes up to ten seconds to shut
+        down.
 
-        Raises RolloutError when the kernel does not let go of it.
+        Raises RolloutError when the process does not end within KILL_WAIT_S.
         """
         if self._process is None:
             return
@@ -145,8 +157,8 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         if not self.wait_exit(KILL_WAIT_S):
             raise RolloutError(
-                f"{self.name}: process {self._process.pid} is still there {KILL_WAIT_S:.0f} s after SIGKILL: its GPU's "
-                "driver or a file system hangs, and the node has to be mended"
+                f"{self.name}: process {self._process.pid} is still there {KILL_WAIT_S:.0f} s after SIGKILL: its GPU "
+                "driver or a file system hangs; drain and reboot the node"
             )
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -19,7 +19,7 @@ PLACEHOLDER = "{rollout_id}"
 
 
 def recorded_path(template: str, rollout_id: int) -> Path:
-    """The file of one step.
+    """Return the path of one step's recording.
 
     Raises:
         ConfigError: the path has no ``{rollout_id}``, so that every step would replace the last.
@@ -40,7 +40,7 @@ def write_groups(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
 
 
 def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
-    """The groups of one step, as they were written.
+    """Read the groups of one step.
 
     Raises:
         DataError: naming file, line and what is wrong with it.

@@ -29,7 +29,9 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The first ``position`` records belong to the run, and take it to ``step``; ``why`` the next one does not."""
+    """The first ``position`` records match the run and bring it to ``step``; ``why`` the next does
+    not.
+    """
 
     position: int
     step: int
@@ -37,16 +39,18 @@ class Fit:
 
 
 def newest_fetched(record: Record) -> int:
-    """The prompt that had been fetched last when a GROUP or BATCH record was written, as far as it says."""
+    """Return the id of the prompt fetched last when a GROUP or BATCH record was written, if
+    recorded.
+    """
     if record.kind == GROUP:
         return int(record.meta["prompt_id"])
     return max([*record.meta["prompt_ids"], record.meta.get("newest_id", -1)])
 
 
 def fit(records: Sequence[Record], buffer: RolloutBuffer, prompts: Prompts) -> Fit:
-    """How many of ``records`` follow on ``buffer`` with the coming ``prompts``, of which as many are taken as it takes.
+    """Find how many of ``records`` follow the state of ``buffer``; takes prompts as needed.
 
-    The buffer stays as it is. Raises DataError for a bad row.
+    The buffer is not changed. Raises DataError for an invalid row.
     """
     trial = _Trial(buffer, prompts)
     for position, record in enumerate(records):
@@ -67,11 +71,11 @@ class _Trial:
 
     @property
     def step(self) -> int:
-        """How far the records take the run."""
+        """The step that the records bring the run to."""
         return self._buffer.step
 
     def group(self, record: Record) -> str | None:
-        """Why a group does not belong here, in words."""
+        """Replay a group; return why it does not match, or None."""
         self._fetch(newest_fetched(record))
         meta, step = record.meta, self._buffer.step
         prompt = self._waiting.pop(meta["prompt_id"], None)
@@ -86,7 +90,7 @@ class _Trial:
         return None
 
     def batch(self, record: Record) -> str | None:
-        """Why a batch does not belong here, in words."""
+        """Replay a batch; return why it does not match, or None."""
         step = self._buffer.step
         if record.meta["step"] != step:
             return f"the batch of step {record.meta['step']}, while the run is at step {step}"
@@ -107,7 +111,7 @@ class _Trial:
 
 
 def _without_answers(record: Record) -> SampleGroup:
-    """A group as the buffer sees it: whose it is and how old."""
+    """Return the group of a record with prompt id and versions only."""
     prompt_id, version = record.meta["prompt_id"], record.meta["oldest_version"]
     sample = Sample(prompt_id, 0, IntColumn(), IntColumn(), FloatColumn(), "", "stop", version)
     return SampleGroup(prompt_id, (ScoredSample(sample, 0.0),))

@@ -1,8 +1,9 @@
 """Records the requests of an engine's server as spans, for the trace of a run.
 
-Input: an ASGI application. Output: the same, which records a span of each request except health checks, and answers
-``GET /spans?since=S`` with the clock and the spans of its process, as ``metrics.spans.told`` does. The application's
-own check of the key comes before this.
+Input: an ASGI application. Output: the application wrapped so that it records a span of each
+request except health checks, and answers
+``GET /spans?since=S`` with ``metrics.spans.clock_and_spans`` of its process. The application checks
+the API key before this middleware runs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from rlpost.metrics.spans import SPANS, told
+from rlpost.metrics.spans import SPANS, clock_and_spans
 
 PATH = "/spans"
-_UNTOLD = ("health", "liveness", "readiness", "metrics", "spans")
+_UNRECORDED = ("health", "liveness", "readiness", "metrics", "spans")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -27,7 +28,7 @@ class RequestSpans:
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
-        """One connection."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] == PATH:
@@ -38,13 +39,13 @@ class RequestSpans:
             try:
                 await self._app(scope, receive, send)
             finally:
-                if not name.startswith(_UNTOLD):
+                if not name.startswith(_UNRECORDED):
                     SPANS.add(name, begin)
 
 
 async def _answer(scope: dict[str, Any], send: Send) -> None:
     since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
-    body = json.dumps(told(since)).encode()
+    body = json.dumps(clock_and_spans(since)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,11 +1,12 @@
-"""Lets requests ask for routes of experts through a router that does not know the field for it.
+"""Requests expert routes through a router that drops the request fields for them.
 
-Input: an ASGI application, SGLang's server. Output: the same, where a ``POST /generate`` with the label
-``ROUTES_FROM`` has ``return_routed_experts`` and ``routed_experts_start_len`` instead, and its answer one byte for each
-expert instead of four: one driver reads the answers of all engines.
+Input: an ASGI application, SGLang's server. Output: the application wrapped so that the label
+``ROUTES_FROM`` of a ``POST /generate`` becomes ``return_routed_experts`` and
+``routed_experts_start_len``, and the response has one byte per expert instead of four, because one
+driver reads the responses of all engines.
 
-sglang-router 0.3.2 parses a request into a structure and sends on what it knows: labels, but not these two.
-This becomes unnecessary when the router passes ``return_routed_experts`` and ``routed_experts_start_len`` on.
+sglang-router 0.3.2 parses a request and forwards known fields only: labels, but not these two. The
+wrapper becomes unnecessary once the router forwards both fields.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ class RouteRequests:
 
 
 async def _translated(scope: dict[str, Any], receive: Receive) -> tuple[dict[str, Any], Receive, bool]:
-    """The connection with the translated body, which the application receives in one message; whether it is another."""
+    """Return scope and receive function with the translated body, and whether the body changed.
+
+    The application receives the body in one message.
+    """
     pieces: list[bytes] = []
     message = await receive()
     while message["type"] == "http.request" and message.get("more_body", False):
         pieces.append(message.get("body", b""))
         message = await receive()
-    if message["type"] != "http.request":  # the client has left
+    if message["type"] != "http.request":  # the client disconnected
         return scope, _first(message, receive), False
     given = b"".join([*pieces, message.get("body", b"")])
     body = translated(given)
@@ -56,7 +60,7 @@ async def _translated(scope: dict[str, Any], receive: Receive) -> tuple[dict[str
 
 
 def _first(message: dict[str, Any], receive: Receive) -> Receive:
-    """Receive a message before all others."""
+    """Return a receive function that returns ``message`` first."""
     waiting = [message]
 
     async def receive_it() -> Any:
@@ -66,7 +70,7 @@ def _first(message: dict[str, Any], receive: Receive) -> Receive:
 
 
 def _narrowing(send: Send) -> Send:
-    """Send an answer in one piece, with narrow routes."""
+    """Return a send function that sends the response as one message, with narrow routes."""
     start: dict[str, Any] = {}
     pieces: list[bytes] = []
 
@@ -90,8 +94,10 @@ def _with_length(headers: Iterable[Header], body: bytes) -> list[Header]:
 
 
 def narrowed(body: bytes) -> bytes:
-    """The body of an answer with one byte for each expert; as it is without experts, or where one needs more."""
-    start = body.find(_EXPERTS)  # not in a text, where each quote follows a backslash
+    """Return a response body with one byte per expert; unchanged without routes or if an id needs
+    more.
+    """
+    start = body.find(_EXPERTS)  # cannot match inside a string, where quotes are escaped
     if start < 0:
         return body
     first = start + len(_EXPERTS)
@@ -104,7 +110,7 @@ def narrowed(body: bytes) -> bytes:
 
 
 def translated(body: bytes) -> bytes:
-    """The body of a request with the fields of SGLang in place of our label; any other body as it is."""
+    """Replace our label in a request body by SGLang's fields; return any other body unchanged."""
     if ROUTES_FROM.encode() not in body:
         return body
     fields = json.loads(body)

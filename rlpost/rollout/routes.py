@@ -1,7 +1,7 @@
-"""Routes as an engine returns them: the experts of every layer for each token that it has read.
+"""Decodes and encodes routes: the experts that an engine chose for each token in each layer.
 
-Input: ``meta_info.routed_experts`` of an answer of SGLang, which is base64 text. Output: a ``RouteColumn`` with the MoE
-layers alone, a byte for each expert (two bytes from 256 experts on).
+Input: ``meta_info.routed_experts`` of a response of SGLang (base64). Output: a ``RouteColumn`` of
+the MoE layers only, with one byte per expert (two bytes from 256 experts on).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sampling parameters, as a frozen value and as the fields of SGLang.
+"""Sampling parameters, as a frozen dataclass and as SGLang's request fields.
 
 Input: the tables ``[rollout]`` and ``[eval]`` and the stop token ids of the model. Output:
-``SamplingParams``. Only what rlpost sets is sent, since SGLang refuses fields that it does not know.
+``SamplingParams``. Only fields that rlpost sets are sent, because SGLang rejects unknown fields.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rlpost.config.groups.rollout import RolloutConfig
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Temperature 0 is greedy.
+    """Sampling parameters of a request. Temperature 0 is greedy decoding.
 
-    A stop id is part of the answer's ids and log-probs; a stop string is part of its ids and cut off its text.
-    ``max_context_len`` bounds prompt and answer together, in tokens.
+    A stop id is part of the answer's ids and log-probs. A stop string is part of its ids, but
+    removed from its text. ``max_context_len`` limits prompt and answer together, in tokens.
     """
 
     max_new_tokens: int
@@ -32,7 +32,7 @@ class SamplingParams:
     max_context_len: int | None = None
 
     def to_sglang(self) -> dict[str, Any]:
-        """The field ``sampling_params`` of ``POST /generate``."""
+        """Return the field ``sampling_params`` of ``POST /generate``."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -44,7 +44,7 @@ class SamplingParams:
 
 
 def rollout_sampling(rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> SamplingParams:
-    """What training samples with."""
+    """Return the sampling parameters of training."""
     return SamplingParams(
         max_new_tokens=rollout.rollout_max_response_len,
         temperature=rollout.rollout_temperature,
@@ -59,7 +59,10 @@ def rollout_sampling(rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> Sa
 def eval_sampling(
     one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig, eos_token_ids: Iterable[int]
 ) -> SamplingParams:
-    """What a set of held-out prompts is answered with: its own settings, else those of [eval], else the rollout's."""
+    """Return the sampling parameters of an evaluation set.
+
+    Each is taken from the set, otherwise from [eval], otherwise from [rollout].
+    """
     inherited = rollout_sampling(rollout, eos_token_ids)
     stop_token_ids = None if one.stop_token_ids is None else tuple(sorted({*one.stop_token_ids, *eos_token_ids}))
     return SamplingParams(
@@ -74,5 +77,5 @@ def eval_sampling(
 
 
 def _first(*values: Any) -> Any:
-    """The first that is given."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)

@@ -24,11 +24,13 @@ _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the journal and remove what earlier attempts did not come to give a name; bad storage is
-    logged, and met again by the first segment."""
+    """Create the folder of the journal and remove temporary files of earlier attempts.
+
+    A storage failure is only logged; creating the first segment reports it again.
+    """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        sync(folder.parent)  # else a crash of the machine may take the whole folder, with all that was synced in it
+        sync(folder.parent)  # otherwise a host crash may lose the folder with its synced content
         for left in folder.glob(".*.log.*"):
             left.unlink(missing_ok=True)
     except OSError as error:
@@ -36,7 +38,7 @@ def make_folder(folder: Path) -> None:
 
 
 def create(path: Path, records: Iterable[bytes]) -> None:
-    """A file with these records, all of them or none. Raises FileExistsError when it is there already."""
+    """Create a file with these records atomically. Raises FileExistsError when it exists."""
     partial = _partial_path(path)
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -51,7 +53,7 @@ def create(path: Path, records: Iterable[bytes]) -> None:
 
 
 def _partial_path(path: Path) -> Path:
-    """A name that no other process uses: hosts of a shared file system have equal process ids."""
+    """Return a random temporary name: process ids are not unique on a shared file system."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
 
@@ -80,7 +82,9 @@ def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
 
 
 def _is_same_file(path: Path, made: os.stat_result) -> bool:
-    """Whether the file at ``path`` is the one that was ``made``; it is opened, because that asks an NFS server anew."""
+    """Return whether ``path`` is the file ``made``; opens it, because NFS revalidates at each
+    open.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -91,7 +95,7 @@ def _is_same_file(path: Path, made: os.stat_result) -> bool:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """All of ``data``, where the kernel may take less at once."""
+    """Write all of ``data``; the kernel may accept less per call."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]

@@ -29,7 +29,7 @@ from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
-from rlpost.rollout.server_args import in_its_words, server_arg_names
+from rlpost.rollout.server_args import server_arg_names, to_server_args
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -52,7 +52,7 @@ WITHOUT_CUDA: Mapping[str, Any] = {
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 ONLY_ON_CUDA: Mapping[str, Any] = {
     "enable_memory_saver": False,
-    # SGLang's attention and experts in plain torch know no other way to share an engine's work than tensor parallelism.
+    # The plain-torch attention and experts of SGLang support tensor parallelism only.
     "enable_dp_attention": False,
     "enable_dp_lm_head": False,
     "dp_size": 1,
@@ -62,21 +62,27 @@ ONLY_ON_CUDA: Mapping[str, Any] = {
 
 
 def engine_arguments(given: Mapping[str, Any], *, has_cuda: bool) -> dict[str, Any]:
-    """The fields of ServerArgs: what was given, over what a machine without CUDA needs, less what only runs on CUDA."""
-    return dict(given) if has_cuda else {**WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
+    """Return the fields of ServerArgs.
+
+    Without CUDA, the given values override CPU defaults, and settings that need CUDA are reset.
+    """
+    if has_cuda:
+        return dict(given)
+    return {**WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
 def not_in_children(fd: int) -> None:
-    """Keep an open file from every process that this one starts."""
-    held = [fd]  # once closed in a child it may be another file there
+    """Close a file descriptor in every child process, forked or executed."""
+    held = [fd]  # close once only: a child may reuse the number for another file
     os.set_inheritable(fd, False)
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
 
 
 def end_with_parent() -> None:
-    """Leave a process behind that kills this process group when standard input ends: its other end is the parent's.
+    """Fork a watcher that kills this process group when standard input, held by the parent, closes.
 
-    A process and not a thread, for the router never lets go of Python's global lock.
+    A process instead of a thread, because the router never releases Python's global interpreter
+    lock.
     """
     if os.fork() == 0:
         while os.read(0, 4096):
@@ -87,8 +93,10 @@ def end_with_parent() -> None:
     os.close(nothing)
 
 
-def blot_out(secret: str | None) -> None:
-    """Replace the secret in every log record of this process; SGLang logs all its arguments at the start."""
+def redact(secret: str | None) -> None:
+    """Redact the secret in every log record of this process: SGLang logs its arguments at
+    startup.
+    """
     if not secret:
         return
     make = logging.getLogRecordFactory()
@@ -97,8 +105,8 @@ def blot_out(secret: str | None) -> None:
         record = make(*args, **kwargs)
         try:
             message = record.getMessage()
-        except Exception:  # values that do not fit its words are no error of the code that wrote the line
-            message = f"{record.msg} (with values that do not fit)"
+        except Exception:  # arguments do not match the format; logging must not raise in the caller
+            message = f"{record.msg} (arguments do not match the format)"
             record.msg, record.args = message, ()
         if secret in message:
             record.msg, record.args = message.replace(secret, "***"), ()
@@ -108,21 +116,28 @@ def blot_out(secret: str | None) -> None:
 
 
 def use_stand_ins(num_ranks: int = 1) -> None:
-    """Make the stand-ins importable here and in the processes that SGLang starts, and let these share all cores:
-    SGLang refuses more ranks than NUMA nodes unless each is told its own."""
+    """Make the CPU stand-ins importable here and in SGLang's processes; let all ranks share all
+    cores.
+
+    SGLang rejects more ranks than NUMA nodes unless the cores of each rank are given.
+    """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * num_ranks))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
     sys.path.insert(0, str(STAND_INS))
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a router of experts takes longer than it saves
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the MoE router costs more than it saves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def keep_memory() -> None:
-    """Let this process use again what it frees, as CUDA's allocator does: SGLang makes memory for each bucket of
-    weights anew, and fresh from the system that takes longer than all the rest."""
+    """Make malloc reuse freed memory instead of returning it to the system, as CUDA's allocator
+    does.
+
+    SGLang allocates memory for each bucket of weights; page faults on fresh memory would dominate
+    the update.
+    """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)
@@ -130,26 +145,31 @@ def keep_memory() -> None:
 
 
 def start_by_fork() -> None:
-    """Let SGLang's processes begin as copies of this one, which has imported everything: that is most of their start.
-    SGLang wants them new ("spawn"), for CUDA does not survive a fork."""
+    """Fork SGLang's processes from this one, which has imported everything: imports dominate their
+    start.
+
+    SGLang sets "spawn", because CUDA does not survive a fork.
+    """
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_args, **_options: None
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
-    """Serve until killed. ``ready_fd`` gets a line when the first request may come, and end-of-file if it never may."""
+    """Serve until killed. ``ready_fd`` receives a line once requests are accepted, or
+    end-of-file.
+    """
     import torch
 
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         use_stand_ins(int(arguments.get("tp_size", 1)))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read when torch was imported, a moment ago
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch read the variable at import
         keep_memory()
         start_by_fork()
-    given = in_its_words(arguments)
+    given = to_server_args(arguments)
     if has_cuda:
         graphs = graph_settings(given, os.environ, known=server_arg_names())
-        os.environ.update(graphs.environment)  # SGLang and the processes that it starts read it when they capture
+        os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
         given |= graphs.server_args
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
@@ -168,7 +188,9 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
 
 
 def say_ready(ready_fd: int, host: str, port: int) -> None:
-    """Write the line once somebody listens: SGLang says that it is launched before, where it does without warm-up."""
+    """Write the line once the port accepts connections; without warm-up, SGLang calls back
+    earlier.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
@@ -180,7 +202,9 @@ def say_ready(ready_fd: int, host: str, port: int) -> None:
 
 
 def run_router(arguments: Mapping[str, Any]) -> None:
-    """Balance until killed. Not by way of ``sglang_router.launch_router``: that imports all of SGLang, for seconds."""
+    """Run the router until killed, without ``launch_router``, which takes seconds to import
+    SGLang.
+    """
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
@@ -188,7 +212,7 @@ def run_router(arguments: Mapping[str, Any]) -> None:
 
 
 def read_line(fd: int) -> str:
-    """One line, read without taking anything that follows it."""
+    """Read one line, unbuffered, so that nothing after it is consumed."""
     line = bytearray()
     while byte := os.read(fd, 1):
         if byte == b"\n":
@@ -198,16 +222,16 @@ def read_line(fd: int) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Read the arguments and be the server that ``argv`` names."""
+    """Read the arguments from standard input and run the server that ``argv`` names."""
     if argv not in (["engine"], ["router"]):
         print("usage: python -m rlpost.rollout.server engine|router < ONE_LINE_OF_JSON", file=sys.stderr)
         return 2
     document = json.loads(read_line(0))
     arguments = document["arguments"]
     ready_fd = int(document["ready_fd"])
-    not_in_children(ready_fd)  # its end-of-file must mean that this very process is gone
+    not_in_children(ready_fd)  # end-of-file must mean that this process has ended
     end_with_parent()
-    blot_out(arguments.get("api_key"))
+    redact(arguments.get("api_key"))
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     if argv == ["engine"]:
         if (gpus_per_node := document.get("gpus_per_node")) is not None:

@@ -1,7 +1,7 @@
 """Checks settings that are passed through to SGLang's ServerArgs.
 
-Input: names and values of pass-through settings. Output: nothing, or an error with one line for each invalid setting.
-Also runs on the login node, where SGLang may be missing: the table is then that of the pinned version.
+Input: names and values of pass-through settings. Output: None, or an error with one line for each
+invalid setting. On a login node without SGLang, the table of the pinned version is used.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ OURS = {
     "weight_version": "the policy version",
     "enable_return_routed_experts": "--use-rollout-routing-replay",
 }
-"""Fields that rlpost sets itself, and what from."""
+"""Fields that rlpost sets itself, and what they are derived from."""
 
 
 def server_arg_names() -> frozenset[str]:
-    """Names of the settings of the installed SGLang, or of the pinned one where none is installed."""
+    """Return the names of the settings of the installed SGLang, otherwise of the pinned version."""
     return frozenset(server_arg_table().args)
 
 
-def in_its_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as SGLang wants them: under its names, typed, and one value of a list as a list."""
+def to_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert settings to SGLang's names and types; a single value of a list becomes a list."""
     return typed_args(given)
 
 
 def check_server_args(given: Mapping[str, Any], *, gpus_per_engine: int | None = None) -> None:
-    """Make sure that SGLang has each setting, that it takes the value, and that none follows from rlpost's own.
+    """Check that each setting exists in SGLang, has a valid value and is not set by rlpost itself.
 
     Args:
         given: settings by SGLang's names, without the prefix ``sglang_``.
-        gpus_per_engine: what tensor parallelism inside an engine spans; None leaves out what depends on it.
+        gpus_per_engine: tensor-parallel size of an engine; None skips the checks that depend on it.
 
     Raises:
         ConfigError: one line for each problem: flag, value, constraint, remedy.
@@ -80,7 +80,7 @@ def _problem(table: ServerArgTable, given: str, value: Any) -> str | None:
 
 
 def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
-    """Sizes of groups inside an engine that do not go together, or need GPUs that the engine does not have."""
+    """Yield problems of the parallel sizes inside an engine."""
     replicas = given.get("dp_size", 1)
     of_engine = f"the {gpus} GPUs of an engine" if gpus and gpus > 1 else "the GPU of an engine"
     if replicas > 1 and not given.get("enable_dp_attention"):

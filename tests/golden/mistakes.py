@@ -516,7 +516,7 @@ JOB = [
         "Eight nodes without Slurm",
         "rlpost submit glm45_355b --local",
         ("rlpost submit glm45_355b --local --scale-down",),
-        then="--scale-down: the model in small is not here yet; make it with: python tools/make_tiny_model.py --recipe",
+        then="--scale-down: the scaled-down model does not exist yet; create it with: python tools/make_tiny_model.py",
     ),
     Mistake(
         "Two nodes without Slurm",

@@ -1,9 +1,9 @@
-"""A calculator in the middle of an answer: when the model writes "=", the tool writes what stands before it comes to.
+"""An example tool: when the model writes "=", a calculator appends the value of the expression.
 
     --custom-generate-function-path rlpost.rollout.examples.calculator.generate
 
-Input: a response builder. Output: the finished answer. The model reads the numbers that the tool wrote; the loss leaves
-them out, so that what is learned is when to ask.
+Input: a response builder. Output: the finished answer. The model reads the numbers of the tool;
+they are masked out of the loss, so the model learns when to call the tool.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 async def generate(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
-    """Turns of the model with a result after each call, until it ends its answer or has asked often enough."""
+    """Generate turns, with a result after each call, until the answer ends or the call limit is
+    reached.
+    """
     return await with_results(builder, prompt, calls=(CALL,))
 
 
 async def with_results(builder: ResponseBuilder, prompt: Prompt, *, calls: Sequence[str]) -> Sample:
-    """The same for a model that asks by any of ``calls``."""
+    """Like ``generate``, for a model that calls the tool by any of the strings ``calls``."""
     for _ in range(MAX_CALLS):
         await builder.write(stop=tuple(calls))
         if builder.stopped_at not in calls:
@@ -46,11 +48,13 @@ async def with_results(builder: ResponseBuilder, prompt: Prompt, *, calls: Seque
 
 
 def result(text: str) -> str:
-    """What the expression at the end of ``text`` comes to; "?" when there is none or it cannot be computed."""
+    """Return the value of the expression at the end of ``text``; "?" if there is none or it is
+    invalid.
+    """
     found = EXPRESSION.search(text[-LONGEST:])
     if found is None:
         return "?"
-    # "07" is a number here, though not in Python.
+    # Accept leading zeros ("07"), which Python rejects.
     expression = re.sub(r"(?<![\d.])0+(?=\d)", "", found[0].strip())
     try:
         value = _value(ast.parse(expression, mode="eval").body)

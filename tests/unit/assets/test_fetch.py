@@ -285,13 +285,13 @@ def test_the_command_says_sizes_first_and_at_last_what_the_hub_does_not_have(hub
     assert (tmp_path / "assets/set/set.jsonl").read_bytes() == b"{}\n"
     hub.requests.clear()
     assert main([recipe(tmp_path)]) == 0
-    assert "everything is there: the hub is not asked" in capsys.readouterr().out and hub.requests == []
+    assert "everything is present: no requests to the hub" in capsys.readouterr().out and hub.requests == []
 
 
 def test_offline_nothing_is_asked_and_what_is_missing_is_named(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main([recipe(tmp_path)]) == 1
-    assert f"{tmp_path}/assets/Model, {tmp_path}/assets/set: not there" in capsys.readouterr().err
+    assert f"{tmp_path}/assets/Model, {tmp_path}/assets/set: missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
     (tmp_path / "assets/Model").mkdir(parents=True)
     (tmp_path / "assets/Model/config.json").write_text("{}")
     (tmp_path / "assets/set").mkdir()
@@ -342,7 +342,7 @@ def test_without_the_hub_s_client_what_is_there_is_still_reported(hub, tmp_path,
         main([recipe(tmp_path)])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main([recipe(tmp_path)]) == 1
-    assert "not there" in capsys.readouterr().err
+    assert "missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
 
 
 def test_the_token_of_the_environment_is_used(hub, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_the_page_says_where_the_run_is(view):
     for words in ("tokens/s, 100", "generate 67%", "engine-0 0:0", "iter_0000240", "engine-1 was restarted"):
         assert words in shown, words
     assert "preempted: SIGUSR2" in shown and "all is well" not in shown
-    assert "36% of what the GPUs can do" in shown
+    assert "MFU 36%" in shown
 
 
 def test_the_table_says_the_same_in_short_and_to_programs_too(run, capsys):
@@ -72,7 +72,7 @@ def test_no_line_is_wider_than_the_terminal(view, width):
 
 
 def test_the_age_of_a_checkpoint_is_counted_from_its_commit(view):
-    saved = view.told.begin + timedelta(seconds=view.told.end_s)
+    saved = view.history.begin + timedelta(seconds=view.history.end_s)
     later = replace(view, now=saved + timedelta(seconds=65))
     assert "iter_0000240, 1:0" in text(later)
 
@@ -87,7 +87,7 @@ def test_a_run_of_which_nothing_is_known_has_a_page(tmp_path):
 
 def test_a_run_is_over_when_it_is_done_or_slurm_says_so(view):
     assert is_over(view)
-    going = replace(view, told=None)
+    going = replace(view, history=None)
     assert not is_over(going)
     assert is_over(replace(going, status=replace(view.status, state="CANCELLED")))
     assert is_over(replace(going, status=replace(view.status, state="UNKNOWN", reason=FORGOTTEN)))

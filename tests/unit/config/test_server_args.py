@@ -17,7 +17,7 @@ from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.server_arg_source import OPAQUE, source_args
 from rlpost.config.server_arg_values import LIMITS, typed_value
 from rlpost.errors import ConfigError
-from rlpost.rollout.server_args import OURS, check_server_args, in_its_words
+from rlpost.rollout.server_args import OURS, check_server_args, to_server_args
 from tests.unit.cli.projects import make_project
 
 SGLANG = Path(sglang_router.__path__[0]).with_name("sglang")
@@ -223,10 +223,10 @@ def test_checking_imports_nothing_of_sglang():
 
 
 def test_an_engine_gets_typed_values():
-    assert in_its_words({"max_total_tokens": "16k", "tp_size": 2, "watchdog_timeout": "7"}) == {
+    assert to_server_args({"max_total_tokens": "16k", "tp_size": 2, "watchdog_timeout": "7"}) == {
         "max_total_tokens": 16_000, "tp_size": 2, "watchdog_timeout": 7.0,
     }  # fmt: skip
-    assert math.isclose(in_its_words({"mem_fraction_static": "0.3"})["mem_fraction_static"], 0.3)
+    assert math.isclose(to_server_args({"mem_fraction_static": "0.3"})["mem_fraction_static"], 0.3)
 
 
 def test_the_copy_is_of_the_pinned_version():

@@ -116,7 +116,7 @@ def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(tmp_path,
 
     if not is_near:
         monkeypatch.setattr("rlpost.orchestration.interruptible.HOLD_DEADLINE_S", 0.2)
-    with pytest.raises(HalfTrained, match="who hangs"):
+    with pytest.raises(HalfTrained, match="which rank hangs"):
         asyncio.run(whole())
 
 

@@ -217,7 +217,7 @@ def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, m
 
     monkeypatch.setattr(module, "LEAVE_S", 0.05)
     asyncio.run(run())
-    assert "is lost" in caplog.text
+    assert "are lost" in caplog.text
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):

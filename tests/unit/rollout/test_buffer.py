@@ -76,7 +76,7 @@ def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -
     start(buffer, range(2))
     partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
     buffer.finished(group(0, 0), wanted=True)
-    buffer.cut_off(partial)
+    buffer.aborted(partial)
     assert buffer.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
     assert buffer.take() == [group(0, 0)]
     assert (buffer.counts()["rollout/num_aborted"], buffer.counts()["rollout/wasted_tokens"]) == (
@@ -112,7 +112,7 @@ def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_wha
     for prompt_id in (1, 2):
         undisturbed.finished(group(prompt_id, 0), wanted=True)
         preempted.started(prompt_id)
-    preempted.cut_off(Unfinished(prompt(1), (answer(1, 0, 0, cut=True),)))
+    preempted.aborted(Unfinished(prompt(1), (answer(1, 0, 0, cut=True),)))
     resumed = opened(undisturbed.rules, preempted.backlog())
     assert resumed.backlog().counts == {
         "rollout/num_filtered": 1,
@@ -254,7 +254,7 @@ class World:
     def cut_off_all(self) -> None:
         for prompt_id, versions in self.running.items():
             written = (answer(prompt_id, *versions, cut=True),) if self.draw.random() < 0.5 else ()
-            self.buffer.cut_off(Unfinished(prompt(prompt_id), written))
+            self.buffer.aborted(Unfinished(prompt(prompt_id), written))
         self.running = {}
 
     def train(self) -> bool:

@@ -19,7 +19,7 @@ def test_a_server_binds_itself_first(kind, gpus_per_node, bound, monkeypatch):
     calls = []
     document = {"arguments": {}, "ready_fd": 7, "gpus_per_node": gpus_per_node}
     monkeypatch.setattr(server, "read_line", lambda fd: json.dumps(document))
-    for name in ("not_in_children", "end_with_parent", "blot_out"):
+    for name in ("not_in_children", "end_with_parent", "redact"):
         monkeypatch.setattr(server, name, lambda *given: None)
     monkeypatch.setattr(server, "run_engine", lambda *given: calls.append("run"))
     monkeypatch.setattr(server, "run_router", lambda *given: calls.append("run"))

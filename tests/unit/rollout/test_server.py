@@ -19,7 +19,7 @@ import pytest
 from rlpost.errors import ConfigError, EngineDied, RolloutError
 from rlpost.rollout import process, server
 from rlpost.rollout.engine import Engine, Router
-from rlpost.rollout.server_args import check_server_args, in_its_words, server_arg_names
+from rlpost.rollout.server_args import check_server_args, server_arg_names, to_server_args
 from tests.ports import free_port, free_ports
 
 KEY = "k-5f0e9a"
@@ -59,7 +59,7 @@ def test_a_wrong_setting_is_named(name: str, wanted: str) -> None:
 def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     make = logging.getLogRecordFactory()
     try:
-        server.blot_out(KEY)
+        server.redact(KEY)
         logging.getLogger("any").warning("arguments %s", {"api_key": KEY})
         logging.getLogger("any").warning(f"of 100% {KEY}")
         logging.getLogger("any").warning("%d engines", KEY)
@@ -69,7 +69,7 @@ def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages == [
         "arguments {'api_key': '***'}",
         "of 100% ***",
-        "%d engines (with values that do not fit)",
+        "%d engines (arguments do not match the format)",
     ]
 
 
@@ -166,9 +166,12 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
 def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
     """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a list."""
     check_server_args({"cuda_graph_bs": [1, 2, 4]})
-    assert in_its_words({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {"cuda_graph_bs_decode": [1, 2, 4], "tp_size": 2}
-    assert in_its_words({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
-    assert in_its_words({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"
+    assert to_server_args({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {
+        "cuda_graph_bs_decode": [1, 2, 4],
+        "tp_size": 2,
+    }
+    assert to_server_args({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
+    assert to_server_args({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"
 
 
 def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
