@@ -30,7 +30,6 @@ from rlpost.config.checks.missing import image_problems, is_there, missing_probl
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
-from rlpost.config.checks.routes import route_problems
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
@@ -99,7 +98,6 @@ def _settings_problems(config: Config) -> list[str]:
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
-        *route_problems(config),
         *sync_problems(config),
         *draft_problems(config),
         *observe_problems(config),
