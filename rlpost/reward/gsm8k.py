@@ -3,9 +3,9 @@ r"""The reward ``gsm8k``: the last number of a response equals the number of the
 Input: a response, and a label that is a number or a worked solution that ends in ``#### 42``, as in the data set
 (arXiv 2110.14168). Output: 1 or 0.
 
-The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its last number. Numbers
-are compared by value, without units and thousands separators. A quotient is one number (``41/42`` is not 42), and digits
-with commas at other places (``2,1259``) are not a number.
+The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its last number.
+Numbers are compared by value, without units and thousands separators. A quotient is one number (``41/42`` is not 42).
+Digits with commas at other places (``2,1259``) are not a number.
 """
 
 from __future__ import annotations

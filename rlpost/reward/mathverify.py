@@ -1,7 +1,7 @@
 r"""The reward ``math``: grade a response with the library math-verify.
 
-Input: a response and a label in LaTeX or plain notation. Output: 1 or 0. The library prefers a ``\boxed{}``, then LaTeX,
-then a plain number (github.com/huggingface/Math-Verify). It compares sets, intervals, matrices, relations and
+Input: a response and a label in LaTeX or plain notation. Output: 1 or 0. The library prefers a ``\boxed{}``, then
+LaTeX, then a plain number (github.com/huggingface/Math-Verify). It compares sets, intervals, matrices, relations and
 percentages as such.
 
 Call it only in a process with a time limit (``rlpost.reward.pool``), because sympy runs on the model's output. That

@@ -17,7 +17,7 @@ from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import shown
 from rlpost.errors import ConfigError
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.dapo import LOOKED_AT, RIGHT, dapo, even_spelling
+from rlpost.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
 from rlpost.reward.deepscaler import deepscaler
 from rlpost.reward.f1 import f1, words
 from rlpost.reward.gpqa import gpqa
@@ -92,8 +92,8 @@ def dapo_score(
         is_right = pred == ground_truth
     else:
         is_right = dapo(solution_str, ground_truth, {}) == RIGHT
-        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-LOOKED_AT:])
-        pred = even_spelling(found[-1]) if found else INVALID
+        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-GRADED_CHARACTERS:])
+        pred = normalized(found[-1]) if found else INVALID
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 
