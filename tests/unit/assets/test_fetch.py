@@ -161,7 +161,9 @@ def test_a_damaged_download_is_repeated_and_twice_is_an_error(hub, tmp_path):
     get(hub, tmp_path)
     assert_whole(tmp_path / "Model")
     hub.accidents["config.json"] = ["corrupt", "corrupt"]
-    with pytest.raises(AssetError, match=r"config\.json was damaged in two downloads: its digest is git:[0-9a-f]{40}, the hub expects git:"):
+    with pytest.raises(
+        AssetError, match=r"config\.json was damaged in two downloads: its digest is git:\w{40}, the hub expects"
+    ):
         get(hub, tmp_path / "other", workers=1)
     assert not (tmp_path / "other/Model").exists()
 

@@ -102,7 +102,7 @@ def config(container: str = "none", **rollout: object) -> Config:
         (
             "custom_rm_path",
             "from slime.agent.sandbox import E2BSandbox\ndef f(args, sample): ...",
-            "line 1: rlpost has no slime.agent.sandbox; copy what the plug-in needs of it into the plug-in (docs/extending.md",
+            "line 1: rlpost has no slime.agent.sandbox; copy what the plug-in needs of it",
         ),
         (
             "custom_rm_path",
