@@ -1,7 +1,7 @@
 """Check a run's settings, and the files they name, before a job starts.
 
-Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on
-the nodes before training, for what a login node cannot check. All problems are reported together.
+Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on the nodes before
+training and checks what depends on them. All problems are reported together.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from rlpost.actor.architecture import mtp_problem
 from rlpost.actor.model_description import read_description
@@ -30,7 +30,6 @@ from rlpost.config.checks.missing import image_problems, is_there, missing_probl
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
-from rlpost.config.checks.routes import route_problems
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
@@ -104,7 +103,6 @@ def _settings_problems(config: Config) -> list[str]:
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
-        *route_problems(config),
         *sync_problems(config),
         *draft_problems(config),
         *observe_problems(config),
@@ -153,7 +151,8 @@ def check_installed(config: Config) -> None:
 
     Raises ConfigError with one line for each problem.
     """
-    if problems := [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]:
+    problems = [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
@@ -174,12 +173,11 @@ def _stack_problems(config: Config) -> list[str]:
             f"{sys.executable} of container_image = {image}: name another interpreter of the image with "
             "--python, or list its missing packages with rlpost doctor --image"
         )
-    return [
-        f"{package} is not installed, and {part} cannot start; this is {where}"
-        for is_on, part, packages in parts
-        for package in packages
-        if is_on and not _is_installed(package)
-    ]
+    problems = []
+    for is_used, part, packages in parts:
+        missing = [package for package in packages if is_used and not _is_installed(package)]
+        problems += [f"{package} is not installed, and {part} cannot start; this is {where}" for package in missing]
+    return problems
 
 
 def _is_installed(package: str) -> bool:
@@ -204,16 +202,18 @@ def _server_arg_problems(config: Config) -> list[str]:
 
 
 def _package_problems(config: Config) -> list[str]:
-    wanted = [
+    optional = [
         (config.wandb.is_on, "--use-wandb", "wandb"),
         (config.observe.use_tensorboard, "--use-tensorboard", "tensorboard"),
         (config.observe.use_prometheus, "--use-prometheus", "prometheus-client"),
     ]
-    return [
-        f"{setting} true: the package {package} is not installed; pip install {package}, or use {setting} false"
-        for is_on, setting, package in wanted
-        if is_on and importlib.util.find_spec(package.replace("-", "_")) is None
-    ] + _transformer_engine_problems(config)
+    problems = []
+    for is_used, setting, package in optional:
+        if is_used and importlib.util.find_spec(package.replace("-", "_")) is None:
+            problems.append(
+                f"{setting} true: the package {package} is not installed; pip install {package}, or use {setting} false"
+            )
+    return problems + _transformer_engine_problems(config)
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
@@ -236,7 +236,8 @@ def _is_for_gpus() -> bool:
         return False
 
 
-def _collect(probe: Any) -> list[str]:
+def _collect(probe: Callable[[], object]) -> list[str]:
+    """Return the lines of the error that ``probe`` raises, if any."""
     try:
         probe()
     except RlpostError as error:
@@ -268,7 +269,7 @@ def _model_folder_problems(config: Config) -> list[str]:
 
 
 def _mtp_problems(config: Config) -> list[str]:
-    """A layer for multi-token prediction that is to be trained and that model or weights do not have."""
+    """Problems of --enable-mtp-training if the model or its weights lack the layer for multi-token prediction."""
     path = Path(config.checkpoint.hf_checkpoint)
     if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
         return []
@@ -327,13 +328,13 @@ def _prompt_problems(config: Config) -> list[str]:
     except ConfigError:  # reported by another check
         return problems
     for one in sets:
-        own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
-        settings = rollout.model_copy(update=own)
+        overrides = {key: getattr(one, key) for key in ROLLOUT_KEYS if getattr(one, key) is not None}
+        settings = rollout.model_copy(update=overrides)
         if is_there([one.path]):
-            found = _collect(lambda one=one, settings=settings: check_prompts([one.path], settings))
+            found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
-        if own.keys() & REWARD_KEYS:
-            problems += [f"{one.name}: {line}" for line in _collect(lambda settings=settings: check_reward(settings))]
+        if overrides.keys() & REWARD_KEYS:
+            problems += [f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))]
     return problems
 
 

@@ -9,9 +9,9 @@ A column is written in one of two ways, and both are always read:
     as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]} or
                  {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]}
 
-PACKED stands for bytes (little endian) and is base64 text in a checkpoint, and a number of bytes that follow the JSON
-text in the journal: ``Packing`` is the difference. Routes are not compressed: zlib at its fastest saves 7 to 12 % of
-the bytes and takes 22 ms a megabyte, which are 16 s a million tokens of 89 layers with 8 experts each.
+PACKED stands for bytes (little endian). In a checkpoint it is base64 text; in the journal it is the number of bytes,
+which follow the JSON text (see ``Packing``). Routes are not compressed: zlib at its fastest level saves 7 to 12 % of
+the bytes and takes 22 ms per megabyte, which is 16 s per million tokens with 89 layers and 8 experts each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Packing(Protocol):
     """How the bytes of a column are written inside a JSON value."""
 
     def packed(self, data: memoryview) -> Any:
-        """Return the JSON value for ``data``, which stays as it is."""
+        """Return the JSON value for ``data``, which is not modified."""
 
     def unpacked(self, value: Any) -> bytes:
         """Return the bytes of a JSON value."""
@@ -52,10 +52,11 @@ class Base64:
 
 
 class Behind:
-    """Bytes behind the JSON text, column after column; the JSON value is their number."""
+    """Bytes after the JSON text, column by column; the JSON value is their number."""
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
-        self._data, self._read_to = memoryview(data), 0
+        self._data = memoryview(data)
+        self._position = 0
         self.parts: list[memoryview] = []
 
     def packed(self, data: memoryview) -> int:
@@ -69,10 +70,11 @@ class Behind:
         Raises:
             ValueError: there are fewer bytes.
         """
-        start, self._read_to = self._read_to, self._read_to + value
-        if self._read_to > len(self._data):
-            raise ValueError(f"a column ends at byte {self._read_to} of {len(self._data)}")
-        return bytes(self._data[start : self._read_to])
+        start = self._position
+        self._position += value
+        if self._position > len(self._data):
+            raise ValueError(f"a column ends at byte {self._position} of {len(self._data)}")
+        return bytes(self._data[start : self._position])
 
 
 BASE64 = Base64()
@@ -118,8 +120,8 @@ def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
 def backlog_json(backlog: Backlog) -> Iterator[str]:
     """Convert a backlog to the text of a JSON object, in pieces of at most one group each.
 
-    ``json.dumps`` keeps the interpreter's lock until it returns, and a large backlog takes it a second for every
-    million tokens: in pieces the other threads of the driver can run between them.
+    ``json.dumps`` holds the GIL until it returns, about one second per million tokens of a backlog. Between the pieces
+    the other threads of the driver can run.
     """
     yield '{"finished": '
     yield from _list_json(group_record(group, BASE64) for group in backlog.finished)
@@ -156,16 +158,10 @@ def _counts_record(backlog: Backlog) -> dict[str, Any]:
 
 
 def backlog_from(raw: Mapping[str, Any]) -> Backlog:
-    """The inverse of ``backlog_json``, once parsed. Raises KeyError, TypeError or ValueError for malformed input."""
+    """The inverse of ``backlog_json`` after parsing. Raises KeyError, TypeError or ValueError for malformed input."""
     return Backlog(
         finished=tuple(group_from(group) for group in raw["finished"]),
-        unfinished=tuple(
-            Unfinished(
-                _prompt_from(each["prompt"]),
-                tuple(sample_from(sample) for sample in each["samples"]),
-            )
-            for each in raw["unfinished"]
-        ),
+        unfinished=tuple(_unfinished_from(entry) for entry in raw["unfinished"]),
         num_fetched=raw["num_fetched"],
         num_trained=raw["num_trained"],
         num_filtered=raw["num_filtered"],
@@ -175,12 +171,17 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
     )
 
 
+def _unfinished_from(raw: Mapping[str, Any]) -> Unfinished:
+    samples = tuple(sample_from(sample) for sample in raw["samples"])
+    return Unfinished(_prompt_from(raw["prompt"]), samples)
+
+
 def _prompt_from(raw: Mapping[str, Any]) -> Prompt:
     return Prompt(**{**raw, "token_ids": _read(raw["token_ids"], BASE64)})
 
 
 def _written(value: Any, packing: Packing | None) -> Any:
-    """Return a column as a JSON value, and any other value as it is."""
+    """Return a column as a JSON value, and any other value unchanged."""
     if isinstance(value, RouteColumn):  # has no readable form
         packed = (packing or BASE64).packed(_bytes(value.array))
         return {"routes": packed, "dtype": value.array.dtype.name, "shape": list(value.array.shape)}
@@ -194,19 +195,18 @@ def _written(value: Any, packing: Packing | None) -> Any:
 
 
 def _read(value: Any, packing: Packing) -> Any:
-    """The inverse of ``_written`` for a column; a list of numbers and None are returned as they are."""
+    """The inverse of ``_written`` for a column; a list of numbers and None are returned unchanged."""
     if not isinstance(value, Mapping):
         return value
     if "runs" in value:
-        return RunColumn((int(one), int(count)) for one, count in value["runs"])
+        return RunColumn((int(entry), int(count)) for entry, count in value["runs"])
     if "routes" in value:
-        return RouteColumn(
-            np.frombuffer(packing.unpacked(value["routes"]), dtype=value["dtype"]).reshape(value["shape"])
-        )
+        flat = np.frombuffer(packing.unpacked(value["routes"]), dtype=value["dtype"])
+        return RouteColumn(flat.reshape(value["shape"]))
     ((name, packed),) = value.items()
     return _NUMBER_COLUMNS[name].view(packing.unpacked(packed))
 
 
-def _bytes(array: Any) -> memoryview:
-    """The values in memory order, without a copy where they are contiguous."""
+def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the values in memory order, without a copy if they are contiguous."""
     return memoryview(np.ascontiguousarray(array)).cast("B")

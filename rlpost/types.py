@@ -2,8 +2,8 @@
 
     PromptSource -> Prompt -> Sample -> ScoredSample -> SampleGroup -> TrainSample -> TrainBatch -> StepResult
 
-Each stage creates the next type and never fills fields of the previous one. Nothing here imports torch. Values for each
-token are columns (``rlpost.columns``); the types accept any sequence for them and convert it.
+Each stage creates the next type and never modifies the previous one. This module does not import torch. Per-token
+values are columns (``rlpost.columns``); the types accept any sequence for them and convert it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ class Prompt:
 class Sample:
     """One answer of an engine.
 
-    ``response_ids`` and ``rollout_logprobs`` have the same length; the log-probs are the engine's own, of the
-    temperature-scaled distribution over the full vocabulary. A stop token is part of ``response_ids``.
-
-    ``loss_mask`` has one entry per response token, 0 for tokens that the model did not generate (the
-    output of a tool); None if it generated all. ``version_spans`` are pairs (policy version, number of
-    tokens) in order, which cover the response; empty if all tokens are of ``policy_version``, the version
-    at its end. ``routes`` are the experts that the engine chose for the tokens of prompt and response in order; tokens
-    at the end may be missing (the last token of an answer is never an engine's input), and None means that none were
-    recorded. The version that routed a token is that of the token after it in the response. ``extra`` holds JSON values
-    that a custom generate function passes to its reward and filter (``rlpost.compat``).
+    Attributes:
+        response_ids: the generated tokens, including a stop token.
+        rollout_logprobs: the engine's log-prob of each response token, under the temperature-scaled distribution over
+            the full vocabulary.
+        policy_version: the version of the weights at the end of the response.
+        loss_mask: one entry per response token, 0 for tokens that the model did not generate (the output of a tool);
+            None if it generated all.
+        version_spans: pairs (policy version, number of tokens) in order, which cover the response; empty if
+            ``policy_version`` generated all tokens.
+        routes: the experts that the engine chose for the tokens of prompt and response, in order; None if not recorded.
+            Tokens at the end may be missing: the last token of an answer is never an engine's input. The version that
+            routed a token is that of the next token in the response.
+        extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
     """
 
     prompt_id: int
@@ -97,7 +100,7 @@ class ScoredSample:
 class SampleGroup:
     """The graded samples of one prompt, ordered by index.
 
-    An index is missing if the grading of that answer failed; without samples the prompt was given up.
+    An index is missing if the grading of that answer was lost. A group without samples stands for a dropped prompt.
     """
 
     prompt_id: int
@@ -166,8 +169,8 @@ class TrainSample:
 
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
     ``response_length`` entries. ``routes`` are those of the first tokens, see ``Sample``. ``weight`` multiplies the
-    sample's mean over its tokens, and ``count`` is what it adds to the samples that the batch is averaged over: of
-    several samples that are one answer together, the weights add up to 1 and the first alone counts.
+    sample's mean over its tokens, and ``count`` is its contribution to the number of samples over which the batch is
+    averaged. If several samples form one answer, their weights add up to 1 and only the first has a count of 1.
     """
 
     token_ids: IntColumn
@@ -206,8 +209,8 @@ class TrainBatch:
     Every rank gets the same number of micro-batches. ``num_samples`` and ``num_tokens`` count the *global* batch
     (loss-masked tokens): they are the denominators of the loss and are fixed before any forward pass, which is why
     micro-batching, data parallelism and packing cannot change the loss. ``log_prob_groups`` are the micro-batches of
-    passes that only compute log-probs, as positions among the rank's samples in order of ``micro_batches``; when there
-    are none these passes take ``micro_batches``.
+    passes that only compute log-probs, as positions among the rank's samples in order of ``micro_batches``; if empty,
+    these passes use ``micro_batches``.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -257,7 +260,7 @@ class EngineAddress:
 
 
 def _convert(value: object, **columns: type[IntColumn | FloatColumn | RunColumn]) -> None:
-    """Replace sequences in the named fields of a frozen value by columns; None stays."""
+    """Replace sequences in the named fields of a frozen value by columns; None is kept."""
     for name, column in columns.items():
         given = getattr(value, name)
         if given is not None and not isinstance(given, column):

@@ -1,7 +1,8 @@
-"""Models and data sets of a recipe, fetched from the Hugging Face hub into the folder that all nodes see.
+"""Download the models and data sets of a recipe from the Hugging Face hub to a folder on the shared file system.
 
-A thin layer over ``huggingface_hub`` (what a repository holds, HTTP with retries) and ``filelock`` (one fetch at a
-time). ``snapshot_download`` is not enough: it discards the part of a file that a killed process leaves, checks sizes
-but no digests, and shows files under their final names before the repository is complete. Invariant: a folder appears
-under its name only when every file in it was checked.
+A thin layer over ``huggingface_hub`` (listings, HTTP with retries) and ``filelock`` (one fetch at a time).
+``snapshot_download`` is not enough: it discards partial downloads of a killed process, checks sizes but not digests,
+and shows files under their final names before the repository is complete.
+
+Invariant: a folder appears under its final name only after every file in it was checked.
 """

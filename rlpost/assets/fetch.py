@@ -1,10 +1,11 @@
 """Fetch an asset: one process at a time downloads, checks and publishes; others wait.
 
-The lock is a lease (filelock's SoftFileLease): a file made by exclusive creation, which works on every shared file
-system, with a heartbeat. flock would not do: some file systems grant it to every node. A lease is free at once when its
-holder on the same node is dead, and after ``STALE_S`` without a heartbeat, by the waiter's own clock, elsewhere. A
-holder that was frozen for longer finds the lease lost before its next chunk and stops; every file is checked in any
-case.
+The lock is a lease (filelock's SoftFileLease): a file with a heartbeat, made by exclusive creation, which works on
+every shared file system. flock is not sufficient, because some file systems grant it on every node.
+
+A lease expires at once if its holder on the same node has died; for a holder on another node it expires after
+``STALE_S`` without a heartbeat, by the waiter's clock. A holder that was suspended for longer detects the loss before
+its next chunk and stops. Every file is checked in any case.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POLL_S = 0.5
 class Fetcher:
     """Fetches into ``root`` from ``hub`` (None: offline), ``workers`` files at a time.
 
-    ``wait_s`` limits the wait for another fetch; ``report`` gets messages and ``advance`` counts of bytes.
+    ``wait_s`` limits the wait for another fetch; ``report`` receives messages, ``advance`` numbers of bytes.
     """
 
     root: Path
@@ -45,10 +46,10 @@ class Fetcher:
     advance: Callable[[int], None]
 
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
-        """Complete an asset's folder, or wait until another fetch has; with ``compare`` check all digests.
+        """Complete an asset's folder, or wait for another fetch of it; with ``compare`` check all digests.
 
         Raises:
-            AssetError: not available, damaged, or fetched by another process for too long.
+            AssetError: the asset is not available or damaged, or another process held the lease too long.
         """
         stage = self.root / store.STAGES / asset.folder
         with lease(stage.with_name(f"{stage.name}.lock"), self.wait_s, self.report) as check:
@@ -59,7 +60,7 @@ class Fetcher:
             wrong = store.damage(folder, listing.files, deep=True) if listing else {}
             if listing is None or (wrong and self.hub is None):
                 problem = store.first(wrong) if wrong else found.remark
-                raise AssetError(f"{folder}: {problem}, and the hub is not asked (HF_HUB_OFFLINE)")
+                raise AssetError(f"{folder}: {problem}; unset HF_HUB_OFFLINE to download it from the hub")
             has_record = store.read_record(folder) is not None
             if wrong and not has_record and store.is_occupied(folder):
                 raise AssetError(
@@ -72,14 +73,14 @@ class Fetcher:
                 self._download(asset, listing, wrong, stage, check)
                 _publish(stage, folder, wrong)
             elif not has_record:
-                self.report(f"{folder}: was there, equals the hub")
+                self.report(f"{folder}: existing files match the hub")
                 store.write_record(folder, asset, listing)
             return store.inspect(asset, self.root)
 
     def _download(
         self, asset: Asset, listing: Listing, paths: Collection[str], stage: Path, check: Callable[[], None]
     ) -> None:
-        """Download and check files, several at a time. The first error ends all; what has come stays."""
+        """Download and check files, several at a time. The first error stops all; partial files are kept."""
         stopped = threading.Event()
 
         def advance(count: int) -> None:
@@ -88,7 +89,7 @@ class Fetcher:
             check()
             self.advance(count)
 
-        def one(file: HubFile) -> None:
+        def download(file: HubFile) -> None:
             path, digest = stage / file.path, ""
             path.parent.mkdir(parents=True, exist_ok=True)
             if (store.size_of(path) or 0) > file.size:
@@ -103,15 +104,15 @@ class Fetcher:
                 path.unlink()
                 advance(-file.size)
             raise AssetError(
-                f"{asset.repository}: {file.path} came damaged twice: {digest}, the hub names {file.digest}; "
-                "a proxy on the way, or the hub itself: call again later"
+                f"{asset.repository}: {file.path} was damaged in two downloads: its digest is {digest}, the hub "
+                f"expects {file.digest}; check the proxy, or try again later"
             )
 
         store.open_stage(stage, asset, listing)
         files = sorted((file for file in listing.files if file.path in paths), key=lambda file: -file.size)
         with ThreadPool(max(1, self.workers)) as pool:  # its threads do not keep a process alive
             try:
-                for _ in pool.imap_unordered(one, files):
+                for _ in pool.imap_unordered(download, files):
                     pass
             finally:
                 stopped.set()
@@ -119,7 +120,7 @@ class Fetcher:
 
 
 def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
-    """Give the complete stage its name, or replace the damaged files of a folder that is there."""
+    """Rename the complete stage to its final name, or replace damaged files in an existing folder."""
     if not store.is_occupied(folder):
         stage.rename(folder)  # also over an empty folder
         sync(folder.parent)
@@ -132,10 +133,10 @@ def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Hold a lock file; yields a check that raises AssetError once another process has taken it over.
+    """Hold a lease; yield a check that raises AssetError if another process has taken it over.
 
     Raises:
-        AssetError: still held by another process after ``wait_s`` seconds.
+        AssetError: another process still holds the lease after ``wait_s`` seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = SoftFileLease(path, lease_duration=STALE_S, heartbeat_interval=BEAT_S, thread_local=False)
@@ -146,17 +147,17 @@ def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[
         return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "another process"
 
     def check() -> None:
-        owner = lock.owner  # None for a moment is no loss: the heartbeat decides
+        owner = lock.owner  # may be None for a moment; only the heartbeat detects a loss
         if lock.compromise or (owner and owner.token != lock.token):
-            raise AssetError(f"{path}: taken over by {holder()}; this fetch stops, call again")
+            raise AssetError(f"{path}: taken over by {holder()}; this fetch stops; run the command again")
 
     reported: list[str] = []
 
     def report_once() -> bool:
-        if not reported and lock.owner is not None:  # it is None while the other process writes its name
+        if not reported and lock.owner is not None:  # None while the other process writes its name
             reported.append(f"waiting for {holder()}, which fetches {path.stem}")
             report(reported[0])
-        return False  # go on waiting
+        return False  # continue to wait
 
     try:
         held = lock.acquire(timeout=wait_s, poll_interval=POLL_S, cancel_check=report_once)

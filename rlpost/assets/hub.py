@@ -1,9 +1,9 @@
-"""The Hugging Face hub through its own client: what a repository holds, and the bytes of a file.
+"""List repositories of the Hugging Face hub and download their files, with the hub's own client.
 
-A token goes into a header of requests to the hub alone: httpx leaves it out when a download is redirected to another
-host. Downloads are plain HTTP (``http_get``), also of repositories in Xet storage: only that continues within a file
-that a killed process left. ``hf_hub_download`` names such files by process and never finds them again
-(huggingface_hub, pull request 4228).
+A token is sent only to the hub: httpx removes the header when a download is redirected to another host. Downloads use
+plain HTTP (``http_get``), also for repositories in Xet storage, because only that resumes a partial file of a killed
+process. ``hf_hub_download`` names partial files by process and never finds them again (huggingface_hub, pull request
+4228).
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from huggingface_hub.utils import build_hf_headers
 from rlpost.assets.wanted import Asset, HubFile, Listing, chosen
 from rlpost.errors import AssetError
 
-TOKEN_REMEDY = "give a token that may read it: HF_TOKEN in the environment, or --token-file FILE (mode 600)"
+TOKEN_REMEDY = "set a token with access: HF_TOKEN in the environment, or --token-file FILE (mode 600)"
+RETRY_REMEDY = "partial downloads are kept; run the command again"
 
 
 class Hub:
-    """One hub, asked with one token or with none."""
+    """A client of one hub, with or without a token."""
 
     def __init__(self, token: str | None, endpoint: str | None = None) -> None:
-        for name in ("huggingface_hub", "httpx"):  # a line for each request, retries with signed addresses
+        for name in ("huggingface_hub", "httpx"):  # they log each request, and signed URLs of retries
             logging.getLogger(name).setLevel(logging.ERROR)
         self._api = HfApi(endpoint=endpoint, token=token or False)
 
     def listing(self, asset: Asset) -> Listing:
-        """The files of a repository at the newest commit of its revision. Raises AssetError."""
+        """Return the files of a repository at the newest commit of its revision. Raises AssetError."""
         with self._errors(asset):
             info = self._api.repo_info(asset.repository, repo_type=asset.kind, revision=asset.revision)
             tree = self._api.list_repo_tree(asset.repository, repo_type=asset.kind, revision=info.sha, recursive=True)
-            return Listing(info.sha, chosen([_file(entry) for entry in tree if isinstance(entry, RepoFile)]))
+            files = [_file(entry) for entry in tree if isinstance(entry, RepoFile)]
+            return Listing(info.sha, chosen(files))
 
     def download(self, asset: Asset, commit: str, file: HubFile, path: Path, advance: Callable[[int], None]) -> None:
-        """Bring ``path`` to the file's size, from where it ends.
+        """Download a file to ``path``, resuming at its current size.
 
-        ``advance`` gets the bytes of each chunk before it is written; what it raises ends the download. Raises
-        AssetError.
+        ``advance`` receives the number of bytes of each chunk before it is written; an error that it raises stops the
+        download. Raises AssetError.
         """
         url = hf_hub_url(
             asset.repository, file.path, repo_type=asset.kind, revision=commit, endpoint=self._api.endpoint
         )
         with self._errors(asset), path.open("ab") as opened:
-            held = opened.tell()
+            present = opened.tell()
 
             def bar(*, initial: int = 0, **_: Any) -> _Bar:
-                advance(initial - held)  # less than 0 when the server cannot continue within a file
+                advance(initial - present)  # negative if the server cannot resume a file
                 return _Bar(advance)
 
             headers = build_hf_headers(token=self._api.token)
-            sized: dict[str, int] = {"resume_size": held, "expected_size": file.size}
+            sized: dict[str, int] = {"resume_size": present, "expected_size": file.size}
             http_get(url, opened, headers=headers, tqdm_class=bar, **sized)
             opened.flush()
             os.fsync(opened.fileno())
@@ -72,22 +74,22 @@ class Hub:
         try:
             yield
         except OfflineModeIsEnabled:
-            raise AssetError(f"{where}: not asked, HF_HUB_OFFLINE is set") from None
+            raise AssetError(f"{where}: HF_HUB_OFFLINE is set; unset it to reach the hub") from None
         except HfHubHTTPError as error:
             status = error.response.status_code
-            why = "what has come is kept, call again"
+            reason = RETRY_REMEDY
             if status in (401, 403, 404):
-                why = "no such repository or revision, or it is private or gated; "
-                why += f"check the name, or {TOKEN_REMEDY}"
-            raise AssetError(f"{where}: HTTP {status}: {why}") from None
+                reason = "no such repository or revision, or it is private or gated; "
+                reason += f"check the name, or {TOKEN_REMEDY}"
+            raise AssetError(f"{where}: HTTP {status}: {reason}") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
-            # Only the first line and no query: the signed address of a download is as good as a key while it lasts.
+            # Only the first line, without the query: a signed URL grants access until it expires.
             line = str(error).partition("\n")[0].partition("?")[0][:200]
-            raise AssetError(f"{where}: {type(error).__name__}: {line}; what has come is kept, call again") from None
+            raise AssetError(f"{where}: {type(error).__name__}: {line}; {RETRY_REMEDY}") from None
 
 
 class _Bar(contextlib.nullcontext[Any]):
-    """As much of tqdm as http_get uses."""
+    """The part of tqdm's interface that http_get uses."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         super().__init__(self)

@@ -1,7 +1,7 @@
-"""An asset on disk: its record, whether its files match the record, and the folder it is fetched to.
+"""Assets on disk: the record of each, the check of its files against the record, and the staging folder.
 
 ASSETS/NAME/          complete; .rlpost-asset.json in it holds commit, sizes and digests
-ASSETS/.fetch/NAME/   being fetched, with the record of what it will be; renamed to ASSETS/NAME at the end
+ASSETS/.fetch/NAME/   in progress, with the record of the complete asset; renamed to ASSETS/NAME at the end
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGES = ".fetch"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """State of an asset. ``listing`` is None when only the hub knows it; ``missing_bytes`` are still to download."""
+    """State of an asset. ``listing`` is None if unknown; ``missing_bytes`` are still to download."""
 
     asset: Asset
     folder: Path
@@ -34,7 +34,7 @@ class Status:
 
 
 def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> Status:
-    """Compare names and sizes with the record; ``ask`` the hub only where there is none. Raises AssetError."""
+    """Compare names and sizes with the record; without a record, get the listing from ``ask``. Raises AssetError."""
     folder = root / asset.folder
     recorded = read_record(folder, asset)
     if recorded is not None:
@@ -44,25 +44,25 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
         return Status(asset, folder, recorded, missing, not wrong, remark)
     occupied = is_occupied(folder)
     if ask is None:
-        remark = "has no record: not compared with the hub" if occupied else "not there"
+        remark = "has no record: not compared with the hub" if occupied else "does not exist"
         return Status(asset, folder, None, 0, occupied, remark)
     listing = ask(asset)
     if occupied:
-        return Status(asset, folder, listing, 0, False, "has no record: to be compared with the hub")
+        return Status(asset, folder, listing, 0, False, "has no record: will be compared with the hub")
     staged = staged_bytes(root / STAGES / asset.folder, listing)
     return Status(asset, folder, listing, listing.size - staged, False, "started" if staged else "")
 
 
 def is_occupied(folder: Path) -> bool:
-    """Whether a folder is there and not empty."""
+    """Whether a folder exists and is not empty."""
     return folder.is_dir() and any(folder.iterdir())
 
 
 def digest_of(path: Path, like: str) -> str:
-    """The digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` as git names the blob."""
+    """Return the digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` (the id of git's blob)."""
     kind = like.partition(":")[0]
     if kind == "git":
-        content = path.read_bytes()  # small: the hub keeps large files by SHA-256
+        content = path.read_bytes()  # small: the hub identifies large files by SHA-256
         blob = b"blob %d\0" % len(content) + content
         return f"git:{hashlib.sha1(blob).hexdigest()}"
     with path.open("rb") as file:
@@ -70,7 +70,7 @@ def digest_of(path: Path, like: str) -> str:
 
 
 def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, str]:
-    """By path what is wrong with each file that is missing, has another size, or (``deep``) another digest."""
+    """Return a problem by path for each file that is missing or has another size or (``deep``) another digest."""
     found: dict[str, str] = {}
     for file in files:
         path = folder / file.path
@@ -85,12 +85,12 @@ def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, s
 
 
 def first(wrong: dict[str, str]) -> str:
-    """One finding of ``damage``, for a message."""
+    """Return the first result of ``damage`` as text."""
     return ": ".join(next(iter(wrong.items())))
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file, None without one. A single stat call, because another fetch may move the folder meanwhile."""
+    """Return the bytes of a file, or None. A single stat call, because another fetch may move the folder."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +98,7 @@ def size_of(path: Path) -> int | None:
 
 
 def read_record(folder: Path, asset: Asset | None = None) -> Listing | None:
-    """What a folder holds; None without a record. Raises AssetError when it is unreadable or not of ``asset``."""
+    """Return the record of a folder, or None. Raises AssetError if it is unreadable or of another asset."""
     path = folder / RECORD
     try:
         content = json.loads(path.read_text())
@@ -118,21 +118,21 @@ def read_record(folder: Path, asset: Asset | None = None) -> Listing | None:
 
 
 def write_record(folder: Path, asset: Asset, listing: Listing) -> None:
-    """Write or replace the record atomically."""
+    """Write the record atomically."""
     files = {file.path: {"size": file.size, "digest": file.digest} for file in listing.files}
     content = {"repository": asset.repository, "kind": asset.kind, "commit": listing.commit, "files": files}
     write_atomic(folder / RECORD, json.dumps(content, indent=1) + "\n", mode=0o666)
 
 
 def staged_bytes(stage: Path, listing: Listing) -> int:
-    """Bytes of a listing that an interrupted fetch has left."""
+    """Return the bytes of a listing that an interrupted fetch has already downloaded."""
     recorded = read_record(stage)
     kept = set(recorded.files) & set(listing.files) if recorded else ()
     return sum(min(size_of(stage / file.path) or 0, file.size) for file in kept)
 
 
 def open_stage(stage: Path, asset: Asset, listing: Listing) -> None:
-    """Prepare a stage. What an earlier call left stays as far as it belongs to ``listing``, also of another commit."""
+    """Prepare a staging folder. Files of an earlier fetch are kept if ``listing`` has them, also of another commit."""
     recorded = read_record(stage)
     if recorded is None:
         shutil.rmtree(stage, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a recipe wants from the hub, and which files of a repository it needs. Pure."""
+"""Determine the hub repositories that a recipe needs, and the files of each. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlpost.config.tree import Config
 from rlpost.errors import AssetError, ConfigError
 
 Kind = Literal["model", "dataset"]
-# The same weights in formats that rlpost does not read; skipped where there are safetensors.
+# The same weights in formats that rlpost does not read; skipped if there are safetensors.
 OTHER_FORMS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 OTHER_FOLDERS = ("original", "onnx", "coreml", "openvino")
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A repository of the hub and the name of its folder here."""
+    """A repository of the hub and the name of its local folder."""
 
     repository: str
     kind: Kind
@@ -31,9 +31,9 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository: bytes, and the digest that the hub keeps of it.
+    """A file of a repository with its size in bytes and the hub's digest.
 
-    ``digest`` is ``sha256:HEX`` of the content for large files, or ``git:HEX``, the id of git's blob, for others.
+    ``digest`` is ``sha256:HEX`` of the content for large files, and ``git:HEX`` (the id of git's blob) for others.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Listing:
 
 
 def wanted(config: Config) -> tuple[Asset, ...]:
-    """The repositories of a recipe, each once. Raises ConfigError when two would share a folder."""
+    """Return the repositories of a recipe, each once. Raises ConfigError if two would share a folder."""
     named: list[tuple[Kind, str]] = [("model", name) for name in config.assets.hub_models]
     named += [("dataset", name) for name in config.assets.hub_datasets]
     found: dict[str, Asset] = {}
@@ -64,27 +64,27 @@ def wanted(config: Config) -> tuple[Asset, ...]:
         other = found.setdefault(asset.folder, asset)
         if other != asset:
             raise ConfigError(
-                f"[assets]: {_word(other)} and {_word(asset)} would both be kept as {asset.folder}; name one of them"
+                f"[assets]: {_label(other)} and {_label(asset)} would share the folder {asset.folder}; keep one of them"
             )
     return tuple(found.values())
 
 
 def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> tuple[str, ...]:
-    """``key = path`` of what the recipe wants below ``assets_dir`` and no repository brings: converted checkpoints."""
-    brought = {asset.folder for asset in assets}
+    """Return ``key = path`` for paths below ``assets_dir`` that no repository provides, such as converted weights."""
+    provided = {asset.folder for asset in assets}
     pairs = [(key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")]
-    data = config.rollout.prompt_data
-    pairs += [("prompt_data", path) for path in ((data,) if isinstance(data, str) else data or ())]
+    pairs += [("prompt_data", path) for path in config.rollout.prompt_data]
     pairs += [("eval_prompt_data", path) for _, path in config.eval_sets]
-    return tuple(
-        f"{key} = {path}"
-        for key, path in dict.fromkeys(pairs)
-        if isinstance(path, str) and (name := _first_below(path, assets_dir)) and name not in brought
-    )
+    found = []
+    for key, path in dict.fromkeys(pairs):
+        name = _first_below(path, assets_dir) if isinstance(path, str) else None
+        if name is not None and name not in provided:
+            found.append(f"{key} = {path}")
+    return tuple(found)
 
 
 def chosen(files: Sequence[HubFile]) -> tuple[HubFile, ...]:
-    """The files to fetch: all, without weights in other formats where there are safetensors.
+    """Return the files to fetch: all, or all without other weight formats if there are safetensors.
 
     Raises:
         AssetError: a path leads out of the folder.
@@ -92,20 +92,25 @@ def chosen(files: Sequence[HubFile]) -> tuple[HubFile, ...]:
     for file in files:
         path = PurePosixPath(file.path)
         if path.is_absolute() or ".." in path.parts or not path.parts or not file.path.isprintable():
-            raise AssetError(f"the hub names a file {file.path!r}, which leads out of its folder; not fetched")
+            raise AssetError(f"the hub lists the file {file.path!r}, which leads out of its folder; it is not fetched")
     if not any(file.path.endswith(".safetensors") for file in files):
         return tuple(files)
-    return tuple(
-        file
-        for file in files
-        if not file.path.endswith(OTHER_FORMS) and PurePosixPath(file.path).parts[0] not in OTHER_FOLDERS
-    )
+    return tuple(file for file in files if not _is_other_format(file))
+
+
+def _is_other_format(file: HubFile) -> bool:
+    return file.path.endswith(OTHER_FORMS) or PurePosixPath(file.path).parts[0] in OTHER_FOLDERS
 
 
 def _first_below(path: str, folder: str) -> str | None:
+    """Return the first part of ``path`` below ``folder``, or None if it is not below it."""
     below = PurePosixPath(path)
-    return below.relative_to(folder).parts[0] if below.is_relative_to(folder) and str(below) != folder else None
+    if not below.is_relative_to(folder):
+        return None
+    parts = below.relative_to(folder).parts
+    return parts[0] if parts else None
 
 
-def _word(asset: Asset) -> str:
-    return f"{asset.kind} {asset.repository}" + (f"@{asset.revision}" if asset.revision else "")
+def _label(asset: Asset) -> str:
+    revision = f"@{asset.revision}" if asset.revision else ""
+    return f"{asset.kind} {asset.repository}{revision}"

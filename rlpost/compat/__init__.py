@@ -1,1 +1,1 @@
-"""Functions of the user's own that were written for another trainer."""
+"""Compatibility with custom functions that were written for another trainer."""

@@ -1,4 +1,4 @@
-"""Settings: one typed tree, its loading, its checks and what follows from it. Imports neither torch nor ray."""
+"""Settings: a typed tree, its loading, its checks and derived values. Imports neither torch nor ray."""
 
 from rlpost.config.tree import Config
 

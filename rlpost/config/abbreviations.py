@@ -1,8 +1,8 @@
-"""What people call settings elsewhere, and the flags that they are here. Pure data.
+"""Names of settings in other programs, and the corresponding flags. Pure data.
 
-Input: a word of a command line that is no flag. Output: what to give instead. The names are those of Megatron-LM,
-SGLang, vLLM, verl, TRL and of papers; none of them is an option of Megatron-core (a test holds that), for then it
-would have a meaning of its own.
+Input: an unknown flag of a command line. Output: the flag to use instead. The names are those of Megatron-LM, SGLang,
+vLLM, verl, TRL and of papers. None of them is an option of Megatron-core, which would be passed through (a test checks
+that).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ ABBREVIATIONS: dict[str, tuple[str, ...]] = {
     "warmup": ("--lr-warmup-iters",),
     "wd": ("--weight-decay",),
 }
-"""A name without its dashes -> the flags that it may mean."""
+"""Name without leading dashes -> the flags that it may mean."""
 
 _DERIVED = (
     "the data-parallel size is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "
     "--context-parallel-size leave of the GPUs that train (--actor-num-nodes x --actor-num-gpus-per-node)"
 )
 DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
-"""Names of what follows from other settings, and how."""
+"""Names of values that are derived from settings, and how."""
 
 
 def meant(word: str) -> str | None:
-    """What to give in place of a flag such as ``--tp`` or ``-n``; None for a name that is not known."""
+    """Return an error with the flag to use instead of one such as ``--tp`` or ``-n``; None for an unknown name."""
     name = word.lstrip("-").replace("_", "-").lower()
     if name in DERIVED:
         return f"{word}: no such flag; {DERIVED[name]}"

@@ -1,17 +1,17 @@
-"""The sets of held-out prompts: from --eval-prompt-data, or from the file of --eval-config with settings of their own.
+"""Evaluation sets: from --eval-prompt-data, or with separate settings from the file of --eval-config.
 
-Input: the table [eval]. Output: one ``EvalSet`` a set; what it does not give is inherited from [eval] and, where
-that says nothing either, from [rollout]. The file, TOML or YAML:
+Input: the table [eval]. Output: one ``EvalSet`` per set; unset values are inherited from [eval] and then from
+[rollout]. The file is TOML or YAML:
 
     [defaults]                         # for all sets of the file
     temperature = 0.6
     [[datasets]]
     name = "aime24"
-    path = "aime24.jsonl"              # seen from this file
+    path = "aime24.jsonl"              # relative to this file
     n_samples_per_eval_prompt = 16
     rm_type = "deepscaler"
 
-In YAML both tables may stand under one key ``eval``, as in recipes for slime.
+In YAML both tables may be below a key ``eval``, as in recipes for slime.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlpost.errors import ConfigError, suggestion
 
 
 class EvalSet(Group):
-    """One set of held-out prompts and what is different for it."""
+    """One set of held-out prompts and the settings that it overrides."""
 
     name: str
     path: str
@@ -62,11 +62,11 @@ ROLLOUT_KEYS = (
     "apply_chat_template_kwargs",
     "custom_generate_function_path",
 )
-"""Keys of a set that stand in [rollout] under the same name."""
+"""Keys of a set that override a setting of [rollout] with the same name."""
 
 
 def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
-    """All sets. Raises ConfigError, which names the file and the key, when --eval-config cannot be used."""
+    """Return all sets. Raises ConfigError with file and key if --eval-config is invalid."""
     if evaluation.eval_config is not None:
         return _from_file(Path(evaluation.eval_config))
     words = evaluation.eval_prompt_data
@@ -81,12 +81,12 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
         raise ConfigError(f"{file}: needs a list 'datasets', each with a name and a path")
     if not isinstance(raw.get("defaults") or {}, dict):
         raise ConfigError(f"{file}: defaults = {raw['defaults']!r}: a table of settings for all sets is needed")
-    if strangers := raw.keys() - {"defaults", "datasets"}:
-        raise ConfigError(f"{file}: unknown key '{min(strangers)}'; it has 'defaults' and 'datasets'")
+    if unknown := raw.keys() - {"defaults", "datasets"}:
+        raise ConfigError(f"{file}: unknown key '{min(unknown)}'; known: 'defaults' and 'datasets'")
     found = [_entry(file, number, {**(raw.get("defaults") or {}), **entry}) for number, entry in _numbered(file, raw)]
     names = [each.name for each in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{file}: two datasets are called '{twice}'; their metrics need a name each")
+        raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
     return tuple(found)
 
 
@@ -100,8 +100,8 @@ def _numbered(file: Path, raw: Mapping[str, Any]) -> list[tuple[int, dict[str, A
 def _entry(file: Path, number: int, entry: dict[str, Any]) -> EvalSet:
     where = f"{file}: dataset {number} ({entry.get('name', 'without a name')})"
     known = EvalSet.model_fields
-    if stranger := next((key for key in entry if key not in known), None):
-        raise ConfigError(f"{where}: unknown key '{stranger}'{suggestion(stranger, known)}; known: {', '.join(known)}")
+    if unknown := next((key for key in entry if key not in known), None):
+        raise ConfigError(f"{where}: unknown key '{unknown}'{suggestion(unknown, known)}; known: {', '.join(known)}")
     try:
         made = EvalSet.model_validate(entry)
     except ValidationError as error:
@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[str, Any]:
         text = file.read_text()
         if file.suffix == ".toml":
             return tomllib.loads(text)
-        import yaml  # only here: TOML needs nothing installed
+        import yaml  # optional: TOML needs no package
 
         value = yaml.safe_load(text)
     except ImportError:

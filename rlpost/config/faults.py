@@ -31,7 +31,7 @@ _OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_
 
 
 def describe(fault: Any, origins: Mapping[str, str]) -> str:
-    """A value that the tree does not take: its flag, the value, where it is from, what is needed."""
+    """Describe an invalid value: its flag, the value, its origin, the constraint."""
     where = [str(part) for part in fault["loc"][:2]]
     origin = origins.get(".".join(where), COMMAND_LINE)
     named = flag(where[1]) if len(where) > 1 else f"[{where[0]}]"
@@ -42,7 +42,7 @@ def describe(fault: Any, origins: Mapping[str, str]) -> str:
 
 
 def _needed(fault: Any) -> str:
-    """What a value must be, in the words of a person instead of pydantic's."""
+    """Return the constraint in plain English."""
     field = _field(fault["loc"])
     limits = _limits(field) if field is not None else ""
     if limits and fault["type"] in _OUT_OF_BOUNDS:
@@ -97,6 +97,8 @@ def _bounds(parts: Iterable[Any]) -> dict[str, Any]:
 
 
 def _numbers(annotation: Any) -> set[Any]:
-    """The plain types within an annotation."""
+    """Return the plain types within an annotation."""
     inner = typing.get_args(annotation)
-    return set().union(*map(_numbers, inner)) if inner else {annotation} if isinstance(annotation, type) else set()
+    if inner:
+        return set().union(*map(_numbers, inner))
+    return {annotation} if isinstance(annotation, type) else set()

@@ -37,9 +37,9 @@ def fields() -> dict[str, str]:
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with one flag for every leaf of the tree; ``parse`` turns its result into ``Values``.
+    """Make a parser with one flag for every leaf of the tree; ``parse`` converts its result to ``Values``.
 
-    The recipe is the first word, before any flag: behind a flag of many values it could not be told from them.
+    The recipe is the first argument, because after a flag with several values it would be one of them.
     """
     usage = f"{prog} [RECIPE.toml] [--flag value ...]"
     made = Parser(prog=prog, usage=usage, description=description, allow_abbrev=False)
@@ -57,11 +57,11 @@ def flag(key: str) -> str:
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Values]:
-    """Parse the words of a command line. Raises ConfigError for flags that nobody knows.
+    """Parse a command line. Raises ConfigError for unknown flags.
 
-    The namespace holds ``recipe`` and what the caller added to the parser; the values hold the settings that were
-    given, and what goes on to SGLang and Megatron-core under ``sglang`` and ``megatron``. Of a flag that is given twice
-    the last counts.
+    The namespace holds ``recipe`` and the arguments that the caller added to the parser. The values hold the given
+    settings, and the pass-through options of SGLang and Megatron-core under ``sglang`` and ``megatron``. The last
+    occurrence of a flag wins.
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None

@@ -1,9 +1,7 @@
-"""Which options the installed Megatron-core has, found by reading its source: nothing of it is imported.
+"""Options of the installed Megatron-core, read from its source without importing it.
 
-Input: names.
-Output: whether they are fields of its three dataclasses of settings; a line for each that cannot
-be given. Where Megatron-core is not installed (a login node) there is nothing to compare with, and
-the driver checks again.
+Input: names of options. Output: whether they are fields of its dataclasses of settings, and one line for each invalid
+option. Where Megatron-core is not installed (a login node) names are not checked; the driver checks them again.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ CLASSES = {
 """Dataclasses of settings and the files of ``megatron.core`` that define them."""
 
 ALIASES = {"ddp_bucket_size": "bucket_size", "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad"}
-"""Megatron's own flags whose names are not those of the fields (megatron/training/arguments.py)."""
+"""Megatron's flags whose names differ from those of the fields (megatron/training/arguments.py)."""
 
-_NOT_FROM_TEXT = ("Callable", "dtype", "ContextManager", "RecipeConfig")  # types of fields that no text can give
+_NOT_FROM_TEXT = ("Callable", "dtype", "ContextManager", "RecipeConfig")  # types that cannot be given as text
 
 OURS = {
     "add_bias_linear": "the model's config.json",
@@ -50,32 +48,36 @@ OURS = {
     "variable_seq_lengths": "--pipeline-model-parallel-size",
     "virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage",
 }
-"""Fields that the trainer sets itself, and what from."""
+"""Fields that the trainer sets, and the setting from which it derives them."""
 
 NO_EFFECT = {
     "cross_entropy_fusion_impl": "the trainer computes log-probs itself",
     "cross_entropy_loss_fusion": "the trainer computes log-probs itself",
-    "masked_softmax_fusion": "attention has kernels of its own, with the softmax in them",
+    "masked_softmax_fusion": "the attention kernels include the softmax",
     "memory_efficient_layer_norm": "norms are TransformerEngine's or the trainer's",
     "persist_layer_norm": "norms are TransformerEngine's or the trainer's",
 }
-"""Fields that nothing here reads, and why; to switch one off is no mistake."""
+"""Fields that have no effect here, and why; disabling one is accepted."""
 
 
 @functools.cache
 def option_names() -> frozenset[str] | None:
-    """Fields of the installed Megatron-core that a text can give; None when it is not installed."""
-    found = PathFinder.find_spec("megatron")  # finders of ours, which would import torch, are not asked
-    places = [Path(place) / "core" for place in (found.submodule_search_locations or ())] if found is not None else []
-    folder = next((place for place in places if place.is_dir()), None)
-    if folder is None:
+    """Return the fields of the installed Megatron-core that text can set; None if it is not installed."""
+    spec = PathFinder.find_spec("megatron")  # without rlpost's import hooks, which would import torch
+    if spec is None:
         return None
-    return frozenset(name for one, file in CLASSES.items() for name in _fields(folder / file, one))
+    folders = [Path(location) / "core" for location in spec.submodule_search_locations or ()]
+    core = next((folder for folder in folders if folder.is_dir()), None)
+    if core is None:
+        return None
+    names: set[str] = set()
+    for class_name, file in CLASSES.items():
+        names |= _fields(core / file, class_name)
+    return frozenset(names)
 
 
 def option_problems(options: Mapping[str, Any]) -> list[str]:
-    """One line for each option that Megatron-core does not have, that follows from other settings, or that asks for
-    something that nothing here does."""
+    """Return one line for each option that Megatron-core does not have, is set by rlpost, or has no effect."""
     problems, known = [], option_names()
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

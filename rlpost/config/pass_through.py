@@ -1,8 +1,10 @@
 """Pass flags that are not settings through to SGLang or Megatron-core by name.
 
-Input: words of a command line. Output: the words that are ours, and by group what the others give: no value is true,
-several are a list. Megatron-core's names are checked where it is installed, else by the driver before training; names
-and values of SGLang's always are (``rlpost.rollout.server_args``).
+Input: the arguments of a command line. Output: the arguments of rlpost, and by group the values of the others: true for
+a flag without a value, a list for several values.
+
+Names of Megatron-core's options are checked where it is installed, else by the driver before training. Names and values
+of SGLang's options are always checked (``rlpost.rollout.server_args``).
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
 
 ALIKE = 0.9
-"""How alike a word may be to one of ours before it counts as a misspelling of it, where nothing else can tell."""
+"""Similarity from which an unknown flag counts as a misspelt setting if Megatron-core is not installed."""
 
 
 def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Take each ``--X [values]`` that is none of the ``known`` flags and has an owner out of ``words``."""
+    """Separate each ``--X [values]`` that is not a ``known`` flag and has an owner from ``words``."""
     rest: list[str] = []
     found: dict[str, dict[str, list[str]]] = {}
     values: list[str] | None = None
     for word in words:
         if not word.startswith("--"):
-            (rest if values is None else values).append(word)
+            target = rest if values is None else values
+            target.append(word)
             continue
         name, given, value = word.partition("=")
         key = name[2:].replace("-", "_")
@@ -41,14 +44,14 @@ def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict
 
 
 def owner(key: str, known: Collection[str]) -> str | None:
-    """The group that takes a key which is no setting of ours; None when nobody does.
+    """Return the group of a pass-through option, or None if it has none.
 
-    Without Megatron-core here whatever is not like a flag of ours may be Megatron's.
+    If Megatron-core is not installed, a name that does not resemble a flag of rlpost counts as Megatron's.
     """
     if key.startswith("sglang_"):
         return "sglang"
     names = option_names()
-    if meant(key) is not None:  # what other programs call a setting of ours
+    if meant(key) is not None:  # another program's name for a setting
         return None
     if names is None:
         return None if suggestion("--" + key.replace("_", "-"), known, cutoff=ALIKE) else "megatron"
@@ -56,7 +59,7 @@ def owner(key: str, known: Collection[str]) -> str | None:
 
 
 def _values(key: str, texts: Sequence[str]) -> Any:
-    """What a flag gives: true without values, one value, or a list."""
+    """Return the value of a flag: true without values, one value, or a list."""
     if not texts:
         return True
     parsed = list(texts) if _is_text(key) else [_literal(text) for text in texts]
@@ -64,7 +67,7 @@ def _values(key: str, texts: Sequence[str]) -> Any:
 
 
 def _is_text(key: str) -> bool:
-    """Whether SGLang takes a text, so that ``--sglang-revision 007`` stays what it is."""
+    """Whether SGLang expects a string, so that ``--sglang-revision 007`` is not converted to 7."""
     table = server_arg_table()
     arg = table.args.get(table.name_of(key.removeprefix("sglang_"))) if key.startswith("sglang_") else None
     return arg is not None and arg.kind in ("str", "any")

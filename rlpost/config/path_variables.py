@@ -1,8 +1,8 @@
-"""Variables in the paths of a recipe: ``$RLPOST_ASSETS/Qwen3-4B`` is for every site where it keeps its models.
+"""Environment variables in paths of a recipe, such as ``$RLPOST_ASSETS/Qwen3-4B``, so that it works at every site.
 
 Input: settings and the environment.
-Output: the paths with the values of their variables; one line for each variable that has none.
-``cluster.assets_dir`` gives RLPOST_ASSETS its value before the environment does.
+Output: the paths with their variables expanded; one line for each variable that is not set.
+``cluster.assets_dir`` overrides RLPOST_ASSETS of the environment.
 """
 
 from __future__ import annotations
@@ -21,35 +21,39 @@ VARIABLE = re.compile(r"\$([A-Z][A-Z0-9_]*)(?=[/:]|$)")
 
 
 def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that paths may begin with; ``assets_dir`` may begin with one itself."""
-    return {**environ, **({ASSETS: expanded(cluster.assets_dir, environ)} if cluster.assets_dir else {})}
+    """Return the variables that paths may begin with; ``assets_dir`` may also begin with one."""
+    if not cluster.assets_dir:
+        return dict(environ)
+    return {**environ, ASSETS: expanded(cluster.assets_dir, environ)}
 
 
 def container_word(cluster: ClusterConfig, environ: Mapping[str, str]) -> str:
-    """The container of the settings: RLPOST_CONTAINER in the place of ``auto``, as ``slurm/container.sh`` reads it.
+    """Return the container setting; RLPOST_CONTAINER replaces ``auto``, as in ``slurm/container.sh``.
 
     Raises:
-        ConfigError: the variable holds no choice.
+        ConfigError: the variable has an invalid value.
     """
     if cluster.container != "auto" or not environ.get(CONTAINER):
         return cluster.container
     if environ[CONTAINER] not in ("pyxis", "enroot", "none"):
         raise ConfigError(
-            f"{CONTAINER}={environ[CONTAINER]} is not a choice; use pyxis, enroot or none, or unset it to have it "
-            "detected"
+            f"{CONTAINER}={environ[CONTAINER]} is not a choice; use pyxis, enroot or none, or unset it to detect the "
+            "container"
         )
     return environ[CONTAINER]
 
 
 def expanded(path: str, variables: Mapping[str, str]) -> str:
-    """The path with the value of the variable that it begins with; as it is where that is not set."""
+    """Return the path with its leading variable expanded; unchanged if the variable is not set."""
     found = VARIABLE.match(path)
-    value = variables.get(found[1]) if found else None
-    return path if not found or not value else value + path[found.end() :]
+    if found is None:
+        return path
+    value = variables.get(found[1])
+    return value + path[found.end() :] if value else path
 
 
 def variable_problems(config: Config) -> list[str]:
-    """One line for each variable that is not set, with the settings that need it."""
+    """Return one line for each variable that is not set, with the settings that use it."""
     missing: dict[str, list[str]] = {}
     for key, path in _paths(config):
         if found := VARIABLE.match(path):
@@ -58,7 +62,7 @@ def variable_problems(config: Config) -> list[str]:
 
 
 def _unset(name: str, flags: Sequence[str]) -> str:
-    """A variable that is not set: who needs it, and how else the value can be given."""
+    """Describe a variable that is not set: the settings that use it, and the remedies."""
     begin = "begins" if len(flags) == 1 else "begin"
     names = f"{', '.join(flags[:-1])} and {flags[-1]}" if len(flags) > 1 else flags[0]
     line = f"${name} is not set, and {names} {begin} with it; export {name}="
@@ -80,7 +84,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((key, one) for one in _texts(value))
     yield from (("eval_prompt_data", one) for one in config.eval.eval_prompt_data)
     cluster = config.cluster
-    if cluster.container not in ("none", "auto"):  # a job that chooses its container says what it lacks
+    if cluster.container not in ("none", "auto"):  # with "auto" the job reports a missing image
         yield from (("container_image", one) for one in _texts(cluster.container_image))
     if cluster.container != "none":
         yield from (("container_mounts", one) for one in cluster.container_mounts)

@@ -1,13 +1,13 @@
-"""A recipe at a size that one machine runs: the same algorithm and rollout on a small model of the same family. Pure.
+"""Scale a recipe down to one machine: the same algorithm and rollout on a small model of the same family. Pure.
 
-Input: the settings of a recipe, the architecture of its model in the words of [model], and how
-many ranks may train.
-Output: settings, and each value that is another. What is made smaller: the model (layers, widths,
-heads, experts, by powers of two, so that their ratios stay), the parallel layout (folded to the
-ranks), engines and nodes, the batch, and lengths. What goes with the model: its folder, tokenizer,
-prompts and the stop tokens and reward that fit them. All else stays as the recipe has it:
-advantages, losses and corrections, how answers are sampled, filtered, cut off and kept, who shares
-GPUs with whom, precision, recomputation, the optimizer and where it lies, checkpoints.
+Input: the settings of a recipe, the architecture of its model by the names of [model], and the number of training
+ranks. Output: the scaled settings and a list of the changes.
+
+Scaled down:        the model (layers, widths, heads, experts, by powers of two, which keeps their ratios), the parallel
+                    layout (to the number of ranks), engines and nodes, the batch, and lengths
+Replaced with it:   the model's folder, tokenizer, prompts, and the stop tokens and reward that match them
+Unchanged:          all other settings: advantages, losses and corrections, sampling, filtering, truncation and partial
+                    rollouts, colocation, precision, recomputation, optimizer and its placement, checkpoints
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
 RANKS = 2
-"""That train, where nobody says how many."""
+"""Default number of training ranks."""
 HIDDEN, HEAD, HEADS, LAYERS, EXPERTS, TOPK = 128, 16, 8, 4, 8, 2
-"""What is at most this is not made smaller (for TOPK: not below it)."""
+"""Sizes up to these are not scaled down (TOPK: the minimum after scaling)."""
 WIDTH_MULTIPLE = 16
-"""Of every width, so that tensor parallelism and blocks of FP8 divide it."""
+"""Divisor of every width, for tensor parallelism and FP8 blocks."""
 FP8_BLOCK = (16, 16)
 VOCAB = 64
-"""Of the tokenizer that tools/make_tiny_model.py makes."""
+"""Vocabulary size of the tokenizer that tools/make_tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
-"""Prompts a step and tokens of an answer; batch and lengths are halved until they are no larger."""
+"""Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they fit."""
 PACKED = 2 * ANSWER
-"""Tokens of a micro-batch at the least: prompts are not made shorter, and some samples should share one."""
+"""Minimum tokens of a micro-batch: prompts are not shortened, and samples should still share a micro-batch."""
 ENGINES = 2
 OBJECT_STORE = 100_000_000
 FOLDER = Path("assets/scaled")
 MODEL, MODEL_FP8, TRAIN, HELDOUT = "model", "model-FP8", "train.jsonl", "heldout.jsonl"
 ONE_ENGINE_S = ("enable_dp_attention", "enable_dp_lm_head", "dp_size", "ep_size", "moe_dense_tp_size")
-"""Options of SGLang that share an engine's work out among its GPUs; without a meaning on one."""
+"""Options of SGLang that distribute an engine over its GPUs; unset for an engine with one GPU."""
 LENGTHS = (
     "rollout.rollout_max_response_len", "rollout.rollout_max_context_len", "rollout.rollout_max_prompt_len",
     "eval.eval_max_response_len", "perf.max_tokens_per_gpu", "perf.log_probs_max_tokens_per_gpu",
@@ -61,7 +61,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The settings to run, and in which of them they differ from the recipe."""
+    """The scaled settings, and their changes from the recipe."""
 
     config: Config
     changes: tuple[Change, ...]
@@ -70,17 +70,17 @@ class Scaled:
 def scale_down(
     config: Config, words: Mapping[str, Any], *, ranks: int, fp8: bool = False, kept: Collection[str] = ()
 ) -> Scaled:
-    """The recipe for ``ranks`` ranks on one node.
+    """Scale a recipe down to ``ranks`` training ranks on one node.
 
     Args:
         config: the recipe.
         words: the architecture of its model, by the names of [model].
-        ranks: how many may train.
-        fp8: whether the folder of the model holds block-wise FP8, for engines that infer in it.
-        kept: ``group.key`` of settings that a person gave for this very run: they stay as given.
+        ranks: number of training ranks.
+        fp8: whether the model folder holds block-wise FP8 weights, for engines that infer in FP8.
+        kept: ``group.key`` of settings given for this run, which are not changed.
 
     Raises:
-        ConfigError: ``ranks`` is less than one, or a size of the model is not known.
+        ConfigError: ``ranks`` is less than one, or a size of the model is unknown.
     """
     if ranks < 1:
         raise ConfigError(f"--scale-down {ranks}: give how many ranks may train, 1 or more")
@@ -99,10 +99,11 @@ def scale_down(
 
 
 def folded(layout: Layout, ranks: int) -> Layout:
-    """The layout on at most ``ranks`` ranks: sizes are halved in the order DP, CP, PP, TP, first down to 2, so that
-    each kind of parallelism that the recipe has stays as long as it can, then down to 1.
+    """Reduce a layout to at most ``ranks`` ranks.
 
-    Experts are no factor of the product; they are spread over as many ranks of a stage as there are.
+    Sizes are halved in the order DP, CP, PP, TP, first down to 2, which preserves every kind of parallelism of the
+    recipe as long as possible, then down to 1. Expert parallelism is not a factor of the product; its size is reduced
+    until it divides the ranks of a stage.
     """
     data = max(1, layout.data)  # 0 where the recipe's own layout has more ranks than GPUs
     sizes = {"data": data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
@@ -128,7 +129,7 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
 
 def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
-    """The architecture in small, as far as it has another value; ``layout`` divides it."""
+    """Return the scaled values of the architecture, which are divisible by the sizes of ``layout``."""
     hidden, heads = words["hidden_size"], words["num_attention_heads"]
     groups = words.get("num_query_groups") or heads
     head_dim = words.get("kv_channels") or hidden // heads
@@ -172,7 +173,7 @@ def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layer
 
 
 def _pattern(pattern: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Which layers have experts: every so many-th of them; the first is dense where any is and none is left."""
+    """Sample the layer pattern evenly; if all dense layers are lost, make the first one dense."""
     chosen = tuple(pattern[index * len(pattern) // num_layers] for index in range(num_layers))
     return (0, *chosen[1:]) if 0 in pattern and 0 not in chosen else chosen
 
@@ -182,7 +183,7 @@ def _width(size: int, factor: int) -> int:
 
 
 def _halved(size: int, limit: int) -> int:
-    """The size, halved and rounded up until it is no larger than the limit."""
+    """Halve the size, rounding up, until it is at most the limit."""
     while size > limit:
         size = -(-size // 2)
     return size
@@ -208,7 +209,7 @@ def _layout_values(config: Config, layout: Layout) -> Values:
 
 
 def _cluster_values(config: Config, layout: Layout) -> Values:
-    """One node of this machine; as many engines as the recipe has, but no more than ``ENGINES``."""
+    """One node, with the recipe's number of engines but at most ``ENGINES``."""
     cluster = config.cluster
     engines = min(config.num_engines, ENGINES)
     if cluster.colocate:
@@ -235,15 +236,23 @@ def _cluster_values(config: Config, layout: Layout) -> Values:
 
 def _engine_options(config: Config, size: int) -> Values:
     given = config.sglang.server_args
-    return {
-        f"sglang.sglang_{name}": None if size == 1 else min(given[name], size) if type(given[name]) is int else True
-        for name in ONE_ENGINE_S
-        if name in given
-    }
+    values: Values = {}
+    for name in ONE_ENGINE_S:
+        if name not in given:
+            continue
+        value = given[name]
+        if size == 1:
+            scaled = None
+        elif type(value) is int:  # not bool
+            scaled = min(value, size)
+        else:
+            scaled = True
+        values[f"sglang.sglang_{name}"] = scaled
+    return values
 
 
 def _batch_values(config: Config) -> Values:
-    """Batches by one factor, lengths by another, all of a kind by the same."""
+    """Divide all batch sizes by one factor, and all lengths by another."""
     batches = {name: value for name in BATCHES if (value := _get(config, name)) is not None}
     prompts, smaller = batches["rollout.rollout_batch_size"], 1
     while prompts // smaller > PROMPTS and all(value % (2 * smaller) == 0 for value in batches.values()):
@@ -259,7 +268,7 @@ def _batch_values(config: Config) -> Values:
 
 
 def _assets(config: Config, *, fp8: bool) -> Values:
-    """What tools/make_tiny_model.py makes: the model, and problems in place of prompts."""
+    """The files of tools/make_tiny_model.py: a model, and arithmetic problems as prompts."""
     folder = FOLDER / config.cluster.job_name
     path = {name: str((folder / name).absolute()) for name in (MODEL, MODEL_FP8, TRAIN, HELDOUT)}
     values: Values = {
@@ -294,7 +303,7 @@ def _changed(config: Config, values: Mapping[str, Any]) -> Scaled:
     for group, entries in groups.items():
         node = getattr(config, group)
         given = {key: value for key, value in node if key not in entries}
-        # what passes through to SGLang is gone without a value
+        # a pass-through option of SGLang without a value is removed
         extra = set(node.model_extra or {})
         new = {key: value for key, value in entries.items() if value is not None or key not in extra}
         update[group] = type(node).model_validate(given | new)

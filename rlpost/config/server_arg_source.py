@@ -1,9 +1,9 @@
-"""The fields of SGLang's ServerArgs, read from its source: nothing of SGLang is imported.
+"""The fields of SGLang's ServerArgs, read from its source without importing it.
 
-Input: the folder of the package. Output: each field by name, with the type that its annotation gives. Up to 0.5.20 they
-are the annotated fields of ``ServerArgs`` itself, since then those of the classes in ``arg_groups/fields``. What
-SGLang computes (the registry of tool parsers, defaults that are calls) is not found here; ``tools/make_server_args.py``
-adds it to the copy of the pinned version.
+Input: the folder of the package. Output: each field by name, with the type of its annotation. Up to 0.5.20 these are
+the annotated fields of ``ServerArgs``, in later versions those of the classes in ``arg_groups/fields``. Values that
+SGLang computes (the registry of tool parsers, defaults that are calls) are missing; ``tools/make_server_args.py`` adds
+them to the copy of the pinned version.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SUFFIX_PARSERS = ("human_readable_int",)
 
 @dataclass(frozen=True, slots=True)
 class ServerArg:
-    """What one field of ServerArgs takes.
+    """The values that a field of ServerArgs accepts.
 
-    ``kind`` is int, float, str, bool, json (a table or a list), any (several of these) or object (only Python can give
-    it). ``suffixes``: an int may be written 16k or 16Ki. ``const``: the value of the flag without one, None where it
-    needs one.
+    ``kind`` is int, float, str, bool, json (a table or a list), any (several of these) or object (a Python object,
+    which text cannot express). ``suffixes``: an int may be written 16k or 16Ki. ``const``: the value of the flag
+    without an argument; None if it needs one.
     """
 
     kind: str = "any"
@@ -73,7 +73,7 @@ def _argument(field: ast.AnnAssign) -> ServerArg:
 
 
 def _of_type(kind: ast.expr) -> ServerArg:
-    """What an annotation admits, before its metadata."""
+    """Return the values that an annotation admits, without its metadata."""
     name, parts = _generic(kind)
     if name in _SCALARS and not parts:
         return ServerArg(name)
@@ -112,7 +112,7 @@ def _generic(kind: ast.expr) -> tuple[str, list[ast.expr]]:
 
 
 def _described(found: ServerArg, described: ast.Call) -> ServerArg:
-    """What ``Arg(...)`` says beyond the type."""
+    """Add the information of ``Arg(...)``."""
     words = {word.arg: word.value for word in described.keywords if word.arg}
     parser = ast.unparse(words["type_parser"]) if "type_parser" in words else ""
     nargs = _literal(words.get("nargs")) or _nargs_of_action(words.get("action_kwargs"))

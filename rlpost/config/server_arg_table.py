@@ -1,8 +1,7 @@
-"""The fields of ServerArgs that a run may set, of the SGLang that it will use; nothing of SGLang is imported.
+"""The fields of ServerArgs of the SGLang version that a run will use, without importing SGLang.
 
-``server_args.json`` is a copy of the table of the version that setup.cfg pins, made by ``tools/make_server_args.py``.
-It serves where that version is installed and where none is (a login node). Another installed version is read from its
-source.
+``server_args.json`` is the table of the version that setup.cfg pins, made by ``tools/make_server_args.py``. It is used
+if that version is installed, or none (a login node). The table of another installed version is read from its source.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ RENAMED = {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_g
 
 @dataclass(frozen=True, slots=True)
 class ServerArgTable:
-    """``args`` by name; ``names`` has their aliases too. ``source`` says whose table it is, for messages."""
+    """``args`` by name; ``names`` are their aliases. ``source`` names the SGLang version in messages."""
 
     source: str
     args: Mapping[str, ServerArg]
     names: Mapping[str, str]
 
     def name_of(self, given: str) -> str:
-        """The field that a name, an alias or the name of an older release means; the name itself if none."""
+        """Return the field of a name, an alias or an older release's name; the name itself if unknown."""
         if given in self.args:
             return given
         if RENAMED.get(given) in self.args:
@@ -42,7 +41,7 @@ class ServerArgTable:
 
 @functools.cache
 def server_arg_table() -> ServerArgTable:
-    """The table of the installed SGLang; that of the pinned version where none is installed."""
+    """Return the table of the installed SGLang, or of the pinned version if none is installed."""
     copy = json.loads(COPY.read_text())
     installed = _installed_version()
     if installed not in (None, copy["sglang"]):
@@ -55,7 +54,7 @@ def server_arg_table() -> ServerArgTable:
 
 
 def parsed_args(document: Mapping[str, Mapping[str, object]]) -> dict[str, ServerArg]:
-    """The fields of a table in JSON."""
+    """Parse the fields of a JSON table."""
     return {name: _parsed(entry) for name, entry in document.items()}
 
 

@@ -1,7 +1,7 @@
-"""Values of SGLang's settings: as SGLang's own command line would type them, and within the ranges that it accepts.
+"""Convert values of SGLang's settings like its command line does, and check their ranges.
 
-Input: a field of ServerArgs and what a recipe or a flag gave for it. Output: the typed value, or a ValueError whose
-text is the constraint and the remedy. ``none`` unsets a value where the field admits None and has no such choice.
+Input: a field of ServerArgs and its value from a recipe or a flag. Output: the typed value, or a ValueError with the
+constraint and the remedy. ``none`` unsets a value if the field admits None and has no choice of that name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of numbers in words; ``low`` and ``high`` are in it unless ``is_open``."""
+    """A range of numbers with its description; ``low`` and ``high`` are included unless ``is_open``."""
 
     words: str
     low: float = -math.inf
@@ -54,13 +54,13 @@ _NOT_NEGATIVE = Limit("0 or more", 0)
 _PORT = Limit("a port, 1 to 65535", 1, 65535, example="20000")
 
 LIMITS: Mapping[str, Limit] = {
-    # SGLang takes weights and KV cache from this part of the GPU's memory. 1 leaves nothing for activations, and with
-    # more than 1 the cache is larger than the memory: it ends in an error of CUDA minutes later.
+    # The fraction of GPU memory for weights and KV cache. 1 leaves nothing for activations; with more than 1 the cache
+    # exceeds the memory, which causes a CUDA error minutes later.
     "mem_fraction_static": _OPEN_FRACTION,
-    # kv_cache_hook.py raises unless 0 < ratio <= 1; more than all of the host's memory cannot be had.
+    # kv_cache_hook.py raises unless 0 < ratio <= 1; a fraction of host memory cannot exceed 1.
     "swa_full_tokens_ratio": _FRACTION,
     "hicache_host_memory_fraction": _FRACTION,
-    # Sizes of groups of ranks: SGLang divides by them.
+    # Sizes of rank groups: SGLang divides by them.
     **dict.fromkeys(
         (
             "attn_cp_size",
@@ -110,13 +110,13 @@ LIMITS: Mapping[str, Limit] = {
         _PORT,
     ),
 }
-"""Ranges that SGLang enforces only once an engine starts, and plain ones that it does not enforce at all."""
+"""Ranges that SGLang enforces only when an engine starts, or not at all."""
 
 
 def typed_args(given: Mapping[str, Any], table: ServerArgTable | None = None) -> dict[str, Any]:
-    """The settings under SGLang's names with typed values; what is wrong stays as it is, for ``check`` to refuse.
+    """Return the settings by SGLang's names with typed values; invalid values are kept, and ``check`` reports them.
 
-    A value that is unset is left out where None is SGLang's default too.
+    An unset value is left out if SGLang's default is None.
     """
     table = table or server_arg_table()
     found: dict[str, Any] = {}
@@ -135,9 +135,9 @@ def typed_args(given: Mapping[str, Any], table: ServerArgTable | None = None) ->
 
 
 def typed_value(name: str, arg: ServerArg, value: Any) -> Any:
-    """The value as ServerArgs holds it. Raises ValueError with the constraint and a remedy."""
+    """Return the value with the type of the field. Raises ValueError with the constraint and a remedy."""
     if arg.kind == OPAQUE:
-        raise ValueError("an object of Python, which no text can give; leave it out")
+        raise ValueError("a Python object, which text cannot express; leave it out")
     if value is None or (value == NONE and NONE not in arg.choices):
         return _unset(arg)
     if value is True and arg.const is not None:  # the flag without a value
@@ -158,7 +158,7 @@ def _unset(arg: ServerArg) -> None:
 
 
 def _checked(name: str, arg: ServerArg, value: Any) -> Any:
-    """One value, typed, among the choices and within the limits."""
+    """Return one typed value after checking choices and limits."""
     limit = LIMITS.get(name)
     try:
         typed = _typed(arg, value)

@@ -1,8 +1,7 @@
-"""What a run needs TransformerEngine for, by setting, and what it costs or takes to do without it. Pure.
+"""The settings that need TransformerEngine or are slower without it. Pure.
 
-Input: settings. Output: a ``Need`` for each setting that cannot be had without TransformerEngine, and for each that is
-slower without it. Whether TransformerEngine is there is for the caller to know: the login node where it has the
-environment of the nodes, the image doctor, and the trainer itself when it builds its model.
+Input: settings. Output: a ``Need`` for each such setting. The caller knows whether TransformerEngine is installed: the
+login node if it has the environment of the nodes, the image doctor, and the trainer when it builds its model.
 """
 
 from __future__ import annotations
@@ -21,42 +20,42 @@ OPTIMIZER_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "ex
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A setting that TransformerEngine serves."""
+    """A setting that uses TransformerEngine."""
 
     setting: str
     """``--flag value``, or ``--flag, not given``."""
     reason: str
-    """What TransformerEngine does for it."""
+    """The part of TransformerEngine that it uses."""
     otherwise: str
-    """The remedy without it, or where it is not required what happens then."""
+    """The remedy without TransformerEngine, or the consequence if it is not required."""
     is_required: bool
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether its layers serve it, which ``--transformer-impl local`` rules out; its Adam is had all the same."""
+        """Whether it uses TransformerEngine's layers, which ``--transformer-impl local`` disables, and not its Adam."""
         return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
-        """A message that refuses the setting; ``lack`` says why TransformerEngine is not there."""
+        """Return an error for the setting; ``lack`` says why TransformerEngine is not available."""
         return (
             f"{self.setting} needs TransformerEngine ({self.reason}), {lack}; install it ({PAGE}) or {self.otherwise}"
         )
 
     def warning(self, lack: str) -> str:
-        """A message that says what goes without it."""
+        """Return a warning with the consequence; ``lack`` says why TransformerEngine is not available."""
         return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
 
 
 class OptimizerSettings(Protocol):
-    """The settings of the optimizer that matter here, wherever they lie."""
+    """The relevant settings of the optimizer."""
 
     @property
     def use_precision_aware_optimizer(self) -> bool:
-        """Whether Adam keeps other types than float32."""
+        """Whether Adam may store other types than float32."""
 
     @property
     def optimizer_cpu_offload(self) -> bool:
-        """Whether its state lies in host memory, where Megatron's own optimizer keeps float32."""
+        """Whether its state is in host memory, where Megatron's optimizer stores float32."""
 
 
 MEGATRON_OPTIONS = {
@@ -73,13 +72,13 @@ MEGATRON_OPTIONS = {
     "tp_comm_overlap": "its linear layers overlap communication with computation",
     "use_te_activation_func": "it has the activation",
 }
-"""Fields of Megatron-core that its modules without TransformerEngine ignore, or fail with; and what they are for."""
+"""Fields of Megatron-core that its modules without TransformerEngine ignore or reject, and the reason."""
 _OFF = (False, None, "auto", "none", "local", "flash")
-"""Values of such a field that ask for nothing; attention without TransformerEngine is FlashAttention's too."""
+"""Values of such a field that do not need TransformerEngine; FlashAttention is available without it."""
 
 
 def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
-    """What a run with these settings needs TransformerEngine for: requirements first, then what is slower without."""
+    """Return the settings that use TransformerEngine: first those that require it."""
     return needs(
         config.model.model_dump(),
         config.optimizer,
@@ -95,7 +94,7 @@ def needs(
     transformer_impl: str | None,
     megatron: Mapping[str, Any],
 ) -> tuple[Need, ...]:
-    """The same from parts of the settings: the table [model] by name, and options of Megatron-core by field."""
+    """Like ``needs_transformer_engine``, from the table [model] by name and Megatron-core's options by field."""
     found = [*_of_implementation(transformer_impl), *_of_optimizer(optimizer), *_of_model(model), *_of(megatron)]
     return tuple(sorted(found, key=lambda need: not need.is_required))
 
@@ -111,11 +110,12 @@ def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
 
 
 def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
-    """HybridDeviceOptimizer, which steps in host memory, keeps float32 and needs nothing of TransformerEngine."""
+    """Settings of the optimizer. HybridDeviceOptimizer (host memory) stores float32 and does not need it."""
     if not optimizer.use_precision_aware_optimizer or optimizer.optimizer_cpu_offload:
         return
     for name in OPTIMIZER_TYPES:
-        if (given := getattr(optimizer, name)) != "fp32":
+        given = getattr(optimizer, name)
+        if given != "fp32":
             yield Need(
                 f"--{_dashed(name)} {given}",
                 "its Adam keeps other types than float32",

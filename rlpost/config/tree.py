@@ -51,17 +51,21 @@ class Config(Group):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run: those asked for, or those that train and whatever the engines need beyond their room."""
+        """Nodes of the run: as set, or else the training nodes and additional nodes for the engines."""
         cluster = self.cluster
         if cluster.nodes is not None:
             return cluster.nodes
         if cluster.colocate:
             return self.actor_num_nodes
-        size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
-        beside = self.actor_num_nodes * max(0, (a_node - cluster.actor_num_gpus_per_node) // size)
-        missing = max(0, self.num_engines - beside)
-        more = -(-missing // (a_node // size)) if size <= a_node else missing * -(-size // a_node)
-        return self.actor_num_nodes + more
+        engine_gpus, node_gpus = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
+        free_gpus = node_gpus - cluster.actor_num_gpus_per_node
+        on_training_nodes = self.actor_num_nodes * max(0, free_gpus // engine_gpus)
+        remaining = max(0, self.num_engines - on_training_nodes)
+        if engine_gpus <= node_gpus:
+            engines_per_node = node_gpus // engine_gpus
+            return self.actor_num_nodes + -(-remaining // engines_per_node)
+        nodes_per_engine = -(-engine_gpus // node_gpus)
+        return self.actor_num_nodes + remaining * nodes_per_engine
 
     @property
     def actor_world_size(self) -> int:
@@ -74,7 +78,7 @@ class Config(Group):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on one sample together."""
+        """Ranks that share one sample."""
         perf = self.perf
         return perf.tensor_model_parallel_size * perf.pipeline_model_parallel_size * perf.context_parallel_size
 
@@ -87,19 +91,19 @@ class Config(Group):
 
     @property
     def log_probs_max_tokens(self) -> int | None:
-        """The same for passes that only compute log-probs; None when their micro-batches are those of the training."""
+        """The same for passes that only compute log-probs; None if they use the micro-batches of training."""
         if self.max_tokens is None or self.perf.log_probs_max_tokens_per_gpu is None:
             return None
         return self.perf.log_probs_max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the micro-batches of a rank must be a multiple of: an interleaved pipeline is filled in whole rounds."""
+        """Required divisor of the number of micro-batches per rank: the size of an interleaved pipeline, else 1."""
         return 1 if self.perf.num_layers_per_virtual_pipeline_stage is None else self.perf.pipeline_model_parallel_size
 
     @property
     def rollout_num_gpus(self) -> int:
-        """GPUs of this run that generate; none where the data has the responses, or somebody else runs the engines."""
+        """GPUs of this run for engines; 0 with --loss-type sft_loss or external engines."""
         if self.grpo.loss_type == "sft_loss" or self.sglang.rollout_external_engine_addrs:
             return 0
         return self.actor_world_size if self.cluster.colocate else self.cluster.rollout_num_gpus
@@ -110,13 +114,13 @@ class Config(Group):
 
     @property
     def offload_train(self) -> bool:
-        """Whether the trainer gives up its memory while engines generate."""
+        """Whether the trainer is offloaded while engines generate."""
         given = self.cluster.offload_train
         return self.cluster.colocate if given is None else given
 
     @property
     def offload_rollout(self) -> bool:
-        """Whether engines give up their memory while the trainer works."""
+        """Whether engines are offloaded during training."""
         given = self.cluster.offload_rollout
         return self.cluster.colocate if given is None else given
 
@@ -126,7 +130,7 @@ class Config(Group):
 
     @property
     def num_steps_per_rollout(self) -> int:
-        """Optimizer steps a rollout."""
+        """Optimizer steps per rollout."""
         if self.rollout.num_steps_per_rollout is not None:
             return self.rollout.num_steps_per_rollout
         if self.rollout.global_batch_size is not None:
@@ -135,7 +139,7 @@ class Config(Group):
 
     @property
     def lr_decay_iters(self) -> int:
-        """Optimizer steps until the learning rate is at its end."""
+        """Optimizer steps of the learning-rate schedule."""
         return self.optimizer.lr_decay_iters or self.rollout.num_rollout * self.num_steps_per_rollout
 
     @property

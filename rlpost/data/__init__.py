@@ -1,1 +1,1 @@
-"""Prompt sets, tokenizer, cursor."""
+"""Prompt files, tokenizer and prompt cursor."""

@@ -1,9 +1,11 @@
 """The prompt cursor: a position in an endless sequence of epochs that can be saved and restored.
 
-Input: a prompt set, whether and with which seed to shuffle, and the weights of its files. Output: prompts in an
-order that depends on these alone, their ids rising. Without weights every prompt comes exactly once an epoch; with
-weights each file is an endless sequence of its own epochs, and at any moment the files have come as near to their
-shares as whole prompts can. A prompt that is to be skipped leaves a gap in the ids.
+Input: a prompt set, the shuffle seed, and the weights of its files. Output: prompts with ascending ids, in an order
+that depends only on the input.
+
+Without weights every prompt is used exactly once per epoch. With weights each file has its own endless sequence of
+epochs, and after each prompt the files are as close to their shares as whole prompts allow. A skipped prompt leaves a
+gap in the ids.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from rlpost.data.prompts import LIMITS, PromptSet
 from rlpost.errors import DataError
 from rlpost.types import Prompt
 
-TAKEN = "taken_"  # before the number of a file, in a state
+TAKEN = "taken_"  # prefix of a state's key; the number of a file follows
 
 
 def epoch_order(size: int, epoch: int, *, shuffle: bool, seed: int | str) -> Sequence[int]:
-    """Positions of all prompts in the order of one epoch; 4 bytes each in memory, none without ``shuffle``.
+    """Return the positions of all prompts in the order of one epoch; 4 bytes each in memory if shuffled.
 
-    Sorted by random keys: Python promises the same ``random()`` for a seed in every release, but not the same
-    ``shuffle()``. Equal keys stay in order of position, so numpy's stable sort and Python's give the same order.
+    Positions are sorted by random keys, because Python guarantees the same ``random()`` for a seed in every release,
+    but not the same ``shuffle()``. Equal keys stay in order of position: the sort is stable.
     """
     if not shuffle:
         return range(size)
-    draw = random.Random(f"{seed}/{epoch}").random  # its own generator; a text is a seed of every epoch by itself
+    draw = random.Random(f"{seed}/{epoch}").random
     keys = numpy.fromiter((draw() for _ in range(size)), dtype=numpy.float64, count=size)
     order = numpy.argsort(keys, kind="stable")
     kind = "i" if size < 1 << 31 else "q"
@@ -38,15 +40,15 @@ def epoch_order(size: int, epoch: int, *, shuffle: bool, seed: int | str) -> Seq
 
 
 class PromptCursor:
-    """A place in the sequence of prompts."""
+    """A position in the sequence of prompts."""
 
     def __init__(
         self, prompts: PromptSet, *, shuffle: bool = False, seed: int = 0, weights: Sequence[float] = ()
     ) -> None:
-        """At the start of the sequence.
+        """Start at the beginning of the sequence.
 
         Raises:
-            DataError: not one weight for each file.
+            DataError: the number of weights differs from the number of files.
         """
         if weights and len(weights) != len(prompts.sizes):
             raise DataError(f"--prompt-data-weights: {len(weights)} weights for {len(prompts.sizes)} files")
@@ -61,10 +63,10 @@ class PromptCursor:
         ]
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts, over as many ends of epochs as it takes.
+        """Return the next ``n`` prompts, across ends of epochs if necessary.
 
         Raises:
-            DataError: a bad row, unless those are skipped; or all are to be skipped.
+            DataError: a row is bad and bad rows are not skipped, or all rows are skipped.
         """
         found: list[Prompt] = []
         skipped = 0
@@ -77,22 +79,23 @@ class PromptCursor:
             skipped += 1
             if skipped > 2 * len(self._prompts):
                 raise DataError(
-                    f"{skipped} rows in a row are bad or longer than {LIMITS} allows, twice as many as there "
-                    f"are ({len(self._prompts)}): no prompt is left to train on"
+                    f"{skipped} consecutive rows are bad or longer than {LIMITS} allows, more than twice the number "
+                    f"of rows ({len(self._prompts)}): no prompt is left to train on"
                 )
         return found
 
     def copy(self) -> PromptCursor:
-        """Another cursor that stands where this one does, over the same prompts."""
+        """Return a cursor at the same position over the same prompts."""
         made = copy.copy(self)
         made._files = [copy.copy(file) for file in self._files]
         return made
 
     def state(self) -> dict[str, int]:
-        """What ``from_state`` needs: epoch, offset in it, and the size of the set they belong to."""
-        size, taken = len(self._prompts), sum(file.taken for file in self._files)
+        """Return the state for ``from_state``: epoch, offset in it, and the size of the prompt set."""
+        size = len(self._prompts)
+        taken = sum(file.taken for file in self._files)
         if not self._weighted:
-            epoch = max(0, taken - 1) // size  # an epoch is left with the first prompt of the next
+            epoch = max(0, taken - 1) // size  # the epoch changes with the first prompt of the next one
             return {"epoch": epoch, "offset": taken - epoch * size, "num_prompts": size}
         each = {f"{TAKEN}{index}": file.taken for index, file in enumerate(self._files)}
         return {"epoch": 0, "offset": taken, "num_prompts": size, **each}
@@ -107,31 +110,35 @@ class PromptCursor:
         seed: int = 0,
         weights: Sequence[float] = (),
     ) -> PromptCursor:
-        """A cursor that goes on where another one stood.
+        """Restore a cursor from its state.
 
         Raises:
-            DataError: the files have another number of prompts than at that time, or are mixed in another way.
+            DataError: the number of prompts or of weights has changed.
         """
         if state["num_prompts"] != len(prompts):
             raise DataError(
                 f"--prompt-data has {len(prompts)} prompts, but the checkpoint was made with {state['num_prompts']}: "
-                "prompts would be lost or seen twice; use the same file, or start anew with another --save"
+                "prompts would be lost or used twice; use the same file, or start a new run with another --save"
             )
         cursor = cls(prompts, shuffle=shuffle, seed=seed, weights=weights)
-        taken = [state[key] for key in sorted(state, key=lambda key: (len(key), key)) if key.startswith(TAKEN)]
+        keys = sorted((key for key in state if key.startswith(TAKEN)), key=lambda key: int(key.removeprefix(TAKEN)))
+        taken = [state[key] for key in keys]
         if len(taken) != (len(cursor._files) if weights else 0):
             raise DataError(
                 f"--prompt-data-weights: {len(weights)} weights, but the checkpoint was made with {len(taken)}: "
-                "prompts would be lost or seen twice; use as many, or start anew with another --save"
+                "prompts would be lost or used twice; use the same number, or start a new run with another --save"
             )
-        for file, count in zip(cursor._files, taken or [state["epoch"] * len(prompts) + state["offset"]], strict=True):
+        if not weights:
+            taken = [state["epoch"] * len(prompts) + state["offset"]]
+        for file, count in zip(cursor._files, taken, strict=True):
             file.taken = count
         return cursor
 
     def _next(self) -> Prompt | None:
         prompt_id = sum(file.taken for file in self._files)
-        behind = [share * (prompt_id + 1) - file.taken for share, file in zip(self._shares, self._files, strict=True)]
-        index = behind.index(max(behind))
+        pairs = zip(self._shares, self._files, strict=True)
+        deficits = [share * (prompt_id + 1) - file.taken for share, file in pairs]
+        index = deficits.index(max(deficits))
         position = self._starts[index] + self._files[index].position()
         prompt = self._prompts.prompt(position, prompt_id)
         self._files[index].taken += 1
@@ -139,7 +146,7 @@ class PromptCursor:
 
 
 class _File:
-    """The endless sequence of epochs of one file, or of all as one."""
+    """The endless sequence of epochs of one file, or of all files together."""
 
     def __init__(self, size: int, *, shuffle: bool, seed: int | str) -> None:
         self.taken = 0
@@ -150,8 +157,9 @@ class _File:
         self._order: Sequence[int] = ()
 
     def position(self) -> int:
-        """The next position in the file."""
+        """Return the next position in the file."""
         epoch, offset = divmod(self.taken, self._size)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(self._size, epoch, shuffle=self._shuffle, seed=self._seed)
+            self._order = epoch_order(self._size, epoch, shuffle=self._shuffle, seed=self._seed)
+            self._epoch = epoch
         return self._order[offset]

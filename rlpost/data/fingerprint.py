@@ -1,13 +1,13 @@
-"""A fingerprint of prompt files: by content and not by path or time, and cheap for files of any size.
+"""A fingerprint of the content of prompt files, cheap for files of any size.
 
-Input: the sources of --prompt-data. Output: one word, which a journal keeps to notice that the data has changed.
+Input: the sources of --prompt-data. Output: a digest as text, which the journal records to detect changed data.
 
-Of each file count its size and its content: of a file of at most 64 MiB all of it, of a larger one 64 blocks of 256 KiB
-at equal distances, first and last included (16 MiB to read, whatever its size). So every change of a small file is
-noticed; in a large one every change of its size, of its head (the first rows) and of its tail (of Parquet the
-footer, with the number of rows and the place of every column), but not an edit between two blocks that keeps the size.
-Such a row is noticed when the journal has answers to its prompt: each group keeps a digest of its prompt
-(``rlpost.rollout.replay``).
+The digest covers the size of each file and its content: all of a file up to 64 MiB, and of a larger one 64 blocks of
+256 KiB at equal distances, including the first and the last (16 MiB for any size). It detects every change of a small
+file. Of a large file it detects a change of the size, of the head (the first rows) and of the tail (in Parquet the
+footer, with the number of rows and the offset of every column), but not an edit between two blocks that keeps the size.
+The journal detects such an edit if it has answers to the changed prompt, because each group records a digest of its
+prompt (``rlpost.rollout.replay``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 256 << 10
 
 
 def data_fingerprint(sources: Sequence[str | Path]) -> str:
-    """One word for the contents of the files of ``sources``, in order.
-
-    Raises DataError when a file cannot be read.
-    """
+    """Return a digest of the contents of ``sources``, in order. Raises DataError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         path, _ = split_source(source)
@@ -49,7 +46,7 @@ def _file_digest(path: Path) -> bytes:
 
 
 def _blocks(file: BinaryIO, size: int) -> Iterable[bytes]:
-    """The parts of a file that count."""
+    """Yield the parts of a file that the digest covers."""
     if size <= WHOLE_BYTES:
         file.seek(0)
         while block := file.read(BLOCK_BYTES):

@@ -1,7 +1,7 @@
-"""From the settings of a run to what the reader of prompts takes, and the check of its files.
+"""Derive the arguments of the prompt reader from the settings, and check the prompt files.
 
-Input: the table [rollout], of a run or as an evaluation set changes it. Output: the keys of a row, how long a
-prompt may be, or an error for the first file that cannot be used.
+Input: the table [rollout] of a run, or as an evaluation set overrides it. Output: the keys of a row and the maximum
+prompt length, or an error for the first invalid file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rlpost.errors import ConfigError
 
 
 def prompt_fields(rollout: RolloutConfig) -> PromptFields:
-    """The keys of prompt, label, metadata and tools."""
+    """Return the keys of prompt, label, metadata and tools."""
     return PromptFields(rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key)
 
 
 def longest_prompt(rollout: RolloutConfig) -> int | None:
-    """Tokens of the longest prompt that is asked, with room for an answer of one token; None without a bound."""
+    """Return the maximum prompt length in tokens, which leaves one token for an answer; None without a limit."""
     context = rollout.rollout_max_context_len
     bounds = (rollout.rollout_max_prompt_len, None if context is None else context - 1)
     return min((bound for bound in bounds if bound is not None), default=None)
@@ -29,15 +29,15 @@ def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
     """Read the files as a run would, up to the tokenizer.
 
     Raises:
-        ConfigError: --prompt-data-weights does not go with the files.
-        DataError: a file cannot be read, or a row is bad and those are not skipped.
+        ConfigError: the number of --prompt-data-weights differs from the number of files.
+        DataError: a file cannot be read, or a row is bad and bad rows are not skipped.
     """
     weights = rollout.prompt_data_weights
     if weights and tuple(sources) == rollout.prompt_data and len(weights) != len(sources):
+        given = " ".join(f"{weight:g}" for weight in weights)
         raise ConfigError(
-            f"--prompt-data-weights {' '.join(f'{weight:g}' for weight in weights)}: {len(weights)} weights for "
-            f"{len(rollout.prompt_data)} --prompt-data; "
-            "give one for each, in their order, or none"
+            f"--prompt-data-weights {given}: {len(weights)} weights for {len(rollout.prompt_data)} --prompt-data; "
+            "give one for each file, in the same order, or none"
         )
     for source in sources:
         check_prompt_file(

@@ -1,8 +1,8 @@
 """Read prompts from files and reject invalid rows.
 
-Input: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and what to do
-about rows that cannot be used. Output: ``Prompt``s by position; a bad or too long one is None, and counted.
-``check_prompt_file`` reads everything once and needs no tokenizer.
+Input: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and whether to
+skip invalid rows. Output: ``Prompt``s by position; a skipped one is None, and counted. ``check_prompt_file`` reads all
+rows once and needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
 
 BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
 LIMITS = "--rollout-max-prompt-len or --rollout-max-context-len"
-"""What bounds a prompt, for messages: ``rlpost.data.prompt_settings.longest_prompt``."""
+"""The flags that limit a prompt's length (``rlpost.data.prompt_settings.longest_prompt``), for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFields:
-    """The keys of a row. Without ``metadata_key`` all that is neither prompt nor label is metadata."""
+    """The keys of a row. Without ``metadata_key`` all keys but those of prompt and label are metadata."""
 
     input_key: str = "input"
     label_key: str | None = None
@@ -43,7 +43,7 @@ class PromptFields:
 
     @property
     def columns(self) -> list[str] | None:
-        """What is needed of a row, or None for all of it."""
+        """The keys to read, or None for all."""
         if self.metadata_key is None:
             return None
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
@@ -52,7 +52,7 @@ class PromptFields:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row that means a prompt."""
+    """A valid row."""
 
     content: Content
     label: str | None
@@ -63,13 +63,14 @@ class Row:
 def check_prompt_file(
     source: str | Path, fields: PromptFields, *, apply_chat_template: bool = True, skip_bad: bool = False
 ) -> int:
-    """Read every row as a run would; return the number of those that are prompts.
+    """Read every row as a run would and return the number of valid rows.
 
     Raises:
-        DataError: for the first bad row, naming file, line, what is wrong, and what to do; or, with ``skip_bad``, when
-            no row is a prompt.
+        DataError: a row is invalid (file, line, problem and remedy), or with ``skip_bad`` all rows are.
     """
-    rows, first, num_bad = Rows(source, columns=fields.columns), None, 0
+    rows = Rows(source, columns=fields.columns)
+    first_error: DataError | None = None
+    num_bad = 0
     for position in range(len(rows)):
         try:
             row = parse(rows.row(position), rows.where(position), fields)
@@ -78,13 +79,14 @@ def check_prompt_file(
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
         except DataError as error:
             if not skip_bad:
-                raise DataError(f"{error} (--bad-prompts skip leaves such lines out)") from error
-            first, num_bad = first or error, num_bad + 1
+                raise DataError(f"{error} (--bad-prompts skip skips such lines)") from error
+            first_error = first_error or error
+            num_bad += 1
     if num_bad == len(rows):
-        raise DataError(f"{source}: none of {len(rows)} rows is a prompt; the first: {first}")
+        raise DataError(f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}")
     if num_bad:
         logger.warning(
-            "%s: %d of %d rows are no prompts and are skipped; the first: %s", source, num_bad, len(rows), first
+            "%s: %d of %d rows are invalid and are skipped; the first: %s", source, num_bad, len(rows), first_error
         )
     return len(rows) - num_bad
 
@@ -120,10 +122,10 @@ class PromptSet:
         return tuple(len(file) for file in self._files)
 
     def prompt(self, position: int, prompt_id: int) -> Prompt | None:
-        """The prompt at ``position`` (0 is the first row) under the name ``prompt_id``; None for one to skip.
+        """Return the prompt at ``position`` (0 is the first row) with the id ``prompt_id``; None to skip it.
 
         Raises:
-            DataError: naming file and line of a bad row, unless those are skipped.
+            DataError: the row is bad and bad rows are not skipped; the message names file and line.
         """
         which = bisect_right(self._starts, position) - 1
         file, at = self._files[which], position - self._starts[which]
@@ -140,16 +142,16 @@ class PromptSet:
             self._skip(BAD, str(error))
             return None
         if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
-            self._skip(LONG, f"{where}: {len(token_ids)} tokens, and {self._max_prompt_len} are the most ({LIMITS})")
+            self._skip(LONG, f"{where}: {len(token_ids)} tokens, more than {self._max_prompt_len} ({LIMITS})")
             return None
         column = IntColumn(token_ids)
         return Prompt(prompt_id=prompt_id, text=text, token_ids=column, label=row.label, metadata=row.metadata)
 
     def all(self) -> list[Prompt]:
-        """Every prompt that is not skipped, once, its position for a name.
+        """Return every prompt that is not skipped, with its position as its id.
 
         Raises:
-            DataError: a bad row, unless those are skipped; or all are skipped.
+            DataError: a row is bad and bad rows are not skipped, or all rows are skipped.
         """
         found = [self.prompt(position, position) for position in range(len(self))]
         kept = [prompt for prompt in found if prompt is not None]
@@ -159,7 +161,7 @@ class PromptSet:
         return kept
 
     def counters(self) -> Mapping[str, float]:
-        """Prompts skipped since the last call, by metric name."""
+        """Return the number of prompts skipped since the last call, by metric name."""
         found = {name: float(self._skipped[name]) for name in (BAD, LONG)}
         self._skipped.clear()
         return found
@@ -170,27 +172,27 @@ class PromptSet:
 
 
 def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
-    """What a row means. Raises DataError, naming ``where``."""
+    """Parse a row. Raises DataError, whose message begins with ``where``."""
     content = _content(_value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}")
     label = None if fields.label_key is None else _label(raw, where, fields.label_key)
     if fields.metadata_key is None:
         metadata = {key: value for key, value in raw.items() if key not in (fields.input_key, fields.label_key)}
     else:
         metadata = _from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
-        metadata = {} if metadata is None else metadata  # a column of Parquet may have nothing in a row
+        metadata = {} if metadata is None else metadata  # null in a Parquet column
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object")
-    if isinstance(label, dict):  # a label is text; a reward that needs the object finds it there
+    if isinstance(label, dict):  # the label is text; the metadata keeps the object for rewards
         metadata = {**metadata, str(fields.label_key): label}
         label = label_text(label)
     tools = _tools(raw, where, fields.tool_key)
-    if tools is not None:  # whoever runs them finds them there
+    if tools is not None:  # for a generate function that runs them
         metadata = {**metadata, str(fields.tool_key): tools}
     return Row(content, label, metadata, tools)
 
 
 def label_text(label: Mapping[str, Any]) -> str:
-    """The text of a label that is an object."""
+    """Return the text of a label that is an object."""
     return json.dumps(label, ensure_ascii=False, default=str)
 
 
@@ -203,7 +205,7 @@ def _label(raw: Mapping[str, Any], where: str, key: str) -> str | dict[str, Any]
 
 
 def _tools(raw: Mapping[str, Any], where: str, key: str | None) -> Tools | None:
-    """A prompt may go without tools: the key may be missing or empty."""
+    """Return a prompt's tools, or None if the key is missing or empty."""
     tools = _from_text(raw.get(key)) if key is not None else None
     if not tools:
         return None
@@ -213,7 +215,7 @@ def _tools(raw: Mapping[str, Any], where: str, key: str | None) -> Tools | None:
 
 
 def _from_text(value: Any) -> Any:
-    """Columns of Parquet often hold objects as JSON text."""
+    """Decode JSON text, in which Parquet columns often hold objects; return other values unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
@@ -221,7 +223,7 @@ def _from_text(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every object all keys that any object of the column has."""
+    """Remove null entries: in Parquet every object has all keys that any object of the column has."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -236,7 +238,7 @@ def _value(raw: Mapping[str, Any], key: str, where: str, flag: str) -> Any:
 
 
 def _content(value: Any, what: str) -> Content:
-    """A text, or OpenAI chat messages, whose parts of text become one text."""
+    """Return a string, or OpenAI chat messages whose text parts are joined."""
     if isinstance(value, str):
         if not value:
             raise DataError(f"{what} is empty")

@@ -1,9 +1,10 @@
-"""Rows of a file by position, read from the disk when they are asked for: JSON Lines, or Parquet.
+"""Random access to the rows of a JSON Lines or Parquet file on disk.
 
-Input: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Output: JSON objects, one a row that is not
-blank. What is held in memory is the place of each row, 16 bytes, never the rows: of JSON Lines in the file itself, of
-Parquet in a nameless temporary file to which its row groups are streamed once, because a row in the middle of a
-compressed column has no place of its own.
+Input: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Output: one JSON object for each row that is not
+blank.
+
+Memory holds only an index of 16 bytes per row. For JSON Lines it refers to the file itself; for Parquet to an unnamed
+temporary file of JSON Lines, which is written once, because a row in a compressed column cannot be read alone.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any, BinaryIO
 
 from rlpost.errors import DataError
 
-BATCH_ROWS = 256  # of Parquet in memory at once, besides what its reader buffers
+BATCH_ROWS = 256  # rows of Parquet in memory at once, besides the reader's buffers
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 def split_source(source: str | Path) -> tuple[Path, slice]:
-    """``PATH@[A:B]`` as the path and the slice; either end may be left out or count from the end.
+    """Split ``PATH@[A:B]`` into path and slice; A and B are optional and may count from the end.
 
     Raises:
-        DataError: there is an ``@[`` which is no slice.
+        DataError: the text has an ``@[`` but no valid slice.
     """
     text = str(source)
     found = _SLICE.match(text)
@@ -38,12 +39,15 @@ def split_source(source: str | Path) -> tuple[Path, slice]:
                 f"{text}: a slice of a file is written PATH@[A:B], with whole numbers or nothing for A and B"
             )
         return Path(text), slice(None)
-    ends = (int(found[name]) if found[name] not in ("", "-") else None for name in ("start", "stop"))
-    return Path(found["path"]), slice(*ends)
+    return Path(found["path"]), slice(_slice_end(found["start"]), _slice_end(found["stop"]))
+
+
+def _slice_end(text: str) -> int | None:
+    return None if text in ("", "-") else int(text)
 
 
 def is_parquet(path: Path) -> bool:
-    """By the ending of its name."""
+    """Whether the file name has a suffix of Parquet files."""
     return path.suffix in (".parquet", ".pq")
 
 
@@ -51,10 +55,10 @@ class Rows:
     """The rows of one source, by position in its slice."""
 
     def __init__(self, source: str | Path, *, columns: Sequence[str] | None = None) -> None:
-        """Index the file; ``columns`` are those of a Parquet file to keep, all unless given.
+        """Index the file; ``columns`` are those of a Parquet file to keep, by default all.
 
         Raises:
-            DataError: it cannot be read, or has no rows.
+            DataError: the file cannot be read or has no rows.
         """
         self.path, wanted = split_source(source)
         try:
@@ -62,8 +66,8 @@ class Rows:
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DataError(
-                    f"{self.path}: {tempfile.gettempdir()} has no room for its rows as text; set TMPDIR to a folder "
-                    "that has"
+                    f"{self.path}: {tempfile.gettempdir()} has not enough space for its rows as text; set TMPDIR to a "
+                    "folder with more space"
                 ) from error
             reason = error.strerror or error
             raise DataError(f"{self.path}: cannot read the prompts: {reason}; is the path right?") from error
@@ -77,15 +81,15 @@ class Rows:
         return len(self._chosen)
 
     def where(self, position: int) -> str:
-        """How a person finds the row: file and line, or row of a Parquet file, from 1."""
+        """Describe the location of a row in messages: file and line, or row of a Parquet file, from 1."""
         unit = "row" if is_parquet(self.path) else "line"
         return f"{self.path}, {unit} {self._numbers[self._chosen[position]]}"
 
     def row(self, position: int) -> dict[str, Any]:
-        """The row at ``position``, 0 is the first of the slice.
+        """Return the row at ``position``; 0 is the first of the slice.
 
         Raises:
-            DataError: naming file and line, when it is not a JSON object.
+            DataError: the row is not a JSON object; the message names file and line.
         """
         at = self._chosen[position]
         start, end = self._offsets[at], self._offsets[at + 1]
@@ -99,7 +103,7 @@ class Rows:
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """Number and offset of each line that is not blank; behind the offsets, the end of the file."""
+    """Return number and offset of each line that is not blank; the last offset is the end of the file."""
     numbers, offsets, offset = array("q"), array("q"), 0
     for number, line in enumerate(file, 1):
         if not line.isspace():
@@ -111,18 +115,18 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
 
 
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """A Parquet file as JSON Lines in a temporary file without a name. Dates and the like become text."""
+    """Convert a Parquet file to JSON Lines in an unnamed temporary file. Dates and the like become text."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        # Buffered columns and no pre-reading: else a whole row group would be in memory.
+        # Buffered columns without pre-reading, to avoid a whole row group in memory.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as source:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
-            lines = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rows
+            lines = tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the rows are used
             for batch in source.iter_batches(BATCH_ROWS, columns=kept):
                 for row in batch.to_pylist():
                     lines.write(json.dumps(row, default=str).encode() + b"\n")

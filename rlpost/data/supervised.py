@@ -1,8 +1,9 @@
-"""Supervised examples: prompts whose response is in the data, made into samples as if an engine had written them.
+"""Supervised examples: convert prompts with a response in the data to samples, as if an engine had generated them.
 
-Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant messages are to be
-learned (--apply-chat-template). Output: token ids and a loss mask over what follows the first prompt. Invariant: a
-token is trained when it stands in what an assistant wrote, up to the token that ends the turn.
+Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant messages are trained
+(--apply-chat-template). Output: token ids, and a loss mask over the tokens after the first prompt.
+
+Invariant: exactly the tokens of assistant messages are trained, up to the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -20,20 +21,25 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class SupervisedTokenizer(PromptTokenizer):
-    """As ``PromptTokenizer``; a conversation that an assistant ends is kept whole, as JSON, for ``group``."""
+    """Like ``PromptTokenizer``, but keeps a conversation that ends with the assistant as JSON for ``group``."""
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
-        """Text and ids of a prompt, or of a whole conversation. Raises DataError as ``PromptTokenizer`` does."""
+        """Return text and ids of a prompt, or of a whole conversation. Raises DataError like ``PromptTokenizer``."""
         if not _is_conversation(content):
             return super().__call__(content, tools)
         if tools:
-            raise DataError("a conversation to learn from has tools: leave --tool-key out")
+            raise DataError("a conversation for supervised training has tools, which is not supported; omit --tool-key")
         ids, _ = self._conversation(content)
         return json.dumps(content), ids
 
     def group(self, prompt: Prompt) -> SampleGroup:
-        """A group of one sample: the response of the data. Log-probs of an engine are none: zeros, which no loss here
-        reads. Raises DataError for a prompt with neither a label nor a message of an assistant."""
+        """Return a group of one sample with the response of the data.
+
+        The engine's log-probs are zeros, because there are none; the supervised loss does not read them.
+
+        Raises:
+            DataError: the prompt has neither a label nor an assistant message.
+        """
         if prompt.label is not None:
             prompt_ids = prompt.token_ids
             response_ids = IntColumn([*self.encode(prompt.label), self._end()])
@@ -60,41 +66,49 @@ class SupervisedTokenizer(PromptTokenizer):
     def _end(self) -> int:
         end = self._tokenizer.eos_token_id
         if end is None:
-            raise DataError("the tokenizer has no eos_token, so no response would end; name one in its config")
+            raise DataError("the tokenizer has no eos_token to end responses with; set one in tokenizer_config.json")
         return end
 
     def _conversation(self, messages: Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids of a whole conversation, and 1 for each that an assistant wrote."""
+        """Return the ids of a whole conversation, and 1 for each token of an assistant message, else 0."""
         if not self._apply_chat_template:
-            raise DataError("a prompt is a list of messages; --apply-chat-template turns it into text")
-        text = self._render(messages, asks=False)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:number], asks=True)
-                after = self._render(messages[: number + 1], asks=False)
-                if not (text.startswith(after) and after.startswith(before)):
-                    raise DataError(
-                        f"message {number} of a conversation is written otherwise once others follow: the chat "
-                        "template rewrites earlier turns. Give each turn a line of its own"
-                    )
-                spans.append((len(before), len(after)))
+            raise DataError("a prompt is a list of messages; add --apply-chat-template to convert it to text")
+        text = self._render(messages, generation_prompt=False)
+        spans = self._assistant_spans(messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]
         mask = [0] * len(ids)
         for start, stop in spans:
-            own = [i for i, (begin, _) in enumerate(offsets) if start <= begin < stop]
-            ends = [i for i in own if ids[i] == self._tokenizer.eos_token_id]
-            for i in own:
-                mask[i] = int(not ends or i <= ends[-1])
+            in_span = [index for index, (begin, _) in enumerate(offsets) if start <= begin < stop]
+            ends = [index for index in in_span if ids[index] == self._tokenizer.eos_token_id]
+            for index in in_span:
+                mask[index] = int(not ends or index <= ends[-1])
         if 1 not in mask[1:] or mask[0]:
-            raise DataError("a conversation needs a message before the first one of an assistant, and words in it")
+            raise DataError(
+                "a conversation needs a message before the first assistant message, which must not be empty"
+            )
         return ids, tuple(mask)
 
-    def _render(self, messages: Messages, *, asks: bool) -> str:
+    def _assistant_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+        """Return start and end of each assistant message in ``text``, the rendered conversation."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], generation_prompt=True)
+            after = self._render(messages[: number + 1], generation_prompt=False)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    f"message {number} of a conversation is rendered differently when others follow: the chat "
+                    "template rewrites earlier turns; give each turn as a separate line of the data"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+    def _render(self, messages: Messages, *, generation_prompt: bool) -> str:
         if not messages:
             return ""
-        return self._templated(list(messages), add_generation_prompt=asks)
+        return self._templated(list(messages), add_generation_prompt=generation_prompt)
 
 
 def _is_conversation(content: Any) -> TypeGuard[Messages]:
@@ -108,7 +122,7 @@ def _messages(prompt: Prompt) -> Messages:
         messages = None
     if not _is_conversation(messages):
         raise DataError(
-            f"prompt {prompt.prompt_id} has no response to learn: set --label-key, or end its messages with one of an "
-            "assistant"
+            f"prompt {prompt.prompt_id} has no response to train on; set --label-key, or end its messages with an "
+            "assistant message"
         )
     return messages

@@ -1,7 +1,7 @@
-"""From the content of a prompt to its text and token ids; the only place that loads a tokenizer.
+"""Tokenize prompts; the only module that loads a tokenizer.
 
-Input: a Hugging Face folder; a string or a list of chat messages. Output: text and ids. transformers is imported
-when the first tokenizer is loaded; the checks need no import and run on the login node.
+Input: a Hugging Face folder; a string or a list of chat messages. Output: text and token ids. transformers is imported
+when the first tokenizer is loaded; the checks do not import it and run on the login node.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rlpost.errors import ConfigError, DataError
 Content = str | Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
-# Any one of them is enough for transformers to build a tokenizer.
+# transformers can build a tokenizer from any one of them.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
 def check_tokenizer_folder(path: str | Path) -> None:
-    """Make sure that a folder holds a tokenizer.
+    """Check that a folder holds a tokenizer.
 
     Raises:
-        ConfigError: naming the folder and what it lacks.
+        ConfigError: a file is missing or invalid.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -41,10 +41,10 @@ def check_tokenizer_folder(path: str | Path) -> None:
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Ids that end an answer of the model in this folder, sorted: those of its generation config and of its config.
+    """Return the ids that end an answer, sorted, from generation_config.json and config.json in a model folder.
 
     Raises:
-        ConfigError: neither file names any.
+        ConfigError: neither file has any.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -54,25 +54,25 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     if not ids:
         raise ConfigError(
             f"--hf-checkpoint {path}: neither generation_config.json nor config.json has an eos_token_id, "
-            "so no answer would ever end; add it"
+            "so no answer would end; add it"
         )
     return tuple(sorted(ids))
 
 
 def hf_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face folder. Code that lies in the folder is never run."""
+    """Load the tokenizer of a Hugging Face folder. Code in the folder is never executed."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 class PromptTokenizer:
-    """Calls turn content into (text, token ids)."""
+    """A callable that converts content to (text, token ids)."""
 
     def __init__(
         self, path: str | Path, *, apply_chat_template: bool = False, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """``template_kwargs`` are more arguments of the chat template."""
+        """``template_kwargs`` are additional arguments of the chat template."""
         check_tokenizer_folder(path)
         self._tokenizer = hf_tokenizer(str(path))
         self._apply_chat_template = apply_chat_template
@@ -83,24 +83,24 @@ class PromptTokenizer:
             )
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
-        """Text and ids of one prompt; a string becomes one user message where the chat template applies.
+        """Return text and ids of one prompt; with the chat template a string becomes one user message.
 
         Raises:
-            DataError: messages or tools without the chat template or that it refuses, or nothing to generate from.
+            DataError: messages or tools are given without the chat template, it rejects them, or there is no token.
         """
         text = self._text(content, tools)
         # A chat template writes the special tokens itself.
         ids = self._tokenizer.encode(text, add_special_tokens=not self._apply_chat_template)
         if not ids:
-            raise DataError(f"a prompt without a token: {content!r}")
+            raise DataError(f"a prompt has no token: {content!r}")
         return text, tuple(ids)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text alone: no special tokens are added."""
+        """Return the ids of a text without special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids without special tokens, as an engine decodes an answer."""
+        """Return the text of ids without special tokens, as an engine decodes an answer."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _text(self, content: Content, tools: Tools | None) -> str:
@@ -109,11 +109,11 @@ class PromptTokenizer:
             return self._templated(messages, add_generation_prompt=True, tools=list(tools) if tools else None)
         if not isinstance(content, str) or tools:
             what = "has tools" if tools else "is a list of messages"
-            raise DataError(f"a prompt {what}; --apply-chat-template turns it into text")
+            raise DataError(f"a prompt {what}; add --apply-chat-template to convert it to text")
         return content
 
     def _templated(self, messages: list[Any], **given: Any) -> str:
-        """Messages as the chat template writes them; the arguments of the settings win over ``given``."""
+        """Render messages with the chat template; the arguments of the settings override ``given``."""
         from jinja2 import TemplateError
 
         try:
@@ -121,7 +121,7 @@ class PromptTokenizer:
                 messages, **{**given, "tokenize": False, **self._template_kwargs}
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template refuses it: {error}") from error
+            raise DataError(f"the chat template rejects the messages: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -130,5 +130,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a JSON object is needed, got {type(value).__name__}")
+        raise ConfigError(f"{path}: must be a JSON object, not {type(value).__name__}")
     return value

@@ -52,7 +52,7 @@ class Expected:
 
 
 def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> list[str]:
-    """All contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
+    """Return all contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
     layout, published = expected.layout, expected.published
     missing = [rank for rank in range(layout.world) if rank not in ranks or rank not in plans]
     if missing:
@@ -71,20 +71,20 @@ def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected
 
 
 def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Every rank is in one group of each kind, with the members that the layout asks for, in the same order for all."""
+    """Check that each rank is in one group of each kind, with the layout's members in the same order."""
     for kind in KINDS:
         wanted = members(layout, kind)
         for rank, facts in ranks.items():
             found = facts.groups.get(kind)
             if found != wanted[rank]:
-                yield f"rank {rank}: its {kind} group is {found}, the layout asks for {wanted[rank]}"
+                yield f"rank {rank}: its {kind} group is {found}, the layout requires {wanted[rank]}"
         listed = [rank for group in {facts.groups.get(kind, ()) for facts in ranks.values()} for rank in group]
         if sorted(listed) != list(range(layout.world)):
             yield f"{kind} groups: together they list the ranks {sorted(listed)}, not each of {layout.world} once"
 
 
 def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Each rank holds as many parameters as the planner counts, and all of them as many as transformers."""
+    """Check parameter counts: of each rank against the planner, of all ranks against transformers."""
     layout = expected.layout
     for rank, facts in ranks.items():
         found = parameters_of(facts)
@@ -101,7 +101,7 @@ def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> It
 
 
 def num_distinct(ranks: Mapping[int, RankFacts], expected: Expected) -> int:
-    """Trained elements of all ranks, replicas counted once, without the padding of the vocabulary."""
+    """Return the trained elements of all ranks, without replicas and vocabulary padding."""
     shards = {
         (weight.name, weight.shard): weight.size
         for facts in ranks.values()
@@ -114,15 +114,17 @@ def num_distinct(ranks: Mapping[int, RankFacts], expected: Expected) -> int:
 
 
 def parameters_of(facts: RankFacts) -> Parameters:
-    """The trained elements that a rank holds."""
+    """Return the trained elements that a rank holds."""
     trained = [weight for weight in facts.weights if weight.is_trained]
     expert = sum(weight.size for weight in trained if weight.is_expert)
     return Parameters(dense=sum(weight.size for weight in trained) - expert, expert=expert)
 
 
 def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Weights, gradients and optimizer take what the planner says, on the fullest rank of each stage, except that
-    Megatron's buffers are padded."""
+    """Check the bytes of weights, gradients and optimizer on the largest rank of each stage against the planner.
+
+    Padding of Megatron's buffers is allowed for.
+    """
     layout, each = expected.layout, parameter_bytes(expected.config)
     stages: dict[int, list[RankFacts]] = {}
     for rank, facts in ranks.items():
@@ -146,21 +148,24 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
 
 
 def planned_bytes(expected: Expected, parameters: Parameters) -> RankMemory:
-    """The planner's bytes on a rank, as if nothing were offloaded."""
+    """Return the planner's bytes on a rank without offload."""
     optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
     here = expected.config.model_copy(update={"optimizer": optimizer})
     return held_memory(here, expected.layout, parameters)[0]
 
 
 def num_optimized(facts: RankFacts) -> int:
-    """Elements whose optimizer state is on the rank."""
+    """Return the number of elements whose optimizer state is on the rank."""
     ranges = [weight.optimizer for weight in facts.weights if weight.optimizer is not None]
     return sum(end - start for start, end in ranges)
 
 
 def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> Iterator[str]:
-    """The plan is the same on every rank, has every tensor of the checkpoint once in its shape, and its buckets are
-    within bounds and each of one pipeline stage."""
+    """Check the weight-update plan.
+
+    It is equal on all ranks, has every tensor of the checkpoint once with its shape, and each bucket belongs to one
+    pipeline stage and is within the size limit.
+    """
     first = plans[0]
     for rank, plan in plans.items():
         if plan is not first and plan != first:
@@ -185,8 +190,7 @@ def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], exp
 
 
 def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) -> Iterator[str]:
-    """Buckets and bytes of the plan are those that ``rlpost plan`` announces, the biases of experts aside, which it
-    leaves out; and the bytes are those that it counts in an engine."""
+    """Check buckets and bytes of the plan against ``rlpost plan``, which omits expert biases."""
     width = parameter_bytes(expected.config).weights
     said = weight_update(
         expected.config, expected.shape, expected.layout, gpu_bytes=GPU_BYTES, width=width, in_fp8=in_fp8
@@ -205,18 +209,18 @@ def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) ->
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    """Bytes of all tensors of a bucket."""
+    """Return the bytes of all tensors of a bucket."""
     return sum(size for _, size in tensor_bytes(bucket))
 
 
 def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
-    """Name and bytes of each tensor of a bucket."""
+    """Yield name and bytes of each tensor of a bucket."""
     for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
         yield name, num_elements(shape) * getattr(torch, dtype).itemsize
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """One rank of each stage sends, and every rank that it gathers from takes part."""
+    """Check that one rank of each stage sends, and that all ranks from which it gathers take part."""
     for stage in range(layout.pipeline):
         sources = [facts for facts in ranks.values() if facts.update.is_source and facts.update.stage == stage]
         if len(sources) != 1:

@@ -29,7 +29,7 @@ Piece = tuple[int, int, int]
 
 
 def stage_of(name: str, layout: Layout, num_layers: int) -> int:
-    """The pipeline stage that must hold a Hugging Face tensor."""
+    """Return the pipeline stage that must hold a Hugging Face tensor."""
     found = _LAYER.match(name)
     if found is None:
         return 0 if name == EMBEDDING else layout.pipeline - 1
@@ -69,14 +69,14 @@ def weight_problems(
 
 
 def _holders(name: str, layout: Layout, shape: ModelShape) -> tuple[int, int | None]:
-    """The stage of a tensor, and of an expert's the expert-parallel rank."""
+    """Return the stage of a tensor, and for an expert's tensor the expert-parallel rank."""
     expert = _EXPERT.search(name)
     per_rank = max(1, shape.num_experts // layout.expert)
     return stage_of(name, layout, shape.num_layers), None if expert is None else int(expert[1]) // per_rank
 
 
 def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """A tied embedding has a copy on the last stage when that is not the first."""
+    """Check that a tied embedding has a copy on the last stage if there are several."""
     for rank, facts in ranks.items():
         copies = sum(one.is_tied_copy for one in facts.weights)
         is_last = place(layout, rank).pipeline == layout.pipeline - 1
@@ -86,7 +86,7 @@ def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelS
 
 
 def _shard_problems(rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]) -> Iterator[str]:
-    """A rank holds the shard of its own number, as wide as the tensors are."""
+    """Check that the shard index is the rank's coordinate and that the shard has the width of the tensors."""
     coordinate = where.expert_tensor if weight.is_expert else where.tensor
     if weight.num_shards > 1 and weight.shard != coordinate:
         yield f"rank {rank}: it holds shard {weight.shard} of {weight.name}, its place is {coordinate}"
@@ -102,7 +102,7 @@ def _width(shape: Shape, dim: int | None) -> Shape:
 
 
 def _pieces(weight: Weight, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Piece]]:
-    """Which part of each of its Hugging Face tensors a weight holds."""
+    """Yield the part of each Hugging Face tensor that a weight holds."""
     dim = weight.dim or 0
     rows = weight.shape[dim]
     whole = sum(tensors[name][dim] for name in weight.hugging_face)
@@ -114,14 +114,14 @@ def _pieces(weight: Weight, tensors: Mapping[str, Shape]) -> Iterator[tuple[str,
             yield name, (0, start, start + half)
             yield name, (0, middle + start, middle + start + half)
             continue
-        # a rank's rows of query, key and value, or of gate and up, are in the proportion of the whole tensors
+        # A rank's rows of query, key and value, or of gate and up, have the proportions of the whole tensors.
         length = rows * size // whole if weight.layout in ("qkv", "gated") else rows
         end = (weight.shard + 1) * length
         yield name, (dim, weight.shard * length, min(end, size) if weight.layout == "vocabulary" else end)
 
 
 def _tiles(pieces: set[Piece], shape: Shape) -> bool:
-    """Whether the pieces follow one another along one dimension from its start to its end."""
+    """Whether the pieces cover one dimension completely and without overlap."""
     if len({dim for dim, _, _ in pieces}) != 1:
         return False
     position = 0
@@ -134,8 +134,10 @@ def _tiles(pieces: set[Piece], shape: Shape) -> bool:
 
 
 def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:
-    """The state of every trained element is on one rank of those with the same weights; on each of them without
-    ``spread`` (the distributed optimizer)."""
+    """Check that the optimizer state covers every trained element once among ranks with equal weights.
+
+    Without ``spread`` (the distributed optimizer) each of these ranks must have the whole state.
+    """
     ranges: dict[tuple[tuple[int, ...], str], list[tuple[int, int]]] = {}
     sizes: dict[tuple[tuple[int, ...], str], int] = {}
     for facts in ranks.values():
@@ -158,8 +160,10 @@ def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Itera
 
 
 def checkpoint_problems(ranks: Mapping[int, RankFacts], layout: Layout, published: Published) -> Iterator[str]:
-    """The boxes that the ranks write fill every tensor of a checkpoint once, and all tensors together have the elements
-    of the model, once as weights and once as a state of the optimizer."""
+    """Check that the boxes that the ranks write cover every tensor of a checkpoint once.
+
+    All tensors together must have the elements of the model, once as weights and once as optimizer state.
+    """
     parts: dict[str, list[CheckpointPart]] = {}
     for facts in ranks.values():
         for part in facts.checkpoint:
@@ -183,7 +187,7 @@ def checkpoint_problems(ranks: Mapping[int, RankFacts], layout: Layout, publishe
 
 
 def _part_problem(parts: list[CheckpointPart]) -> str | None:
-    """What is wrong with the boxes of one tensor."""
+    """Return the problem of the boxes of one tensor, or None."""
     shapes = {part.global_shape for part in parts}
     if len(shapes) != 1:
         return f"the ranks disagree about its shape: {sorted(shapes)}"
@@ -201,7 +205,7 @@ def _part_problem(parts: list[CheckpointPart]) -> str | None:
 
 
 def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
-    """A box that another one overlaps; boxes are compared with those that reach as far along the longest axis."""
+    """Return a box that overlaps another, or None; only boxes that meet along the longest axis are compared."""
     axis = max(range(len(parts[0].global_shape)), key=lambda each: parts[0].global_shape[each], default=None)
     if axis is None:
         return parts[1] if len(parts) > 1 else None

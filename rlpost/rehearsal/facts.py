@@ -1,4 +1,4 @@
-"""What is known of a rank once its model and optimizer are built: pure data.
+"""Facts about a rank after its model and optimizer are built. Pure data.
 
 Sizes are in elements unless a name says bytes. Shapes are those of this rank's shard.
 """
@@ -20,7 +20,7 @@ class Weight:
 
     name: str
     hugging_face: tuple[str, ...]
-    """The tensors of the checkpoint that it holds, in the order in which they lie in it."""
+    """The tensors of the checkpoint that it holds, in memory order."""
     layout: Layout
     shape: Shape
     dim: int | None
@@ -85,7 +85,7 @@ class RankFacts:
     entries: tuple[Entry, ...]
     """The weights of its pipeline stage, as the weight-update plan counts them."""
     checkpoint: tuple[CheckpointPart, ...]
-    """Of the weights and of one state of the optimizer; its other states are cut alike."""
+    """Of the weights and of one state of the optimizer; its other states are sharded alike."""
     memory: Memory
     update: UpdateRole
 

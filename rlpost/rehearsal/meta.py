@@ -1,7 +1,7 @@
-"""This process as one rank of many, on the meta device.
+"""Emulate one rank of many in this process, on the meta device.
 
-The process groups are torch's fake ones, which form at once and whose collectives move nothing. All of it ends with
-the context, so the next rank can begin in the same process.
+The process groups are torch's fake ones, which form at once and whose collectives transfer nothing. The context
+restores everything at its end, so that the next rank can be emulated in the same process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ META = torch.device("meta")
 
 @contextmanager
 def as_rank(rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None) -> Iterator[None]:
-    """Be this rank of ``world`` within the context: groups are formed and new tensors are on the meta device.
+    """Emulate a rank of ``world`` in the context: groups are formed and new tensors are on the meta device.
 
-    Raises PlacementError when the layout does not fit the number of ranks, and ConfigError where a GPU is visible or
-    the process belongs to other groups already.
+    Raises:
+        PlacementError: the layout does not match the number of ranks.
+        ConfigError: a GPU is visible, or the process has already joined process groups.
     """
     if torch.cuda.is_available():
         raise ConfigError("a rehearsal builds no tensor on a GPU; run it with CUDA_VISIBLE_DEVICES= (empty)")
     if dist.is_initialized():
-        raise ConfigError("this process has joined process groups already; rehearse in a process of its own")
+        raise ConfigError("this process has already joined process groups; rehearse in a separate process")
     if not 0 <= rank < world:
         raise PlacementError(f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}")
     parallel.check_layout(settings, world)
@@ -48,7 +49,7 @@ def as_rank(rank: int, world: int, settings: ActorSettings, *, num_virtual_stage
 
 @contextmanager
 def _meta_in_place_of_cuda() -> Iterator[None]:
-    """What this trainer and Megatron put on the current device is on the meta device."""
+    """Place tensors for the current device of the trainer and of Megatron on the meta device."""
     before, megatron_on_cpu.DEVICE = megatron_on_cpu.DEVICE, META.type
     try:
         with device.rehearsing_on(META):
@@ -73,10 +74,10 @@ def _fake_groups_only() -> Iterator[None]:
 
 
 class _MetaAsHost(TorchFunctionMode):
-    """Two methods of tensors on the meta device answer as on the host.
+    """Make two methods of tensors on the meta device behave as on the host.
 
-    Megatron's optimizers choose by ``Tensor.type()`` and know no name of the meta device; embeddings that are tied
-    across pipeline stages are moved with ``Tensor.cpu()``, which a tensor without data refuses.
+    Megatron's optimizers dispatch on ``Tensor.type()`` and do not know the meta device. Embeddings that are tied across
+    pipeline stages are copied with ``Tensor.cpu()``, which fails for a tensor without data.
     """
 
     def __torch_function__(

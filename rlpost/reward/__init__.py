@@ -1,1 +1,1 @@
-"""Reward functions: pure, one a name."""
+"""Reward functions by name, and the processes that run them."""

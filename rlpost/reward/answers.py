@@ -1,6 +1,6 @@
-"""Where the final answer stands in a response. Pure text work.
+"""Extract the final answer from a response. Pure.
 
-Input: a response. Output: the part of it that is graded, or None when it has none.
+Input: a response. Output: the part that is graded, or None if there is none.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ BOXES = ("\\boxed", "\\fbox")
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last ``</think>``, all of it without one; nothing of a thought that is opened there and never
-    closed: it was cut off. Where the prompt opens the thought the response shows no such opening, and all counts."""
+    """Return the text after the last ``</think>``, or the whole response if there is no such tag.
+
+    A truncated thought (opened and never closed) is no answer: the result is empty. If the prompt opens the thought,
+    the response has no opening tag and counts as a whole.
+    """
     text = response.rpartition(END_OF_THOUGHT)[2]
     return "" if BEGIN_OF_THOUGHT in text else text
 
 
 def answer_after_thinking(response: str) -> str:
-    r"""The same, but of a thought that was cut off its last box, as ``\boxed{...}``: a box is an answer anywhere."""
+    r"""Like ``after_thinking``, but return the last ``\boxed{...}`` of a truncated thought.
+
+    A box is an answer anywhere.
+    """
     text = after_thinking(response)
     if text:
         return text
@@ -26,9 +32,9 @@ def answer_after_thinking(response: str) -> str:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, braces within it balanced; of the last ``\fbox{...}`` without one.
+    r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``; braces are balanced.
 
-    ``\boxed 5`` holds ``5``. None when there is no box or the last one never closes: an answer that was cut off.
+    ``\boxed 5`` holds ``5``. None if there is no box or the last one never closes (a truncated answer).
     """
     for command in BOXES:
         start = response.rfind(command)
@@ -38,17 +44,17 @@ def last_boxed(response: str) -> str | None:
 
 
 def _group(text: str) -> str | None:
-    """What stands in the braces at the start of ``text``, or its first word when there are none."""
+    """Return the content of the braces at the start of ``text``, or its first word if there are none."""
     text = text.lstrip()
     if not text.startswith("{"):
         word = text.split("$")[0].split()
         return word[0] if word else None
     depth = 0
-    for at, letter in enumerate(text):
-        if letter == "{":
+    for position, character in enumerate(text):
+        if character == "{":
             depth += 1
-        elif letter == "}":
+        elif character == "}":
             depth -= 1
             if depth == 0:
-                return text[1:at]
+                return text[1:position]
     return None

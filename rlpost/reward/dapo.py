@@ -1,9 +1,11 @@
-r"""The reward ``dapo``: 1 when the last ``Answer:`` line says the label, else -1.
+r"""The reward ``dapo``: 1 if the last ``Answer:`` line equals the label, else -1.
 
-Input: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k ask for, and a label which
-is a whole number there. Output: 1 or -1. Spelling is evened out as in Minerva (arXiv 2206.14858, appendix D.1) and
-only the end of a response is looked at: the verdicts of DAPO's own grader (arXiv 2503.14476; verl and slime have it
-as ``math_dapo``). Its grader crashes on a label that is no whole number; here a fraction is compared by its value.
+Input: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k request, and a label (an
+integer in that data set). Output: 1 or -1.
+
+Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response is read. The results
+are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and slime). That grader crashes on a label that
+is not an integer; here fractions are compared by value.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-LOOKED_AT = 300  # letters at the end of a response
+GRADED_CHARACTERS = 300  # at the end of a response
 RIGHT, WRONG = 1.0, -1.0
 
 _LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", re.ASCII)
 _FRACTION = re.compile(r"-?(?:\d+(?:/\d+)?|\d*\.\d+)", re.ASCII)
 
-# In this order: what an earlier one leaves is what a later one sees.
+# Applied in this order.
 REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -44,24 +46,29 @@ MARKS = (
 
 
 def dapo(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when what follows the last ``Answer:`` is the label, else -1."""
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-LOOKED_AT:])
+    """Return 1 if the text after the last ``Answer:`` is the label, else -1."""
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-GRADED_CHARACTERS:])
     return same_number(found[-1] if found else None, label, metadata)
 
 
 def same_number(answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
-    """1 when an answer that was cut out already is the label, else -1."""
+    """Return 1 if an extracted answer is the label, else -1."""
     if answer is None or label is None:
         return WRONG
-    given, wanted = even_spelling(answer[-LOOKED_AT:]), _wanted(label)
-    return RIGHT if given == wanted or _same_fraction(given, wanted) else WRONG
+    given = normalized(answer[-GRADED_CHARACTERS:])
+    expected = _expected(label)
+    return RIGHT if given == expected or _same_fraction(given, expected) else WRONG
 
 
-def _same_fraction(given: str, wanted: str) -> bool:
-    """Whether a label that is a fraction or a decimal, as no label of DAPO's data is, has the value of the answer."""
-    if wanted.isdecimal() or (value := _value(wanted)) is None:
-        return False  # a whole number is compared by its digits, as there
-    return _value(given) == value
+def _same_fraction(given: str, expected: str) -> bool:
+    """Whether the label is a fraction or a decimal and the answer has its value.
+
+    DAPO's data has integers only, which are compared by their digits, as in its grader.
+    """
+    if expected.isdecimal():
+        return False
+    value = _value(expected)
+    return value is not None and _value(given) == value
 
 
 def _value(text: str) -> Fraction | None:
@@ -74,15 +81,15 @@ def _value(text: str) -> Fraction | None:
         return None
 
 
-def even_spelling(answer: str) -> str:
-    """An answer without units, articles, dollar signs and LaTeX around it."""
+def normalized(answer: str) -> str:
+    """Return an answer without units, articles, dollar signs and surrounding LaTeX."""
     answer = answer.split("=")[-1]
     for before, after in REPLACED:
         answer = answer.replace(before, after)
-    for gone in (*UNITS, *MARKS):
-        answer = answer.replace(gone, "")
+    for removed in (*UNITS, *MARKS):
+        answer = answer.replace(removed, "")
     if within := re.search(r"\$[^$\n]*\$", answer):
-        answer = within[0]  # mathematics within a sentence
+        answer = within[0]  # inline math in a sentence
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
@@ -93,8 +100,8 @@ def even_spelling(answer: str) -> str:
     return (digits if digits.isdigit() else answer).strip()
 
 
-def _wanted(label: str) -> str:
-    label = even_spelling(label)
+def _expected(label: str) -> str:
+    label = normalized(label)
     try:
         return str(int(label))
     except ValueError:
@@ -102,5 +109,5 @@ def _wanted(label: str) -> str:
     try:
         number = float(label)
     except ValueError:
-        return label  # no number, as in other data sets
+        return label  # not a number, as in other data sets
     return str(int(number)) if number.is_integer() else label

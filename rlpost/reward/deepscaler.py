@@ -1,11 +1,13 @@
-r"""The reward ``deepscaler``: the box after the model's thoughts equals the label, as text or as mathematics.
+r"""The reward ``deepscaler``: the box after the thought equals the label, as text or by sympy.
 
-Input: a response with ``</think>`` or ``###Response`` before its answer, and the label. Output: 1 or 0. The same
-verdicts as the grader of the DeepScaleR release (github.com/agentica-project/deepscaler, rewards/math_utils), which
-slime's ``rm_hub/deepscaler.py`` carries too: first the two texts in the plain form of the MATH data set, then
-sympy, which must not be asked to simplify a fraction or to turn anything into a whole number.
+Input: a response with ``</think>`` or ``###Response`` before its answer, and the label. Output: 1 or 0.
 
-It runs sympy on what a model wrote: only in a process with a time limit (``rlpost.reward.pool``).
+The results are those of the grader of the DeepScaleR release (github.com/agentica-project/deepscaler,
+rewards/math_utils), which slime's ``rm_hub/deepscaler.py`` includes as well. It first compares both texts in the
+normal form of the MATH data set, then by sympy. An answer that sympy would first have to reduce (a fraction) or
+evaluate (to an integer) is wrong.
+
+Call it only in a process with a time limit (``rlpost.reward.pool``), because sympy runs on the model's output.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ UNITS = (
 MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 BRACKETS = "()[]"
 SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "\u222a": "U", "·": "*", "\u00d7": "*"}
-MAX_WHOLE_DIGITS = 1000  # of a number that is written out
+MAX_INTEGER_DIGITS = 1000
 
 _UNIT = re.compile(f"(?:{'|'.join(sorted(UNITS, key=len, reverse=True))})(?:es)?s? *(?:\\^[0-9]+)?")
 _TEXT = re.compile(r"^\\text\{(.+?)\}$")
-_UNIT_OF_TEXT = "\\text{ "  # with a blank: in the MATH data set only before a unit
+_UNIT_OF_TEXT = "\\text{ "  # with a space: the MATH data set has it only before a unit
 _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 
 
 def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when the last box after the thoughts equals the label. No mark of the answer's start or no box: 0."""
+    """Return 1 if the last box after the thought equals the label; 0 without a box or a mark before the answer."""
     if END_OF_THOUGHT in response:
         answer = last_boxed(answer_after_thinking(response))
     elif RESPONSE_MARK in response:
@@ -47,7 +49,7 @@ def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) ->
 
 
 def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
-    r"""1 when an answer that was cut out already equals the label, of which a ``\boxed{...}`` is taken off."""
+    r"""Return 1 if an extracted answer equals the label; a ``\boxed{...}`` around the label is removed."""
     truth = last_boxed(label) if label is not None and "\\boxed" in label else label
     if answer is None or not truth:
         return 0.0
@@ -55,21 +57,21 @@ def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, 
 
 
 def plain_form(answer: str) -> str:
-    r"""One spelling for the many of the same answer, as the MATH data set (arXiv 2103.03874) compares them.
+    r"""Return the normal form in which the MATH data set (arXiv 2103.03874) compares answers.
 
-    An answer with more than one ``\text{ ...}`` is left as it is, as the data set's own code does by raising.
+    An answer with more than one ``\text{ ...}`` is not changed: the data set's own code raises an error there.
     """
     answer = answer.strip()
     if wrapped := _TEXT.match(answer):
         answer = wrapped[1].strip()
     unwrapped = answer
-    for gone in ("\n", "\\!"):
-        answer = answer.replace(gone, "")
+    for removed in ("\n", "\\!"):
+        answer = answer.replace(removed, "")
     answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for gone in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
-        answer = answer.replace(gone, "")
+    for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        answer = answer.replace(removed, "")
     before_unit, *units = answer.split(_UNIT_OF_TEXT)
-    if len(units) > 1:  # more than a unit, such as ``3 \text{ or } 5 \text{ or } 7``: no number to cut out of it
+    if len(units) > 1:  # more than a unit, such as ``3 \text{ or } 5 \text{ or } 7``
         return unwrapped
     answer = before_unit
     answer = answer.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
@@ -89,7 +91,7 @@ def plain_form(answer: str) -> str:
 
 
 def equal_by_sympy(answer: str, truth: str) -> bool:
-    """Whether both are the same after units and spelling are gone, element by element of a tuple or an interval."""
+    """Whether both are equal without units and formatting; tuples and intervals are compared by element."""
     wanted, given = _expression(truth), _expression(answer)
     if wanted == given:
         return True
@@ -99,12 +101,12 @@ def equal_by_sympy(answer: str, truth: str) -> bool:
     if len(wanted_parts) != len(given_parts):
         return False
     if len(wanted_parts) > 1 and (wanted[0], wanted[-1]) != (given[0], given[-1]):
-        return False  # an open interval is not a closed one
+        return False  # an open interval does not equal a closed one
     return all(_same_part(*pair) for pair in zip(wanted_parts, given_parts, strict=True))
 
 
 def _expression(text: str) -> str:
-    """The answer in sympy's notation, as far as it goes."""
+    """Convert an answer to sympy's notation where possible."""
     if wrapped := _TEXT.match(text):
         text = wrapped[1]
     text = text.replace("\\%", "").replace("\\$", "").replace("$", "").replace("%", "")
@@ -115,14 +117,14 @@ def _expression(text: str) -> str:
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1]
     text = re.sub(r",\\! *", "", text)
-    text = _whole(text) or text
+    text = _integer(text) or text
     if "\\" in text:
         text = _from_latex(text)
     text = re.sub(r"- *", "-", text)
     text = re.sub(r"^-(\d+) +(\d+)/(\d+)$", r"-\1-\2/\3", text.strip())
     text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text)  # a mixed number
     text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
-    return _whole(_THOUSANDS.sub(r"\1\2", text)) or text
+    return _integer(_THOUSANDS.sub(r"\1\2", text)) or text
 
 
 def _from_latex(text: str) -> str:
@@ -131,18 +133,18 @@ def _from_latex(text: str) -> str:
     text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
     try:
         text = LatexNodes2Text().latex_to_text(text)
-    except Exception:  # whatever it trips over: then it is no LaTeX that two answers could agree in
+    except Exception:  # pylatexenc raises many types on invalid LaTeX
         return text
     for symbol, word in SYMBOLS.items():
         text = text.replace(symbol, word)
     return text.strip()
 
 
-def _whole(text: str) -> str | None:
-    """The whole number that a text stands for, or None. ``2.0`` and ``2e3`` are whole, to within 1e-7."""
+def _integer(text: str) -> str | None:
+    """Return the integer that a text means within 1e-7 (such as ``2.0`` or ``2e3``), or None."""
     try:
         number = Decimal(text.strip())
-        if not number.is_finite() or number.adjusted() > MAX_WHOLE_DIGITS:
+        if not number.is_finite() or number.adjusted() > MAX_INTEGER_DIGITS:
             return None
         nearest = number.to_integral_value()
         return str(int(nearest)) if abs(number - nearest) <= Decimal("1e-7") else None
@@ -151,35 +153,37 @@ def _whole(text: str) -> str | None:
 
 
 def _parts(text: str) -> list[str]:
-    """The elements of a tuple or an interval; anything else is its own only element."""
+    """Return the elements of a tuple or an interval; anything else is a single element."""
     while (shorter := _THOUSANDS.sub(r"\1\2", text)) != text:
         text = shorter
     inner = text[1:-1]
-    if len(text) > 2 and text[0] in BRACKETS and text[-1] in BRACKETS and not any(b in inner for b in BRACKETS):
+    is_enclosed = len(text) > 2 and text[0] in BRACKETS and text[-1] in BRACKETS
+    is_nested = any(bracket in inner for bracket in BRACKETS)
+    if is_enclosed and not is_nested:
         return [part.strip() for part in inner.split(",")]
     return [text]
 
 
 def _same_part(wanted: str, given: str) -> bool:
     if _FRACTION.match(wanted) and _FRACTION.match(given):
-        return wanted == given  # a fraction must be reduced as asked
-    if (_whole(wanted) is None) != (_whole(given) is None):
-        return False  # a whole number must be worked out
-    return _differ_by_nothing(wanted, given)
+        return wanted == given  # a fraction must be reduced like the label
+    if (_integer(wanted) is None) != (_integer(given) is None):
+        return False  # an integer must be evaluated
+    return _difference_is_zero(wanted, given)
 
 
-def _differ_by_nothing(wanted: str, given: str) -> bool:
+def _difference_is_zero(wanted: str, given: str) -> bool:
     text = f"({wanted})-({given})"
     letters = {letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
     if len(letters) > 2 or _TOO_LARGE.search(text):
-        return False  # words, not mathematics; or a tower of powers
+        return False  # words instead of an expression, or nested powers
     try:
         return bool(_simplified(text) == 0)
-    except Exception:  # sympy raises whatever its parts raise on what is no expression
+    except Exception:  # sympy raises many types on invalid expressions
         return False
 
 
-def _simplified(text: str) -> Any:
+def _simplified(text: str) -> object:
     import sympy
     from sympy.parsing import sympy_parser as parser
 

@@ -1,8 +1,8 @@
-"""The reward ``f1``: how many words response and label share, as SQuAD measures short answers.
+"""The reward ``f1``: the F1 score of the words of response and label, as SQuAD defines it.
 
-Input: a response and a label. Output: the harmonic mean of precision and recall over words, 0 to 1, case,
-punctuation and articles aside (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` are right or wrong as a whole, as in
-HotpotQA (arXiv 1809.09600).
+Input: a response and a label. Output: the harmonic mean of precision and recall over words, 0 to 1. Case, punctuation
+and articles are ignored (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` must match exactly, as in HotpotQA
+(arXiv 1809.09600).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """The F1 of the words. Nothing in common, or no label: 0."""
+    """Return the F1 score of the words; 0 if they have no word in common or there is no label."""
     if label is None:
         return 0.0
     given, wanted = words(response), words(label)
@@ -29,5 +29,5 @@ def f1(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
+    """Return the lower-case words without punctuation and articles."""
     return re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

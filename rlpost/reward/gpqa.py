@@ -1,10 +1,14 @@
-r"""The reward ``gpqa``: the letter that a response chooses, or the text of the choice.
+r"""The reward ``gpqa``: grade a multiple-choice answer by its letter, or by the text of the choice.
 
-Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; what the metadata tells of
-the choices. Output: 1 or 0. The letter is the last one that is named as the answer (``The answer is C``,
-``Answer: (C)``, ``\boxed{C}``), else the last that is called correct, else the last option or choice that is named,
-else the last capital that stands alone and is not the word I.
-Metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``.
+Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; and metadata as in slime:
+``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``. Output: 1 or 0.
+
+The chosen letter is the last one of the first of these kinds that occurs:
+
+    1. named as the answer: ``The answer is C``, ``Answer: (C)``, ``\boxed{C}``
+    2. called correct: ``C is correct``
+    3. named as an option or choice: ``option C``
+    4. a single capital letter, except the word I
 """
 
 from __future__ import annotations
@@ -31,10 +35,12 @@ _ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 
 
 def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when the response chooses the right letter or, without a letter to compare, says the right text; else 0.
+    """Return 1 if the response chooses the right letter, else 0.
+
+    Without two letters to compare, the response is right if it contains the text of the right choice.
 
     Raises:
-        DataError: ``choices`` or ``valid_letters`` in the metadata is no list.
+        DataError: ``choices`` or ``valid_letters`` in the metadata is not a list.
     """
     choices = _listed(metadata, "choices")
     letters = _letters(metadata, choices)
@@ -44,38 +50,44 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float
         return float(given == wanted)
     texts = [metadata.get("correct_answer"), metadata.get("answer_text")]
     if wanted is None or len(_plain(label or "")) > 1:
-        texts.append(label)  # a letter is no text: every "a" of a sentence would say it
+        texts.append(label)  # not a letter: every "a" of a sentence would match it
     if wanted is not None and letters.index(wanted) < len(choices):
         texts.append(choices[letters.index(wanted)])
-    said = f" {_plain(text)} "
-    return float(any(f" {_plain(str(each))} " in said for each in texts if each is not None and _plain(str(each))))
+    accepted = [_plain(str(each)) for each in texts if each is not None]
+    plain_response = f" {_plain(text)} "
+    return float(any(f" {each} " in plain_response for each in accepted if each))
 
 
 def _listed(metadata: Mapping[str, Any], key: str) -> list[str]:
+    """Return the entries of a list, or the values of an object, as strings."""
     given = metadata.get(key) or ()
     if not isinstance(given, Iterable):
         raise DataError(f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object")
-    return [str(one) for one in (given.values() if isinstance(given, Mapping) else given)]
+    entries = given.values() if isinstance(given, Mapping) else given
+    return [str(entry) for entry in entries]
 
 
 def _letters(metadata: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
     named = [letter.strip().upper() for letter in _listed(metadata, "valid_letters")]
-    return named or list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
+    if named:
+        return named
+    return list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
 
 
 def _wanted(
     label: str | None, metadata: Mapping[str, Any], letters: Sequence[str], choices: Sequence[str]
 ) -> str | None:
-    """The right letter, if it can be known."""
+    """Return the right letter, or None if label and metadata do not determine one."""
     named = metadata.get("correct_letter")
     if isinstance(named, str) and named.strip().upper() in letters:
         return named.strip().upper()
     label = (label or "").strip()
     if label.strip("()").upper() in letters:
         return label.strip("()").upper()
-    plain = [_plain(choice) for choice in choices]
-    if _plain(label) in plain:
-        return letters[plain.index(_plain(label))] if plain.index(_plain(label)) < len(letters) else None
+    plain_choices = [_plain(choice) for choice in choices]
+    if _plain(label) in plain_choices:
+        position = plain_choices.index(_plain(label))
+        return letters[position] if position < len(letters) else None
     if label.isdecimal() and int(label) < len(letters):
         return letters[int(label)]
     return None

@@ -1,9 +1,10 @@
 """Grade the responses to a prompt: the single interface between generation and all rewards.
 
-Input: a prompt and its samples. Output: one number for each sample, in order, or None; and counts of what went
-wrong on the way. An answer that makes its grading fail is a wrong answer. One whose grading was lost (its process was
-killed, the server of the reward is down) has no reward at all: 0 would be a lie that the baseline believes. Neither
-stalls or ends the rollout. Only a reward that fails on every answer does, for then it is the reward that is wrong.
+Input: a prompt and its samples. Output: one reward or None for each sample, in order, and counts of failed gradings.
+
+An answer that makes its grading fail is a wrong answer. If the grading was lost (its process was killed, the reward
+server is down) the sample has no reward, because a 0 would bias the baseline. Neither stalls or ends the rollout. Only
+a reward that fails on every answer ends it.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ MAX_FAILURES_IN_A_ROW = 64
 
 
 Rewards = Sequence[float | None]
-"""Of some samples, in order; None: the grading was lost, through no fault of the answer."""
+"""Rewards of samples, in order; None if the grading was lost for a reason outside the answer."""
 
 
 class Grader(Protocol):
-    """Scores samples. ``close`` ends what it started."""
+    """Scores samples."""
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """One reward for each sample, in order; None for one whose grading was lost. Safe to call many times at once.
+        """Return one reward for each sample, in order; None if its grading was lost. Calls may be concurrent.
 
         Raises:
-            RolloutError: the reward fails on every answer, or its server refuses to answer.
-            DataError: the prompt asks for a reward that there is not.
+            RolloutError: the reward fails on every answer, or its server refuses the request.
+            DataError: the metadata of the prompt names an unknown reward.
         """
 
     def counters(self) -> Mapping[str, float]:
-        """What was counted since the last call, by metric name, such as ``rollout/reward_timeouts``."""
+        """Return the counts since the last call, by metric name, such as ``rollout/reward_timeouts``."""
 
     async def close(self) -> None:
-        """End its processes and connections."""
+        """End the grader's processes and connections."""
 
 
 class InlineGrader:
-    """A pure and quick function, called where the answer arrives."""
+    """A pure and fast function, called on the event loop."""
 
     def __init__(self, score: RewardFunction) -> None:
         self._score = score
@@ -64,15 +65,15 @@ class InlineGrader:
         return [float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples]
 
     def counters(self) -> Mapping[str, float]:
-        """Nothing can go wrong."""
+        """There are no counts: a failure raises an error."""
         return {}
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """There is nothing to close."""
 
 
 class RewardGrader:
-    """Any reward of the settings; ``rm_type`` in a prompt's metadata goes before the one of the settings."""
+    """Any reward of the settings; ``rm_type`` in a prompt's metadata overrides that of the settings."""
 
     def __init__(self, config: Config) -> None:
         self._settings = settings = config.rollout
@@ -91,13 +92,13 @@ class RewardGrader:
         if settings.custom_rm_path is not None:
             return await self._each(("custom", settings.custom_rm_path), prompt, samples)
         if name == REMOTE:
-            return await asyncio.gather(*(self._asked(prompt, sample) for sample in samples))
+            return await asyncio.gather(*(self._remote_reward(prompt, sample) for sample in samples))
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
 
     def counters(self) -> Mapping[str, float]:
-        """``rollout/reward_timeouts``, ``rollout/reward_errors`` and ``rollout/reward_lost``, in samples."""
+        """Return ``rollout/reward_timeouts``, ``rollout/reward_errors`` and ``rollout/reward_lost``, in samples."""
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
@@ -108,7 +109,7 @@ class RewardGrader:
         await self._remote.close()
 
     def _name(self, prompt: Prompt) -> str:
-        """The name of the reward of a prompt."""
+        """Return the name of the reward of a prompt."""
         named = prompt.metadata.get("rm_type")
         if not isinstance(named, str) or not named.strip():
             return self._settings.rm_type
@@ -122,8 +123,8 @@ class RewardGrader:
             raise DataError(f"prompt {prompt.prompt_id}: 'rm_type' in its metadata: {error}") from error
         return name
 
-    async def _asked(self, prompt: Prompt, sample: Sample) -> float | None:
-        """The reward of a server."""
+    async def _remote_reward(self, prompt: Prompt, sample: Sample) -> float | None:
+        """Return the reward that the server computes."""
         try:
             reward = await self._remote.score(prompt, sample)
         except GradingLost as failure:
@@ -133,7 +134,7 @@ class RewardGrader:
         return reward
 
     async def _each(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """Each sample is a grading of its own: a hostile one costs only itself."""
+        """Grade each sample separately, so that a failure affects only that sample."""
         scored = await asyncio.gather(*(self._isolated(what, prompt, [sample]) for sample in samples))
         return [reward for rewards in scored for reward in rewards]
 
@@ -153,40 +154,38 @@ class RewardGrader:
         return [FAILURE] * len(samples)
 
     def _failed(self, metric: str, prompt: Prompt, samples: Sequence[Sample], failure: Exception) -> None:
-        """Count it, say it, and give up when nothing else happens any more."""
+        """Count and log a failed grading; raise an error after too many in a row."""
         self._counts[metric] += len(samples)
         self._failures_in_a_row += 1
         end = samples[0].text[-200:]
         reward = "left out" if metric == LOST else f"reward {FAILURE:g}"
         logger.warning("prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end)
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            why = "what it needs is away" if metric == LOST else "the reward itself is wrong"
-            raise (ConfigError if isinstance(failure, WrongFunction) else RolloutError)(
-                f"the last {self._failures_in_a_row} gradings failed, none between them did not: {why}; the last one: "
-                f"{failure}"
-            )
+            cause = "what it depends on is unavailable" if metric == LOST else "the reward itself is wrong"
+            message = f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
+            raise ConfigError(message) if isinstance(failure, WrongFunction) else RolloutError(message)
 
 
 def make_grader(config: Config) -> Grader:
-    """The grader that the settings name. Processes start with the first grading that needs them.
+    """Make the grader of the settings. Its processes start with the first grading that needs them.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the settings name an unknown reward.
     """
     check_reward(config.rollout)
     return RewardGrader(config)
 
 
 def check_reward(settings: RolloutConfig) -> None:
-    """What can be known wrong about the reward without loading anything.
+    """Check the settings of the reward without loading anything.
 
     Raises:
-        ConfigError: no such reward, or settings of it that miss or contradict each other.
+        ConfigError: there is no such reward, or its settings are incomplete or conflict.
     """
     if settings.group_rm and settings.custom_rm_path is None:
         raise ConfigError(
-            "--group-rm true needs --custom-rm-path, for rewards by name score one answer at a time; add it, or use "
-            "--group-rm false"
+            "--group-rm true needs --custom-rm-path, because rewards by name score one answer at a time; add it, or "
+            "use --group-rm false"
         )
     if settings.rm_url is not None and not settings.rm_url.startswith(("http://", "https://")):
         raise ConfigError(f"--rm-url {settings.rm_url!r}: must start with http:// or https://")

@@ -1,9 +1,11 @@
-r"""The reward ``gsm8k``: the number that a response ends in is the label's.
+r"""The reward ``gsm8k``: the last number of a response equals the number of the label.
 
-Input: a response, and a label that is a number or a worked solution with ``#### 42`` at its end, as in the data set
-(arXiv 2110.14168). Output: 1 or 0. The number of a response stands after its last ``####``, else in its last
-``\boxed{}``, else it is the last number there is; numbers are compared by value, without units and thousands marks.
-A quotient is one number (``41/42`` is not 42), and digits whose commas mark no thousands (``2,1259``) are none.
+Input: a response, and a label that is a number or a worked solution that ends in ``#### 42``, as in the data set
+(arXiv 2110.14168). Output: 1 or 0.
+
+The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its last number.
+Numbers are compared by value, without units and thousands separators. A quotient is one number (``41/42`` is not 42).
+Digits with commas at other places (``2,1259``) are not a number.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from rlpost.reward.answers import answer_after_thinking, last_boxed
 
 MARK = "####"
-LONGEST = 300  # digits and marks of one number
+MAX_NUMBER_LENGTH = 300  # characters
 
 _GAP = re.compile(r"(\d)(?:\{,\}|\\,|,\\!|\\!)(?=\d)")
 _DECIMAL = r"-?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)"
@@ -27,7 +29,7 @@ _DASH = re.compile("[\u2212\u2013]" + r"(?=\s*\$?\.?\d)")
 
 
 def gsm8k(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when response and label end in the same number, else 0."""
+    """Return 1 if response and label end in the same number, else 0."""
     text = answer_after_thinking(response)
     if MARK in text:
         given = _first(text.rpartition(MARK)[2])
@@ -39,14 +41,15 @@ def gsm8k(response: str, label: str | None, metadata: Mapping[str, Any]) -> floa
 
 
 def number_in_box(answer: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when an answer that was cut out already holds the label's number, else 0."""
+    """Return 1 if the last number of an extracted answer is the label's, else 0."""
     return _same(_last(answer), label)
 
 
 def _same(given: Fraction | None, label: str | None) -> float:
     if given is None or label is None:
         return 0.0
-    return float(given == (_first(label.rpartition(MARK)[2]) if MARK in label else _last(label)))
+    expected = _first(label.rpartition(MARK)[2]) if MARK in label else _last(label)
+    return float(given == expected)
 
 
 def _first(text: str) -> Fraction | None:
@@ -58,19 +61,21 @@ def _last(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[str]:
-    """The numbers of a text in order, each with its commas; a quotient of numbers is one number."""
+    """Return the numbers of a text in order, with their commas; a quotient of numbers is one number."""
     text = _DASH.sub("-", _GAP.sub(r"\1", text.replace("\\$", "$")))
     text = _FRACTION.sub(r"\1/\2", text)
     found = _NUMBER.findall(re.sub(r"(?:(?<=^)|(?<=[\s(=$:]))- (?=\$?\d)", "-", text))
-    return [word for word in found if len(word) <= LONGEST]
+    return [number for number in found if len(number) <= MAX_NUMBER_LENGTH]
 
 
 def _value(number: str) -> Fraction | None:
-    """What a number is; None when it is none after all: ``2,1259``, ``1/0``, ``8/4/2``."""
-    over, *under = (_decimal(part.strip()) for part in number.replace("$", "").split("/"))
-    if not under or over is None:
-        return over
-    return over / under[0] if len(under) == 1 and under[0] else None
+    """Return the value of a number, or None if it has none: ``2,1259``, ``1/0``, ``8/4/2``."""
+    numerator, *denominators = (_decimal(part.strip()) for part in number.replace("$", "").split("/"))
+    if not denominators or numerator is None:
+        return numerator
+    if len(denominators) > 1 or not denominators[0]:
+        return None
+    return numerator / denominators[0]
 
 
 def _decimal(text: str) -> Fraction | None:

@@ -1,10 +1,11 @@
-"""The reward ``ifeval``: every instruction that a prompt gives about the form of its answer is followed.
+"""The reward ``ifeval``: the response follows all format instructions of its prompt.
 
 Input: a response and, in the metadata, ``instruction_id_list`` and ``kwargs`` as in IFEval's data set
-(arXiv 2311.07911): names such as ``punctuation:no_comma`` and, for each, its arguments. Output: 1 when all are
-followed, else 0. The conditions are IFEval's strict ones; sentences are counted by their end marks (IFEval asks nltk).
+(arXiv 2311.07911): names such as ``punctuation:no_comma`` and the arguments of each. Output: 1 if all are followed,
+else 0. The conditions are IFEval's strict ones; sentences are counted by their end marks (IFEval uses nltk).
 
-Patterns of the data meet text of a model: only in a process with a time limit (``rlpost.reward.pool``).
+Call it only in a process with a time limit (``rlpost.reward.pool``), because it matches patterns from the data against
+the model's output.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ FIXED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def ifeval(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when all instructions are followed, else 0; an empty answer follows none.
+    """Return 1 if all instructions are followed, else 0; an empty answer follows none.
 
     Raises:
-        DataError: the metadata holds no instructions, or one that is not known.
+        DataError: the metadata holds no instructions, or an unknown one.
     """
     names, arguments = instructions(metadata)
     text = after_thinking(response)
@@ -35,7 +36,7 @@ def ifeval(response: str, label: str | None, metadata: Mapping[str, Any]) -> flo
 
 
 def instructions(metadata: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Names and arguments of the instructions of a prompt; arguments that are None are left out.
+    """Return names and arguments of the instructions of a prompt, without arguments that are None.
 
     Raises:
         DataError: see ``ifeval``.
@@ -46,17 +47,21 @@ def instructions(metadata: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
         given = [given] * len(names)
     if not names or len(given) != len(names):
         raise DataError(
-            f"ifeval: the metadata must hold 'instruction_id_list' and as many 'kwargs', got {len(names)} and "
-            f"{len(given)}; --metadata-key names the key they stand under"
+            f"ifeval: the metadata must hold 'instruction_id_list' and 'kwargs' of equal length, got {len(names)} and "
+            f"{len(given)}; set --metadata-key to the key that holds them"
         )
     for name in names:
         if name not in CHECKS:
             raise DataError(f"ifeval: instruction {name!r} is not known{suggestion(name, CHECKS)}")
-    return names, [{key: value for key, value in (each or {}).items() if value is not None} for each in given]
+    return names, [_without_none(each or {}) for each in given]
+
+
+def _without_none(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if value is not None}
 
 
 def _compare(count: int, relation: str, wanted: int) -> bool:
-    """IFEval's two relations; data sets in its style have more."""
+    """Compare by one of IFEval's two relations, or those of similar data sets."""
     if relation == "less than":
         return count < wanted
     if relation == "at most":
@@ -69,7 +74,7 @@ def _compare(count: int, relation: str, wanted: int) -> bool:
 
 
 def _pattern(word: str) -> str:
-    """A keyword is a pattern, as in IFEval; one that is none, such as C++, is taken as it is written."""
+    """Return a keyword as a pattern, as IFEval does; an invalid pattern, such as C++, is matched literally."""
     try:
         re.compile(word)
     except re.error:
@@ -94,10 +99,10 @@ def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: 
 
 
 def _language_of(text: str) -> str | None:
-    """An ISO 639-1 code; None for a text without letters."""
+    """Return an ISO 639-1 code, or None for a text without letters."""
     import langdetect
 
-    langdetect.DetectorFactory.seed = 0  # else the same text is now of one language and now of another
+    langdetect.DetectorFactory.seed = 0  # makes the result of a text deterministic
     try:
         return langdetect.detect(text)
     except langdetect.LangDetectException:

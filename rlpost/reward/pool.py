@@ -1,11 +1,10 @@
-"""A pool of grading processes, one grading each at a time; one that times out or crashes is
-replaced.
+"""A pool of grading processes; a process that times out or crashes is replaced.
 
-Input: which function, a prompt, its samples. Output: rewards, or ``GradingTimeout`` or ``GradingFailed``, of which
-an answer may be the cause, or ``GradingLost``, of which it is not; a function that cannot even be loaded is a
-``ConfigError``. The event loop never runs a grading itself, so nothing that
-an answer does can stall it: a thread waits for each process. Processes start when they are first needed, one for each
-grading that nobody is free for, up to the limit.
+Input: a function, a prompt, its samples. Output: rewards, or an error: ``GradingTimeout`` or ``GradingFailed`` if the
+answer may be the cause, ``GradingLost`` if it is not, ``ConfigError`` if the function cannot be loaded.
+
+Each process runs one grading at a time. The event loop never runs a grading, so no answer can stall it: a thread waits
+for each process. A process is started when a grading finds no idle one, up to the limit.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.reward.worker import LENGTH
 from rlpost.types import Prompt, Sample
 
-LOADING_TIMEOUT_S = 300.0  # imports of a reward's libraries, on a busy machine
-_CLOSED = "the reward's processes are ended already"
-GRACE_S = 5.0  # by which the worker's own alarm comes first
+LOADING_TIMEOUT_S = 300.0  # for the imports of a reward's libraries on a busy machine
+_CLOSED = "the reward's processes have ended"
+GRACE_S = 5.0  # after the limit; the worker's own alarm fires before
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Sent from outside: by the kernel when memory runs out, by Slurm, by a person. A crash has another signal."""
+"""Signals sent from outside: by the kernel when memory runs out, by Slurm, by a user. A crash has another signal."""
 
 What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
 
 
 class GradingTimeout(Exception):
-    """A grading took longer than its limit; its process is gone."""
+    """A grading took longer than its limit; its process was killed."""
 
 
 class GradingFailed(Exception):
-    """A grading raised an error or crashed its process; the message says which."""
+    """A grading raised an error or crashed its process."""
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised a TypeError: odd answers may cause one; if all do, the function is wrong."""
+    """A grading raised an error such as TypeError: if every answer causes one, the function is wrong."""
 
 
 class Pool:
@@ -56,28 +55,29 @@ class Pool:
 
     def __init__(self, *, num_workers: int, timeout_s: float, settings: Mapping[str, Any] | None = None) -> None:
         """``settings`` are those of the run, for functions that read them (``worker.scorer``)."""
-        self._timeout_s, self._settings = timeout_s, dict(settings or {})
+        self._timeout_s = timeout_s
+        self._settings = dict(settings or {})
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the three attributes below
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._closed = False
 
     async def grade(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-        """The rewards of ``samples`` in order, all within one time limit.
+        """Return the rewards of ``samples`` in order; one time limit covers all of them.
 
-        A caller that is cancelled leaves its grading to the time limit.
+        If the caller is cancelled, the grading goes on until it ends or reaches the time limit.
 
         Raises:
-            GradingTimeout, GradingFailed, GradingLost: see there.
-            ConfigError: the function cannot be imported or called, or returns no number where the settings say so.
-            RolloutError: it cannot be loaded for another reason.
+            GradingTimeout, GradingFailed, GradingLost: see their definitions.
+            ConfigError: the function cannot be imported or called, or --reward-key does not match its result.
+            RolloutError: the function cannot be loaded for another reason.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._grade, what, prompt, samples)
 
     async def close(self) -> None:
-        """End all processes; what they were grading fails."""
+        """Kill all processes; their gradings fail."""
         with self._lock:
             self._closed = True
             workers, self._all, self._idle = self._all, set(), []
@@ -99,13 +99,14 @@ class Pool:
             raise
         with self._lock:
             self._idle.append(worker)
-        if "error" in answer and answer["blame"] == "settings":
-            raise ConfigError(f"{what[1]}: {answer['error']}")
-        if "error" in answer and answer["blame"] == "function":
-            raise WrongFunction(answer["error"])
-        if "error" in answer:
-            raise (GradingLost if answer["lost"] else GradingFailed)(answer["error"])
-        return answer["rewards"]
+        if "error" not in answer:
+            return answer["rewards"]
+        error = answer["error"]
+        if answer["blame"] == "settings":
+            raise ConfigError(f"{what[1]}: {error}")
+        if answer["blame"] == "function":
+            raise WrongFunction(error)
+        raise GradingLost(error) if answer["lost"] else GradingFailed(error)
 
     def _take(self) -> _Worker:
         with self._lock:
@@ -115,39 +116,40 @@ class Pool:
                 worker = self._idle.pop()
                 if worker.is_alive():
                     return worker
-                self._all.discard(worker)  # killed while nobody used it: that costs no answer
+                self._all.discard(worker)  # killed while idle: no answer is lost
             try:
                 worker = _Worker(self._settings)
             except OSError as error:
-                raise GradingLost(f"no process to grade can be started: {error}") from error
+                raise GradingLost(f"cannot start a grading process: {error}") from error
             self._all.add(worker)
             return worker
 
 
 class _Worker:
-    """One process and what it has loaded."""
+    """One process and the functions that it has loaded."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._loaded: set[What] = set()
+        python_path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlpost.reward.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # with all that a reward function starts, such as a program under test
-            env=without_keys(os.environ) | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+            process_group=0,  # includes the processes that a reward function starts, such as a program under test
+            env=without_keys(os.environ) | {"PYTHONPATH": python_path},
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already, which the first request finds out
+        with contextlib.suppress(OSError):  # the process has ended; the first request reports that
             first = pickle.dumps(settings)
             self._process.stdin.write(LENGTH.pack(len(first)) + first)
             self._process.stdin.flush()
 
     def is_alive(self) -> bool:
-        """Whether the process is still there."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def load(self, what: What) -> None:
-        """Make a function ready, with all it imports: that is no part of a grading's time."""
+        """Load a function and its imports, which do not count toward the time of a grading."""
         if what in self._loaded:
             return
         try:
@@ -155,15 +157,14 @@ class _Worker:
         except (GradingTimeout, GradingFailed) as failure:
             raise RolloutError(f"the reward {what[1]} cannot be loaded: {failure}") from failure
         if "error" in answer:
-            raise (ConfigError if answer["blame"] else RolloutError)(
-                f"the reward {what[1]} cannot be loaded: {answer['error']}"
-            )
+            message = f"the reward {what[1]} cannot be loaded: {answer['error']}"
+            raise ConfigError(message) if answer["blame"] else RolloutError(message)
         self._loaded.add(what)
 
     def ask(self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The answer to one request; without samples the function is only loaded."""
+        """Send one request and return the answer; without samples the function is only loaded."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        # Routes are most of an answer's bytes, and no reward reads them.
+        # Routes are most of a sample's bytes, and no reward reads them.
         sent = tuple(sample if sample.routes is None else replace(sample, routes=None) for sample in samples)
         request = pickle.dumps((what, timeout_s, prompt, sent))
         too_late = threading.Event()
@@ -178,7 +179,7 @@ class _Worker:
             self._process.stdin.write(LENGTH.pack(len(request)) + request)
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except (OSError, ValueError):  # the process is gone, or the pipe was closed here
+        except (OSError, ValueError):  # the process has ended, or ``end`` closed the pipe
             line = b""
         finally:
             alarm.cancel()
@@ -188,14 +189,14 @@ class _Worker:
         if too_late.is_set() or code == -signal.SIGALRM:
             raise GradingTimeout(f"{what[1]}: longer than {timeout_s:g} s")
         if -code in _KILLED:
-            raise GradingLost(f"{what[1]}: the process that graded was killed by {signal.Signals(-code).name}")
-        raise GradingFailed(f"{what[1]}: the process that graded ended with {code}")
+            raise GradingLost(f"{what[1]}: the grading process was killed by {signal.Signals(-code).name}")
+        raise GradingFailed(f"{what[1]}: the grading process ended with exit status {code}")
 
     def end(self) -> None:
-        """Kill the process and what it has started, and wait until it is gone."""
+        """Kill the process and its children, and wait until the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # what was not yet written
+        with contextlib.suppress(OSError):  # buffered data cannot be written any more
             self._process.stdin.close()

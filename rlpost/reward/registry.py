@@ -1,8 +1,10 @@
-"""Reward functions by name: each pure, from an answer and what is known of its prompt to a number.
+"""Reward functions by name. Pure.
 
-Input: the text of an answer, the prompt's label and metadata. Output: the reward. A name with ``boxed_`` before
-it scores the content of the last ``\\boxed{}`` in place of the whole answer. Some may run for ever on hostile text:
-they are *isolated*, which is to say called in a process with a time limit only (``rlpost.reward.pool``).
+Input: the text of an answer, the prompt's label and metadata. Output: the reward.
+
+With the prefix ``boxed_`` a reward scores the content of the last ``\\boxed{}`` instead of the whole answer. Some may
+not terminate on adversarial text: these are *isolated*, that is, called only in a process with a time limit
+(``rlpost.reward.pool``).
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from rlpost.reward.mathverify import boxed_math, math
 RewardFunction = Callable[[str, str | None, Mapping[str, Any]], float]
 
 BOXED = "boxed_"
-REMOTE = "remote_rm"  # known here by its name; what it is, is asked over HTTP (``rlpost.reward.remote``)
+REMOTE = "remote_rm"  # computed by a server (``rlpost.reward.remote``), so only its name is known here
 
-_coin = random.Random()  # its own generator: the global one may be seeded
+_coin = random.Random()  # a separate generator, because the global one may be seeded
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``in_box`` scores an answer that was cut out of its box already; ``score`` does that too unless given."""
+    """A reward function. ``in_box`` scores the content of a box; None: ``score`` does."""
 
     score: RewardFunction
     in_box: RewardFunction | None = None
@@ -40,12 +42,12 @@ class Reward:
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """1 when the answer is the label, white space at either end aside; else 0. Without a label nothing matches."""
+    """Return 1 if the answer is the label, ignoring leading and trailing white space; else 0, also without a label."""
     return float(label is not None and response.strip() == label.strip())
 
 
 def toss(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """0 or 1, whatever the answer: what a reward that says nothing does to a run."""
+    """Return 0 or 1 at random, as a baseline without a signal."""
     return float(_coin.randint(0, 1))
 
 
@@ -63,10 +65,10 @@ REWARDS: dict[str, Reward] = {
 
 
 def reward_function(name: str) -> RewardFunction:
-    """The reward function called ``name``, with or without ``boxed_`` before it.
+    """Return the reward function called ``name``, with or without the prefix ``boxed_``.
 
     Raises:
-        ConfigError: there is none; naming those there are.
+        ConfigError: there is none; the message lists the known names.
     """
     reward = _named(name)
     if not name.startswith(BOXED):
@@ -80,7 +82,11 @@ def reward_function(name: str) -> RewardFunction:
 
 
 def is_isolated(name: str) -> bool:
-    """Whether the function may only be called in a process with a time limit. Raises what ``reward_function`` does."""
+    """Whether the function may only be called in a process with a time limit.
+
+    Raises:
+        ConfigError: see ``reward_function``.
+    """
     return _named(name).isolated
 
 
@@ -89,5 +95,5 @@ def _named(name: str) -> Reward:
     if plain not in REWARDS:
         known = ", ".join([*sorted(REWARDS), REMOTE])
         near = suggestion(plain, [*REWARDS, REMOTE])
-        raise ConfigError(f"--rm-type {name}: no such reward{near}; known: {known}, and each with {BOXED} before it")
+        raise ConfigError(f"--rm-type {name}: no such reward{near}; known: {known}, each also with the prefix {BOXED}")
     return REWARDS[plain]

@@ -1,8 +1,10 @@
-"""The reward ``remote_rm``: a reward model that answers over HTTP.
+"""The reward ``remote_rm``: a reward model behind an HTTP server.
 
-Input: an address, a prompt and a sample. Output: the number in its answer. It is sent
-``{"prompt", "response", "label", "metadata"}`` as JSON and answers a number, or an object with one under ``reward`` or
-``score``. It is asked again when it does not answer, is busy (429) or fails (5xx), until the deadline.
+Input: a URL, a prompt and a sample. Output: the reward.
+
+The request is ``{"prompt", "response", "label", "metadata"}`` as JSON. The response is a number, or an object with a
+number under ``reward`` or ``score``. A request is retried until the deadline if the server does not respond, is busy
+(429) or fails (5xx).
 """
 
 from __future__ import annotations
@@ -23,27 +25,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; doubles
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between attempts; doubles
 KEYS = ("reward", "score")
 
 
 class RemoteReward:
-    """A reward model at ``url``. ``deadline_s`` bounds one score, all tries together, from when it is its turn."""
+    """A reward model at ``url``.
+
+    ``deadline_s`` limits one score with all its attempts, from when it has a connection slot.
+    """
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
         self._url = url
         self._deadline_s = deadline_s
         self._session: aiohttp.ClientSession | None = None
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # the line before it is no fault of the server's
+        # The deadline starts behind this semaphore: waiting here is not the server's delay.
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def score(self, prompt: Prompt, sample: Sample) -> float:
-        """The reward of a sample.
+        """Return the reward of a sample.
 
         Raises:
-            GradingLost: the server did not answer in time, or was busy or failed at every try; naming the address.
-            RolloutError: the server refused, or answered no number: that will not change; naming the address.
+            GradingLost: the server did not respond in time, or was busy or failed at every attempt.
+            RolloutError: the server refused the request or did not return a number, so a retry cannot help.
         """
-        async with self._turns:
+        async with self._slots:
             return await self._score(prompt, sample)
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float:
@@ -53,14 +59,16 @@ class RemoteReward:
             "label": prompt.label,
             "metadata": dict(prompt.metadata),
         }
-        ends, pause_s, failure = time.monotonic() + self._deadline_s, FIRST_PAUSE_S, "did not answer"
+        deadline = time.monotonic() + self._deadline_s
+        pause_s = FIRST_PAUSE_S
+        failure = "did not answer"
         try:
             async with asyncio.timeout(self._deadline_s):
                 while True:
-                    found, failure = await self._ask(body)
-                    if found is not None:
-                        return found
-                    logger.debug("--rm-url %s %s; %.0f s left", self._url, failure, ends - time.monotonic())
+                    reward, failure = await self._post(body)
+                    if reward is not None:
+                        return reward
+                    logger.debug("--rm-url %s %s; %.0f s left", self._url, failure, deadline - time.monotonic())
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except TimeoutError:
@@ -73,15 +81,15 @@ class RemoteReward:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, body: dict[str, Any]) -> tuple[float | None, str]:
-        """(the reward, "") or (None, what went wrong this time). Raises RolloutError for what will not change."""
+    async def _post(self, body: dict[str, Any]) -> tuple[float | None, str]:
+        """Return (reward, "") or (None, reason to retry). Raises RolloutError if a retry cannot help."""
         import aiohttp
 
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
                 timeout=aiohttp.ClientTimeout(total=None),
-                json_serialize=lambda body: json.dumps(body, default=str),  # metadata of Parquet may hold dates
+                json_serialize=lambda body: json.dumps(body, default=str),  # metadata from Parquet may hold dates
             )
         try:
             async with self._session.post(self._url, json=body) as response:
@@ -92,7 +100,7 @@ class RemoteReward:
                     raise RolloutError(f"--rm-url {self._url} answered {response.status}: {text[:500]}")
                 return self._number(text), ""
         except aiohttp.InvalidURL as error:
-            raise RolloutError(f"--rm-url {self._url}: not an address") from error
+            raise RolloutError(f"--rm-url {self._url}: not a URL; give http://HOST:PORT/PATH") from error
         except aiohttp.ClientError as error:
             return None, f"does not answer ({error or type(error).__name__})"
 
@@ -106,4 +114,4 @@ class RemoteReward:
         if isinstance(answer, bool | int | float) and math.isfinite(answer):
             return float(answer)
         wanted = "a number, or an object with one under 'reward' or 'score'"
-        raise RolloutError(f"--rm-url {self._url} answered {text[:500]!r}; needed is {wanted}")
+        raise RolloutError(f"--rm-url {self._url} answered {text[:500]!r}; it must return {wanted}")

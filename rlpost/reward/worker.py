@@ -1,9 +1,11 @@
-"""A process that grades: what may hang or crash does so here.
+"""A grading process, which isolates functions that may hang or crash.
 
-Input, on standard input: pickled requests, each after its length. Output, on what was standard output: one line
-of JSON for each. First a request names the function and the worker answers when it is loaded; then each grading has a
-time limit, kept by the kernel: SIGALRM ends the process, whatever it is doing and whether or not anybody waits for it.
-The end of the input ends the worker.
+Input: pickled requests on standard input, each after its length. Output: one line of JSON for each on the original
+standard output.
+
+The first request for a function loads it without samples, so that imports do not count as grading time. Each grading
+has a time limit enforced by the kernel: SIGALRM ends the process in any state, also when its parent has ended. The
+worker ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -32,38 +34,46 @@ from rlpost.reward.registry import reward_function
 from rlpost.types import Prompt, Sample
 
 LENGTH = struct.Struct(">Q")
-MAX_MEMORY = 4 << 30  # bytes of address space for one of our own rewards; a user's function may need more
+MAX_MEMORY = 4 << 30  # bytes of address space for a reward by name; a user's function may need more
 LIBRARIES = {"deepscaler": ("sympy", "pylatexenc.latex2text"), "math": ("math_verify",), "ifeval": ("langdetect",)}
 
 _LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
 """Not BrokenPipeError: a program under test that does not read its input causes it."""
 _LONGEST_CHAIN = 20  # causes of one error
-_loop = asyncio.Runner()  # of all calls: what a function opens in one it may use in the next
+_loop = asyncio.Runner()  # shared by all calls, so that a function can keep an HTTP session open between them
 
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
 
 def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
-    """The function of a kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or ``group``.
+    """Load a function by kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or ``group``.
 
-    ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for a function of slime.
+    ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for slime functions.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot be imported.
-        ImportError: a library that a reward needs is not installed.
+        ConfigError: there is no such function, or it cannot be imported.
+        ImportError: a library that the reward needs is not installed.
     """
     if kind == "rm":
         for library in LIBRARIES.get(name.removeprefix("boxed_"), ()):
             importlib.import_module(library)
         score = reward_function(name)
-        return lambda prompt, samples: [_number(score(s.text, prompt.label, prompt.metadata)) for s in samples]
+
+        def by_name(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+            return [_number(score(sample.text, prompt.label, prompt.metadata)) for sample in samples]
+
+        return by_name
     function = load_function(name, key="--custom-rm-path")
     what: Kind = "reward" if kind == "custom" else "group reward"
     key = settings.get("reward_key")
     if checked_interface(what, function, key="--custom-rm-path", path=name) == "slime":
-        function = (one if kind == "custom" else several)(function, settings)
+        function = one(function, settings) if kind == "custom" else several(function, settings)
     if kind == "custom":
-        return lambda prompt, samples: [_number(_result(function(prompt, sample)), key) for sample in samples]
+
+        def custom(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+            return [_number(_result(function(prompt, sample)), key) for sample in samples]
+
+        return custom
 
     def group(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
         rewards = list(_result(function(prompt, samples)))
@@ -75,6 +85,8 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
 
 
 def _result(given: Any) -> Any:
+    """Return the value of a call, awaited if the function is asynchronous."""
+
     async def wait() -> Any:
         return await given
 
@@ -84,17 +96,17 @@ def _result(given: Any) -> Any:
 def _number(reward: Any, key: str | None = None) -> float:
     number = reward_number(reward, key)
     if not math.isfinite(number):
-        raise ValueError(f"a reward of {number}")
+        raise ValueError(f"the reward is {number}; it must be finite")
     return number
 
 
 def main() -> None:
     """Serve until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a reward function prints belongs to the log
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's to handle
+    os.dup2(2, 1)  # output of reward functions goes to the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppress the warning that its own alarms are off
     loaded: dict[tuple[str, str], Score] = {}
     settings = _read(sys.stdin.buffer) or {}
     while (request := _read(sys.stdin.buffer)) is not None:
@@ -104,7 +116,7 @@ def main() -> None:
             if what not in loaded:
                 loaded[what] = scorer(what[0], what[1], settings)
             answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
-        except Exception as error:  # a user's function, or sympy on hostile text: anything
+        except Exception as error:  # a user's function, or sympy on adversarial text, may raise any type
             answer = {"error": f"{type(error).__name__}: {error}"[:2000], "lost": _is_lost(error)}
             answer["blame"] = _blame(error)
         finally:
@@ -116,15 +128,17 @@ def main() -> None:
 
 
 def _blame(error: Exception) -> str | None:
-    """``settings`` for what no answer can cause, ``function`` for what the function is to blame for if it always is."""
+    """Return ``settings`` for an error that no answer can cause, ``function`` for one that the function may cause."""
     if isinstance(error, ImportError | ConfigError):
         return "settings"
     return "function" if isinstance(error, WRONG_CODE) else None
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether a function failed because something that it needs is away: it raised GradingLost, or a connection
-    failed, which HTTP libraries report as an error of their own whose cause that is."""
+    """Whether a function failed because a dependency is unavailable.
+
+    Either it raised GradingLost, or a connection failed, which HTTP libraries wrap in their own errors as the cause.
+    """
     found: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if isinstance(found, GradingLost) or type(found) in _LOST_CONNECTION:
@@ -134,7 +148,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _read(stream: BinaryIO) -> Any:
-    """The next request, or None at the end of the input."""
+    """Return the next request, or None at the end of the input."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

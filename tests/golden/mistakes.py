@@ -51,29 +51,29 @@ COMMAND_LINE = [
         "--tensor-model-parallel-size 4",
         recipe="qwen3_4b",
     ),
-    _of_check("A learning rate under its long name", "--learning-rate 1e-6", "--lr 1e-6"),
-    _of_check("A batch size that could be two", "--bs 8", "--rollout-batch-size 8", "--global-batch-size 8"),
+    _of_check("The learning rate by its long name", "--learning-rate 1e-6", "--lr 1e-6"),
+    _of_check("An ambiguous batch size", "--bs 8", "--rollout-batch-size 8", "--global-batch-size 8"),
     _of_check("The data-parallel size", "--dp 2"),
     _of_check("A short option", "-n 8", "--n-samples-per-prompt 8"),
     _of_check("A misspelt flag", "--n-sample-per-prompt 8", "--n-samples-per-prompt 8"),
-    _of_check("A flag that is like no other", "--frobnicate 1"),
-    _of_check("A switch with no- before it", "--no-colocate", "--colocate false"),
+    _of_check("An unknown flag", "--frobnicate 1"),
+    _of_check("A switch with the prefix no-", "--no-colocate", "--colocate false"),
     _of_check("A flag without its value", "--nodes", "--nodes 1"),
-    _of_check("A word behind a switch that is neither true nor false", "--colocate maybe", "--colocate true"),
-    _of_check("A number that is none", "--lr fast", "--lr 1e-5"),
+    _of_check("An invalid value of a switch", "--colocate maybe", "--colocate true"),
+    _of_check("An invalid number", "--lr fast", "--lr 1e-5"),
     _of_check("A number out of range", "--rollout-top-p 1.5", "--rollout-top-p 1"),
     _of_check("A count of zero", "--nodes 0", "--nodes 1"),
     _of_check("A misspelt choice", "--advantage-estimator grp", "--advantage-estimator grpo"),
-    _of_check("A recipe behind the flags", "--nodes 1 recipe.toml", "--nodes 1"),
-    _of_check("Two values for a flag of one", "--nodes 1 2", "--nodes 1"),
+    _of_check("A recipe after the flags", "--nodes 1 recipe.toml", "--nodes 1"),
+    _of_check("Two values for a flag that takes one", "--nodes 1 2", "--nodes 1"),
     Mistake("A misspelt verb", "rlpost chek recipe.toml", ("rlpost check recipe.toml",)),
-    Mistake("No verb but a recipe", "rlpost recipe.toml", ("rlpost check recipe.toml",)),
+    Mistake("A recipe without a verb", "rlpost recipe.toml", ("rlpost check recipe.toml",)),
     Mistake("No recipe at all", "rlpost check", ("rlpost check qwen3_4b",)),
 ]
 
 FILES = [
     Mistake("A recipe's name misspelt", "rlpost check qwen3-4b", ("rlpost check qwen3_4b",)),
-    Mistake("A recipe's name that is like no other", "rlpost check mistral"),
+    Mistake("An unknown recipe", "rlpost check mistral"),
     Mistake("A recipe's path misspelt", "rlpost check recipes.toml", ("rlpost check recipe.toml",)),
     _of_check("A cluster profile misspelt", "--cluster sit", "--cluster local"),
     _of_check("A model's file misspelt", "--model qwen3-4b"),
@@ -82,7 +82,7 @@ FILES = [
         "rlpost check mine.toml",
         files={"mine.toml": "[clutser]\nnodes = 2\n[cluster]\nnods = 2\nlr = 1\n[perf]\ntp = 2\n"},
     ),
-    Mistake("A recipe that is no TOML", "rlpost check mine.toml", files={"mine.toml": "[cluster\nnodes = 2\n"}),
+    Mistake("A recipe that is not valid TOML", "rlpost check mine.toml", files={"mine.toml": "[cluster\nnodes = 2\n"}),
     Mistake(
         "A wrong value in a recipe",
         "rlpost check mine.toml",
@@ -120,7 +120,7 @@ LAYOUT = [
         recipe="glm45_355b",
     ),
     _of_check(
-        "More GPUs that train than a node has",
+        "More training GPUs than a node has",
         "--actor-num-gpus-per-node 8",
         "--actor-num-gpus-per-node 4",
         "--actor-num-gpus-per-node 8 --num-gpus-per-node 8",
@@ -132,42 +132,42 @@ LAYOUT = [
         recipe="glm45_355b",
     ),
     _of_check(
-        "No tensor parallelism left for --sequence-parallel",
+        "--sequence-parallel without tensor parallelism",
         "--tensor-model-parallel-size 1",
         "--tensor-model-parallel-size 1 --sequence-parallel false",
         "--tensor-model-parallel-size 2",
         recipe="qwen3_4b",
     ),
     _of_check(
-        "More tensor parallelism than the model has heads for",
+        "A tensor-parallel size above the number of heads",
         "--tensor-model-parallel-size 16 --actor-num-nodes 2",
         "--tensor-model-parallel-size 8 --actor-num-nodes 2",
         recipe="qwen3_4b",
     ),
     _of_check(
-        "Layers that the stages cannot share",
+        "Layers that the stages do not divide",
         "--pipeline-model-parallel-size 8 --tensor-model-parallel-size 1 --sequence-parallel false",
         "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1 --sequence-parallel false",
         recipe="qwen3_4b",
     ),
     _of_check(
-        "Experts in a model that has none",
+        "Expert parallelism for a model without experts",
         "--expert-model-parallel-size 2",
         "--expert-model-parallel-size 1",
         recipe="qwen3_4b",
     ),
     _of_check(
-        "A first stage of its own size without stages",
+        "A size of the first stage without pipeline stages",
         "--decoder-first-pipeline-num-layers 1",
         "--decoder-first-pipeline-num-layers none",
     ),
     _of_check(
-        "Recomputation said by halves",
+        "An incomplete recomputation setting",
         "--recompute-granularity full",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     _of_check(
-        "An overlap that needs another",
+        "An overlap that requires another",
         "--overlap-param-gather",
         "--overlap-param-gather --overlap-grad-reduce true",
     ),
@@ -192,7 +192,7 @@ LAYOUT = [
         recipe="qwen3_4b",
     ),
     _of_check(
-        "More engines than there is room for",
+        "More engines than the GPUs allow",
         "--nodes 1 --rollout-num-gpus 6",
         "--nodes 1 --rollout-num-gpus 2",
         "--nodes 2 --actor-num-nodes 1 --rollout-num-gpus 6",
@@ -201,7 +201,7 @@ LAYOUT = [
 
 BATCH = [
     _of_check(
-        "A batch that does not spread over the ranks",
+        "A batch that the ranks do not divide",
         "--rollout-batch-size 33 --n-samples-per-prompt 7",
         "--rollout-batch-size 32 --n-samples-per-prompt 7",
         "--rollout-batch-size 36 --n-samples-per-prompt 7",
@@ -230,18 +230,18 @@ BATCH = [
         recipe="qwen3_4b",
     ),
     _of_check(
-        "A --global-batch-size that is no multiple of the ranks",
+        "A --global-batch-size that is not a multiple of the ranks",
         "--global-batch-size 2 --num-steps-per-rollout none",
         "--global-batch-size 4 --num-steps-per-rollout none",
         recipe="qwen3_4b",
     ),
     _of_check(
-        "Dynamic batches without a size",
+        "Dynamic batches without a token limit",
         "--use-dynamic-batch-size",
         "--use-dynamic-batch-size --max-tokens-per-gpu 8192",
     ),
     _of_check(
-        "One answer to each prompt",
+        "One response per prompt",
         "--n-samples-per-prompt 1",
         "--n-samples-per-prompt 2",
         "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus",
@@ -262,14 +262,14 @@ ALGORITHM = [
         "--kl-coef 0.01 --kl-loss-coef 0 --use-kl-loss",
     ),
     _of_check("A custom loss without its function", "--loss-type custom_loss", "--loss-type policy_loss"),
-    _of_check("Bounds of the importance ratio the wrong way round", "--tis-clip-low 3", "--tis-clip-low 0"),
+    _of_check("Swapped bounds of the importance ratio", "--tis-clip-low 3", "--tis-clip-low 0"),
     _of_check(
-        "Several answers to a line of supervised data",
+        "Several responses per line of supervised data",
         "--loss-type sft_loss",
         "--loss-type sft_loss --n-samples-per-prompt 1",
     ),
     _of_check(
-        "A coefficient that supervised training has no use for",
+        "A coefficient that supervised training ignores",
         "--loss-type sft_loss --n-samples-per-prompt 1 --entropy-coef 0.1",
         "--loss-type sft_loss --n-samples-per-prompt 1 --entropy-coef 0",
     ),
@@ -278,27 +278,27 @@ ALGORITHM = [
         "--lr-decay-style cosine --lr-warmup-iters 5 --num-rollout 3",
         "--lr-decay-style cosine --lr-warmup-iters 0 --num-rollout 3",
     ),
-    _of_check("A smallest learning rate above the largest", "--min-lr 1", "--min-lr 0"),
+    _of_check("A minimum learning rate above the maximum", "--min-lr 1", "--min-lr 0"),
     _of_check(
         "A decay without its length",
         "--lr-decay-style WSD --num-rollout 20",
         "--lr-decay-style WSD --num-rollout 20 --lr-wsd-decay-iters 2",
     ),
     _of_check(
-        "Narrow moments without the optimizer for them",
+        "Low-precision moments without the precision-aware optimizer",
         "--exp-avg-dtype bf16",
         "--exp-avg-dtype fp32",
         "--exp-avg-dtype bf16 --use-precision-aware-optimizer true",
     ),
     _of_check(
-        "The optimizer in host memory without sharding",
+        "Optimizer offload without the distributed optimizer",
         "--optimizer-cpu-offload --use-distributed-optimizer false",
         "--optimizer-cpu-offload --use-distributed-optimizer true",
     ),
 ]
 
 FUNCTIONS = [
-    _of_check("A function in a file that is not there", "--dynamic-sampling-filter-path mine.py:keep"),
+    _of_check("A function in a missing file", "--dynamic-sampling-filter-path mine.py:keep"),
     _of_check(
         "A function's name misspelt",
         "--dynamic-sampling-filter-path mine.py:kep",
@@ -306,18 +306,18 @@ FUNCTIONS = [
         files={"mine.py": FILTER},
     ),
     _of_check("A function with other arguments", "--custom-rm-path mine.py:keep", files={"mine.py": FILTER}),
-    _of_check("A path that names no function", "--custom-rm-path mine.py", files={"mine.py": FILTER}),
+    _of_check("A path without a function", "--custom-rm-path mine.py", files={"mine.py": FILTER}),
     _of_check(
-        "A whole rollout of slime's",
+        "A rollout function of slime",
         "--rollout-function-path fully_async_rollout.generate_rollout_fully_async",
         "--rollout-function-path fully_async_rollout.generate_rollout_fully_async --rollout-mode fully_async",
     ),
-    _of_check("A rollout function of one's own", "--rollout-function-path mine.rollout"),
+    _of_check("A custom rollout function", "--rollout-function-path mine.rollout"),
 ]
 
 ROLLOUT = [
     _of_check(
-        "Over-sampling that is none",
+        "Over-sampling without additional prompts",
         "--over-sampling-batch-size 2",
         "--over-sampling-batch-size 4",
         "--over-sampling-batch-size none",
@@ -330,13 +330,13 @@ ROLLOUT = [
         recipe="qwen3_4b",
     ),
     _of_check(
-        "A bound on staleness where nothing is stale",
+        "A staleness limit without asynchronous rollouts",
         "--max-staleness 2",
         "--max-staleness none",
         "--max-staleness 2 --rollout-mode fully_async",
     ),
     _of_check(
-        "Masking of tokens that are never kept",
+        "Off-policy masking without partial rollouts",
         "--mask-offpolicy-in-partial-rollout",
         "--mask-offpolicy-in-partial-rollout --partial-rollout true",
     ),
@@ -347,13 +347,13 @@ ROLLOUT = [
         "--eval-interval none",
     ),
     _of_check(
-        "Evaluation sets that are no pairs",
+        "Evaluation sets without names",
         "--eval-prompt-data a prompts.jsonl b",
         "--eval-prompt-data prompts.jsonl",
         "--eval-prompt-data a prompts.jsonl b prompts.jsonl",
     ),
     _of_check(
-        "Two evaluation sets of one name",
+        "Two evaluation sets with the same name",
         "--eval-prompt-data a prompts.jsonl a prompts.jsonl",
         "--eval-prompt-data a prompts.jsonl a-2 prompts.jsonl",
     ),
@@ -363,18 +363,18 @@ ROLLOUT = [
         files={"sets.toml": "[[datasets]]\nname = 'a'\npath = 'prompts.jsonl'\ntemperatur = 1\n"},
     ),
     _of_check(
-        "A recording without a place for the step",
+        "A recording path without the step",
         "--save-debug-rollout-data recorded.jsonl",
         "--save-debug-rollout-data recorded.jsonl.{rollout_id}",
     ),
     _of_check(
-        "Training on recordings that are not named",
+        "Train-only mode without recordings",
         "--debug-train-only",
         "--debug-train-only false",
         "--debug-train-only --load-debug-rollout-data recorded-{rollout_id}",
     ),
     _of_check(
-        "Changes of weights through memory",
+        "Delta weight updates through memory",
         "--update-weight-mode delta",
         "--update-weight-mode full",
         "--update-weight-mode delta --update-weight-transport disk",
@@ -383,7 +383,7 @@ ROLLOUT = [
 
 OBSERVE = [
     _of_check(
-        "A profile of steps that never come",
+        "A profile of steps after the end of the run",
         "--profile --num-rollout 3",
         "--profile --num-rollout 3 --profile-step-start 3 --profile-step-end 4",
     ),
@@ -393,7 +393,7 @@ OBSERVE = [
         "--profile --profile-step-end 11 --num-rollout 20",
     ),
     _of_check(
-        "A profile of a rank that is not there",
+        "A profile of a missing rank",
         "--profile --profile-ranks 0 7 --num-rollout 20",
         "--profile --profile-ranks 0 --num-rollout 20",
     ),
@@ -401,7 +401,7 @@ OBSERVE = [
         "Traces of steps that never come", "--trace-steps 5:6 --num-rollout 3", "--trace-steps 3 --num-rollout 3"
     ),
     _of_check(
-        "A writer whose package is not installed",
+        "A metrics writer whose package is not installed",
         "--use-tensorboard",
         "--use-tensorboard false",
         lacking=("tensorboard",),
@@ -409,35 +409,35 @@ OBSERVE = [
 ]
 
 MODEL = [
-    Mistake("Models and data that were not fetched", "rlpost check qwen3_4b", environ={"RLPOST_ASSETS": "elsewhere"}),
+    Mistake("Models and data that are not downloaded", "rlpost check qwen3_4b", environ={"RLPOST_ASSETS": "elsewhere"}),
     Mistake(
-        "Models and data that were not fetched to the folder that a flag names",
+        "Models and data missing in --assets-dir",
         "rlpost check qwen3_4b --assets-dir elsewhere --ref-load none",
         environ=NO_ASSETS,
     ),
     Mistake(
-        "The folder of models and data not named",
+        "The folder of models and data is not set",
         "rlpost check qwen3_4b",
         ("rlpost check qwen3_4b --assets-dir assets",),
         environ=NO_ASSETS,
     ),
     Mistake(
-        "A flag with a mistake and the folder not named",
+        "A wrong flag, and the folder is not set",
         "rlpost check qwen3_4b --global-batch-size 64",
         environ=NO_ASSETS,
     ),
-    _of_check("A model's folder that is not there", "--hf-checkpoint nowhere/model", "--hf-checkpoint model"),
-    _of_check("A repository's name in place of a folder", "--hf-checkpoint Qwen/Qwen3-4B"),
+    _of_check("A missing model folder", "--hf-checkpoint nowhere/model", "--hf-checkpoint model"),
+    _of_check("A repository name instead of a folder", "--hf-checkpoint Qwen/Qwen3-4B"),
     _of_check("A model's folder without its config.json", "", files={"model/config.json": None}),
     _of_check("A model's folder without weights", "", files={"model/model.safetensors": None}),
-    _of_check("A model's file that is cut off", "", files={"model/model.safetensors": "abc"}),
+    _of_check("A truncated model file", "", files={"model/model.safetensors": "abc"}),
     _of_check("A model's folder without a tokenizer", "", files={"model/tokenizer.json": None}),
     _of_check(
-        "A model of a family that is not known",
+        "An unknown model family",
         "",
         files={"model/config.json": '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}'},
     ),
-    _of_check("A model's sizes in the recipe that are another model's", "--num-layers 3", "--num-layers 2"),
+    _of_check("Model sizes in the recipe that belong to another model", "--num-layers 3", "--num-layers 2"),
     Mistake(
         "A reference that was not converted",
         "rlpost check qwen3_4b",
@@ -455,40 +455,46 @@ MODEL = [
 ]
 
 PROMPTS = [
-    _of_check("Prompts that are not there", "--prompt-data promts.jsonl", "--prompt-data prompts.jsonl"),
-    _of_check("A wrong key of the prompt", "--input-key question", "--input-key prompt"),
-    _of_check("A line that is no JSON", "", "--bad-prompts skip", files={"prompts.jsonl": PROMPT + '{"prompt": \n'}),
+    _of_check("A missing prompt file", "--prompt-data promts.jsonl", "--prompt-data prompts.jsonl"),
+    _of_check("A wrong prompt key", "--input-key question", "--input-key prompt"),
+    _of_check(
+        "A line that is not valid JSON", "", "--bad-prompts skip", files={"prompts.jsonl": PROMPT + '{"prompt": \n'}
+    ),
     _of_check(
         "Messages without a chat template",
         "",
         "--apply-chat-template",
         files={"prompts.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n'},
     ),
-    _of_check("Weights that are not one for each file", "--prompt-data-weights 1 2", "--prompt-data-weights 1"),
-    _of_check("A slice that is none", "--prompt-data prompts.jsonl@[1]", "--prompt-data prompts.jsonl@[1:]"),
+    _of_check(
+        "A number of weights that differs from the number of files",
+        "--prompt-data-weights 1 2",
+        "--prompt-data-weights 1",
+    ),
+    _of_check("An invalid slice", "--prompt-data prompts.jsonl@[1]", "--prompt-data prompts.jsonl@[1:]"),
     _of_check("A misspelt reward", "--rm-type exact", "--rm-type exact_match"),
     _of_check(
         "A reward model without its address",
         "--rm-type remote_rm",
         "--rm-type remote_rm --rm-url http://localhost:8000",
     ),
-    _of_check("A grading of groups without a function", "--group-rm", "--group-rm false"),
+    _of_check("Group grading without a function", "--group-rm", "--group-rm false"),
 ]
 
 JOB = [
     _of_check("A container without an image", "--container enroot", "--container none"),
     _of_check(
-        "The image's variable not set",
+        "The variable of the image is not set",
         "--container enroot --container-image '$RLPOST_IMAGE' --container-mounts {here}",
         "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
     ),
     Mistake(
-        "No image where the job chooses its container",
+        "No image, and the job chooses the container",
         "rlpost check qwen3_4b",
         environ={**ASSETS, "RLPOST_CONTAINER": "=enroot"},
     ),
     _of_check(
-        "Paths that the container does not see",
+        "Paths that are not visible in the container",
         "--container enroot --container-image /images/train.sqsh",
         "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
     ),
@@ -497,21 +503,21 @@ JOB = [
         "--container enroot --container-image ./train.sqsh --container-mounts {here}",
         "--container enroot --container-image /images/train.sqsh --container-mounts {here}",
     ),
-    _of_check("A time limit that Slurm cannot read", "--time soon", "--time 10"),
+    _of_check("A time limit that Slurm cannot parse", "--time soon", "--time 10"),
     _of_check("A time limit shorter than its warning", "--time 1", "--time 1 --signal-lead-s 30"),
     _of_check("A job's name with blanks", "--job-name 'my run'", "--job-name my-run"),
     _of_check(
-        "A timeout of InfiniBand that means never",
+        "An infinite InfiniBand timeout",
         "--environment NCCL_IB_TIMEOUT=50",
         "--environment NCCL_IB_TIMEOUT=22",
     ),
     _of_check(
-        "A pattern where an interface is named",
+        "A pattern instead of an interface name",
         "--environment GLOO_SOCKET_IFNAME==eth0",
         "--environment GLOO_SOCKET_IFNAME=eth0",
     ),
     _of_check("A variable without a value", "--environment NCCL_DEBUG", "--environment NCCL_DEBUG=INFO"),
-    _of_check("A key among the variables of the job", "--environment WANDB_API_KEY=hush"),
+    _of_check("An API key among the variables of the job", "--environment WANDB_API_KEY=hush"),
     Mistake(
         "Eight nodes without Slurm",
         "rlpost submit glm45_355b --local",
@@ -529,7 +535,7 @@ JOB = [
         ("rlpost submit recipe.toml --container none --dry-run",),
     ),
     Mistake(
-        "A question to Slurm where there is none",
+        "A Slurm query without Slurm",
         "rlpost submit recipe.toml --test-only",
         ("rlpost submit recipe.toml --dry-run",),
     ),
@@ -539,7 +545,7 @@ JOB = [
 
 OPTIONS = [
     _of_check("An option of SGLang misspelt", "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static 0.7"),
-    _of_check("An option of SGLang that follows from ours", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
+    _of_check("An option of SGLang that rlpost sets", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
     _of_check(
         "A cache whose prefixes have the routes of other tokens",
         "--use-rollout-routing-replay true --sglang-enable-hierarchical-cache true",
@@ -555,12 +561,12 @@ OPTIONS = [
         recipe="qwen3_4b",
     ),
     _of_check(
-        "A switch of CUDA graphs that is no number",
+        "An invalid value of the CUDA graph switch",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=yes",
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
     ),
     _of_check("An option of Megatron-core misspelt", "--moe-z-loss-coef 0.001"),
-    _of_check("An option of Megatron-core that follows from ours", "--num-layers-in-first-pipeline-stage 1"),
+    _of_check("An option of Megatron-core that rlpost sets", "--num-layers-in-first-pipeline-stage 1"),
     _of_check(
         "An option of Megatron-core without an effect", "--masked-softmax-fusion", "--masked-softmax-fusion false"
     ),
@@ -576,21 +582,21 @@ OPTIONS = [
 ]
 
 RUNS = [
-    Mistake("The state of a run that is not there", "rlpost status frist", ("rlpost status first",)),
+    Mistake("The status of a missing run", "rlpost status frist", ("rlpost status first",)),
     Mistake("A flag of status misspelt", "rlpost status first --jsn", ("rlpost status first --json",)),
-    Mistake("A number of runs that is none", "rlpost list --num all", ("rlpost list --num 5",)),
-    Mistake("Runs of another folder", "rlpost status --runs-dir nowhere", ("rlpost status --runs-dir runs",)),
-    Mistake("The logs of a run that is not there", "rlpost logs 4711"),
+    Mistake("An invalid number of runs", "rlpost list --num all", ("rlpost list --num 5",)),
+    Mistake("Runs in another folder", "rlpost status --runs-dir nowhere", ("rlpost status --runs-dir runs",)),
+    Mistake("The logs of a missing run", "rlpost logs 4711"),
     Mistake("A command on a run that never ran", "rlpost exec hostname"),
     Mistake("No command to run", "rlpost exec"),
-    Mistake("A node of a run that is not there", "rlpost attach --run frist"),
-    Mistake("An end to a run that is not there", "rlpost cancel frist"),
+    Mistake("Attaching to a missing run", "rlpost attach --run frist"),
+    Mistake("Cancelling a missing run", "rlpost cancel frist"),
     Mistake("A comparison of one run", "rlpost compare first"),
     Mistake(
         "A plan for GPUs that are no whole nodes", "rlpost plan qwen3_4b --gpus 12", ("rlpost plan qwen3_4b --gpus 16",)
     ),
     Mistake("Nothing to fetch", "rlpost fetch recipe.toml --sizes-only"),
-    Mistake("Nowhere to fetch to", "rlpost fetch qwen3_4b --sizes-only", environ=NO_ASSETS),
+    Mistake("No folder to fetch to", "rlpost fetch qwen3_4b --sizes-only", environ=NO_ASSETS),
 ]
 
 MANY = [
@@ -599,7 +605,7 @@ MANY = [
         "--tensor-model-parallel-size 3 --prompt-data nowhere.jsonl --rm-type x --kl-loss-coef 1",
     ),
     _of_check(
-        "More mistakes than a screen holds",
+        "More mistakes than fit on a screen",
         "--kl-coef 1 --kl-loss-coef 1 --min-lr 1 --lr-warmup-init 1 --tis-clip-low 3 --max-staleness 2 "
         "--eval-interval 5 --profile --trace-steps 7 --debug-train-only --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype bf16 --update-weight-mode delta --rm-type x --sequence-parallel",

@@ -1,12 +1,12 @@
 """Run slime plug-ins unchanged: filters, rewards, generate functions.
 
-    signatures    which interface a function has, read from its signature (login node and nodes)
-    names         which modules and names of slime exist here; pure data
-    modules       the import hook that answers for ``slime`` where slime is not installed
-    sample        slime's ``Sample``, made from our nouns
+    signatures    detect the interface of a function from its signature (login node and nodes)
+    names         the modules and names of slime that are provided; pure data
+    modules       the import hook that provides ``slime`` where it is not installed
+    sample        slime's ``Sample``, made from rlpost's types
     arguments     the ``args`` of a plug-in: the settings of the run under slime's names
     engines       requests to the engines of the run: ``post``, ``GenerateState``
-    generate      generate functions, and their samples back as ours
+    generate      generate functions, and the conversion of their samples to rlpost's
     filters       filters of groups and of the buffer
     rewards       reward functions, and the names of ``slime.rollout.rm_hub``
 

@@ -1,7 +1,7 @@
-"""The ``args`` of slime's plug-ins: the settings of the run under their flags' names, and what slime derives of them.
+"""The ``args`` of slime's plug-ins: the settings of the run by flag name, and the values that slime derives from them.
 
-Input: the settings; later the address of the router. Output: a namespace that a plug-in may read. It may keep things
-of its own there, as plug-ins do; a setting of the run it cannot change.
+Input: the settings; later the address of the router. Output: a namespace for plug-ins. A plug-in may add attributes,
+but cannot change a setting of the run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from rlpost.compat.slime.sample import AbsentAttribute
 from rlpost.config.tree import Config
 from rlpost.errors import suggestion
 
-ONLY_ON_THE_WAY = ("sglang_router_ip", "sglang_router_port", "sglang_api_key")
+ROUTER_ARGUMENTS = ("sglang_router_ip", "sglang_router_port", "sglang_api_key")
+"""Known only while generate functions run."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """All settings in one table, as JSON values."""
+    """Return all settings in one table, as JSON values."""
     found: dict[str, Any] = {}
     for table in config.model_dump(mode="json").values():
         found |= table
@@ -47,24 +48,24 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 class Arguments(Namespace):
-    """A namespace whose settings cannot be changed. A copy belongs to the plug-in, which may do with it as it likes."""
+    """A namespace whose settings cannot be changed. A copy is a plain namespace without this restriction."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         object.__setattr__(self, "_held", frozenset(settings))
         vars(self).update(settings)
 
     def connected(self, url: str, api_key: str) -> None:
-        """The router answers there from now on."""
-        where = urlsplit(url)
-        known = {"sglang_router_ip": where.hostname, "sglang_router_port": where.port, "sglang_api_key": api_key}
+        """Set the address and API key of the router."""
+        address = urlsplit(url)
+        known = {"sglang_router_ip": address.hostname, "sglang_router_port": address.port, "sglang_api_key": api_key}
         object.__setattr__(self, "_held", self._held | frozenset(known))
         vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for what is not there."""
+        """Raise an error; Python calls this only for missing attributes."""
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ONLY_ON_THE_WAY:
+        if name in ROUTER_ARGUMENTS:
             raise AbsentAttribute(f"args.{name}: only generate functions reach the engines")
         raise AbsentAttribute(f"args.{name}: this run has no such setting{suggestion(name, vars(self))}")
 
@@ -81,4 +82,4 @@ class Arguments(Namespace):
         return copy.deepcopy(self.__copy__(), memo)
 
     def __repr__(self) -> str:
-        return f"Arguments({len(self._held)} settings)"  # one of them is a key
+        return f"Arguments({len(self._held)} settings)"  # without values: one of them is an API key

@@ -1,9 +1,10 @@
-"""What slime's plug-ins use to reach engines, over the engines of this run.
+"""slime's request functions (``post``, ``GenerateState``) over the engines of this run.
 
-Input: the URL and payload of a request, as slime's examples post them. Output: the answer in SGLang's shape. While a
-generate function runs, requests to ``/generate`` of the router take the run's own way: bounded, retried, with the key
-that engines ask for, resumed when new weights cut an answer, ended when the rollout is halted. Every other URL (a
-search tool, a judge) is posted to as it is.
+Input: the URL and payload of a request, as in slime's examples. Output: the answer in SGLang's format.
+
+While a generate function runs, requests to ``/generate`` of the router go through the run's client: their number is
+limited, they are retried and authorized, resumed after a weight update, and aborted when the rollout is halted.
+Requests to any other URL (a search tool, a judge) are sent unchanged.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from rlpost.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # between tries of a request to a server that is not ours
-SGLANGS_MAX_NEW_TOKENS = 128  # where a request names no limit
-UNDERSTOOD = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid")
-"""Fields of a payload of /generate."""
+PAUSE_S = 1.0  # between attempts of a request to an external server
+SGLANGS_MAX_NEW_TOKENS = 128  # SGLang's default
+SUPPORTED = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid")
+"""The supported fields of a payload of /generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What an engine wrote for one request: ids, log-probs, pairs (policy version, number of tokens), and the routes of
-    the request and of what it wrote, where routes are returned."""
+    """The output of an engine for one request.
+
+    ``version_spans`` are pairs (policy version, number of tokens); ``routes`` are those of request and output, if
+    routes are returned.
+    """
 
     token_ids: IntColumn
     logprobs: FloatColumn
@@ -53,7 +57,7 @@ class Written:
 
 @dataclass
 class Engines:
-    """The engines as one call of a generate function sees them, and what it had from them."""
+    """Access to the engines for one call of a generate function, with a record of their outputs."""
 
     connection: Connection
     tokenizer: Any
@@ -63,11 +67,11 @@ class Engines:
     was_halted: bool = False
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """One answer. Cut off by the end of the rollout, it has the finish reason "abort", as in slime.
+        """Generate one answer. If the rollout is halted meanwhile, its finish reason is "abort", as in slime.
 
         Raises:
-            ConfigError: the payload asks for something that is not understood here.
-            RolloutError: the request failed for good.
+            ConfigError: the payload has an unsupported field.
+            RolloutError: the request failed after all retries.
         """
         params = request_params(payload)
         form = self.connection.routes if payload.get("return_routed_experts") else None
@@ -111,10 +115,10 @@ class Engines:
             return [int(token) for token in payload["input_ids"]]
         if not isinstance(payload.get("text"), str):
             raise ConfigError("post(/generate): the payload needs input_ids, a list of numbers, or text, a string")
-        return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine reads it
+        return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine tokenizes it
 
     def _text(self, builder: ResponseBuilder, params: RequestParams) -> str:
-        """With no_stop_trim the text ends with what it stopped at, also where it was written in several pieces."""
+        """Return the text; with no_stop_trim it ends with the stop string or token, also if resumed in between."""
         if not params.fields.get("no_stop_trim") or builder.stopped_at is None:
             return builder.text
         matched = builder.stopped_at
@@ -124,7 +128,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class RequestParams(SamplingParams):
-    """Sampling parameters of a plug-in: ours, and ``fields`` of SGLang that it gave besides."""
+    """Sampling parameters of a plug-in: those of rlpost, and additional ``fields`` of SGLang."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -134,16 +138,19 @@ class RequestParams(SamplingParams):
 
 
 def request_params(payload: Mapping[str, Any]) -> RequestParams:
-    """The sampling parameters of a payload.
+    """Return the sampling parameters of a payload.
 
     Raises:
-        ConfigError: naming a field that no engine of this run is asked for.
+        ConfigError: the payload has an unsupported field.
     """
-    if strange := [name for name, value in payload.items() if name not in UNDERSTOOD and value]:
-        raise ConfigError(f"post(/generate): {strange[0]} is not supported; a payload may have {', '.join(UNDERSTOOD)}")
+    unsupported = [name for name, value in payload.items() if name not in SUPPORTED and value]
+    if unsupported:
+        raise ConfigError(
+            f"post(/generate): {unsupported[0]} is not supported; a payload may have {', '.join(SUPPORTED)}"
+        )
     given = {name: value for name, value in (payload.get("sampling_params") or {}).items() if value is not None}
     if payload.get("stream") or given.pop("n", 1) != 1:
-        raise ConfigError("post(/generate): one whole answer a request; leave out stream and n")
+        raise ConfigError("post(/generate): a request returns one complete answer; leave out stream and n")
     stop = given.pop("stop", ())
     return RequestParams(
         max_new_tokens=int(given.pop("max_new_tokens", SGLANGS_MAX_NEW_TOKENS)),
@@ -157,7 +164,7 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """The ``sampling_params`` that a generate function gets: as slime gives them, special tokens and stops kept."""
+    """Return the ``sampling_params`` of a generate function, as in slime: special tokens and stop strings are kept."""
     return {
         **sampling.to_sglang(),
         "skip_special_tokens": False,
@@ -171,7 +178,7 @@ _current: ContextVar[Engines] = ContextVar("engines of the call under way")
 
 @contextlib.contextmanager
 def reachable(engines: Engines) -> Iterator[None]:
-    """``post`` and ``get`` reach ``engines`` within, in the tasks and threads that start there too."""
+    """Route ``post`` and ``get`` to ``engines`` in this context, and in tasks and threads started in it."""
     token = _current.set(engines)
     try:
         yield
@@ -180,10 +187,10 @@ def reachable(engines: Engines) -> Iterator[None]:
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """POST as slime's function of this name does: the parsed answer, or its text when it is no JSON.
+    """Send a POST request, like slime's function of this name; return the parsed JSON, or else the text.
 
     Raises:
-        aiohttp.ClientError: ``max_retries`` requests to a server that is not ours failed.
+        aiohttp.ClientError: ``max_retries`` requests to an external server failed.
         ConfigError, RolloutError: see ``Engines.generate``.
     """
     engines = _router_of(url)
@@ -193,12 +200,12 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
 
 
 async def get(url: str) -> Any:
-    """GET; the parsed answer."""
+    """Send a GET request; return the parsed answer."""
     return await _request("GET", url, _router_of(url), tries=1)
 
 
 def _router_of(url: str) -> Engines | None:
-    """The engines of the call under way when ``url`` is their router."""
+    """Return the engines of the current call if ``url`` is that of their router."""
     engines = _current.get(None)
     if engines is None or urlsplit(url).netloc != urlsplit(engines.connection.router.url).netloc:
         return None
@@ -214,9 +221,10 @@ async def _request(
     headers: Mapping[str, str] | None = None,
     tries: int,
 ) -> Any:
-    own = {} if engines is None else authorization(engines.connection.router.api_key)  # our key is for our router alone
+    # The API key goes only to the run's router.
+    key_header = {} if engines is None else authorization(engines.connection.router.api_key)
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, headers={**(headers or {}), **own}) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers={**(headers or {}), **key_header}) as session:
         for number in range(1, tries + 1):
             try:
                 async with session.request(method, url, json=payload) as response:
@@ -226,7 +234,7 @@ async def _request(
             except aiohttp.ClientError as error:
                 if number == tries:
                     raise
-                logger.info("%s %s: %s; try %d of %d", method, url, error, number + 1, tries)
+                logger.info("%s %s: %s; attempt %d of %d", method, url, error, number + 1, tries)
                 await asyncio.sleep(PAUSE_S)
     try:
         return json.loads(text)
@@ -235,19 +243,19 @@ async def _request(
 
 
 class SingletonMeta(type):
-    """A class of this metaclass is made once a process; every further call returns the same object."""
+    """Metaclass of singletons: a class has one instance per process."""
 
     _made: ClassVar[dict[type, Any]] = {}
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The object."""
+        """Return the instance."""
         if cls not in cls._made:
             cls._made[cls] = super().__call__(*args, **kwargs)
         return cls._made[cls]
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """What generate functions share: the tokenizer, a bound on requests, the sampling parameters of the settings."""
+    """Shared state of generate functions: tokenizer, request limit, and sampling parameters of the settings."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -267,19 +275,19 @@ class GenerateState(metaclass=SingletonMeta):
 
     @property
     def aborted(self) -> bool:
-        """Whether the rollout is halted: what is written now is not used."""
+        """Whether the rollout is halted, so that new output is not used."""
         engines = _current.get(None)
         return engines is not None and engines.connection.halted
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """The URL of an endpoint. There is one model, so every name is that of the router."""
+    """Return the URL of an endpoint. There is one model, so every name leads to the router."""
     del model_name
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """The tokenizer of a Hugging Face folder, loaded once a process; code that lies in the folder is never run."""
+    """Load the tokenizer of a Hugging Face folder, once per process; code in the folder is never executed."""
     del kwargs
     return _tokenizer(str(name_or_path))
 
@@ -290,20 +298,20 @@ def _tokenizer(path: str) -> Any:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function of a dotted path. Raises ConfigError when there is none."""
+    """Load a function by its dotted path. Raises ConfigError if it does not exist."""
     return import_function(path, key="load_function")
 
 
 class _Codec:
-    """Text and ids, with special tokens where the request wants them in the text."""
+    """Convert between text and ids; special tokens are part of the text if the request asks for them."""
 
     def __init__(self, tokenizer: Any, params: RequestParams) -> None:
         self._tokenizer, self._skips = tokenizer, params.fields.get("skip_special_tokens", True)
 
     def encode(self, text: str) -> Sequence[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skips)

@@ -1,8 +1,8 @@
 """Filters of slime: which scored groups to train, and which groups of the buffer to resume first.
 
-Input: functions ``(args, samples, **kwargs)`` and ``(args, rollout_id, buffer, num_samples)``. Output: functions of
-our own interfaces. A filter reads the prompt of a group, which a ``SampleGroup`` does not have: it is kept from the
-grading of the group until its filter.
+Input: functions ``(args, samples, **kwargs)`` and ``(args, rollout_id, buffer, num_samples)``. Output: functions with
+rlpost's interfaces. A filter reads the prompt of a group, which a ``SampleGroup`` does not have; it is kept from the
+grading of the group until the filter has run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ SMALLEST_STD = 1e-6
 
 @dataclass
 class DynamicFilterOutput:
-    """What a filter of groups says. ``keep_when_insufficient``: train a group all the same where a batch would
-    otherwise need more prompts."""
+    """The result of a group filter.
+
+    ``keep_when_insufficient``: train a rejected group if the batch would otherwise need more prompts.
+    """
 
     keep: bool
     reason: str | None = None
@@ -33,12 +35,12 @@ class DynamicFilterOutput:
 
 
 class SlimeFilter:
-    """A filter of slime under our interface."""
+    """A group filter of slime with rlpost's interface."""
 
     def __init__(self, function: Callable[..., Any], args: Arguments) -> None:
         self._function, self._args = function, args
         self.prompts: dict[int, Prompt] = {}  # of groups that are graded and not yet filtered
-        self.keep_when_insufficient = False  # of the group that was looked at last
+        self.keep_when_insufficient = False  # for the group of the last call
 
     def __call__(self, group: SampleGroup) -> bool:
         """Whether to train a group."""
@@ -61,36 +63,37 @@ class SlimeFilter:
 
 
 class SlimeBufferFilter:
-    """A filter of the buffer of slime under our interface.
+    """A buffer filter of slime with rlpost's interface.
 
-    It gets lists of samples, which it may take out of the buffer. What it removes and does not return goes on waiting:
-    every prompt that was fetched is trained or filtered in the end.
+    The function receives lists of samples and may remove some from the buffer. Groups that it removes and does not
+    return stay in the buffer: every fetched prompt is eventually trained or filtered.
     """
 
     def __init__(self, function: Callable[..., Any], args: Arguments) -> None:
         self._function, self._args = function, args
 
     def __call__(self, waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-        """The groups to start now, at most ``num_groups``. Raises ConfigError for anything else than groups."""
+        """Return the groups to start now, at most ``num_groups``. Raises ConfigError for any other result."""
         by_id = {entry.prompt.prompt_id: entry for entry in waiting}
         chosen = self._function(self._args, None, [self._group(entry) for entry in waiting], num_groups)
         try:
             return [by_id[group[0].group_index] for group in chosen][:num_groups]
         except (AttributeError, IndexError, KeyError, TypeError):
             raise ConfigError(
-                f"--buffer-filter-path: the function returned {repr(chosen)[:200]}; it has to return a list of groups "
-                "of the buffer that it was given"
+                f"--buffer-filter-path: the function returned {repr(chosen)[:200]}; it must return a list of groups "
+                "of its argument buffer"
             ) from None
 
     def _group(self, entry: Unfinished) -> list[Any]:
         siblings, kind = self._args.n_samples_per_prompt, sample_class()
-        written = {answer.index: answer for answer in entry.samples}
-        return [
-            _resumed(entry.prompt, written[index], siblings, kind)
-            if index in written
-            else begun(entry.prompt, index, siblings=siblings, kind=kind)
-            for index in range(siblings)
-        ]
+        started = {answer.index: answer for answer in entry.samples}
+        samples = []
+        for index in range(siblings):
+            if index in started:
+                samples.append(_resumed(entry.prompt, started[index], siblings, kind))
+            else:
+                samples.append(begun(entry.prompt, index, siblings=siblings, kind=kind))
+        return samples
 
 
 def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[Any]) -> Any:
@@ -108,36 +111,40 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
-    """The same; equal rewards are better than more prompts."""
+    """Like ``check_reward_nonzero_std``, but prefer equal rewards to more prompts."""
     found = check_reward_nonzero_std(args, samples, **kwargs)
     return DynamicFilterOutput(found.keep, found.reason, keep_when_insufficient=True)
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[Any], num_samples: int) -> list[Any]:
-    """Take those out of the buffer that have waited longest."""
+    """Take the oldest groups out of the buffer."""
     del args, rollout_id
     taken, buffer[:] = buffer[:num_samples], buffer[num_samples:]
     return taken
 
 
 class SlimeGrader:
-    """A grader before another one: it keeps prompts for a filter, and takes rewards that a generate function set."""
+    """A wrapper of a grader that keeps prompts for a filter and uses rewards set by a generate function."""
 
     def __init__(self, grader: Any, *, wanted: Any, takes_given: bool, reward_key: str | None) -> None:
         self._grader, self._takes_given, self._key = grader, takes_given, reward_key
         self._prompts = wanted.prompts if isinstance(wanted, SlimeFilter) else None
 
     async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> Any:
-        """See ``rlpost.reward.grader.Grader``. Raises ConfigError for a reward that is no number."""
+        """See ``rlpost.reward.grader.Grader``. Raises ConfigError if --reward-key does not match a reward."""
         if self._prompts is not None:
             self._prompts[prompt.prompt_id] = prompt
-        given = {
-            at: one.extra["reward"] for at, one in enumerate(samples) if self._takes_given and "reward" in one.extra
-        }
-        asked = [at for at in range(len(samples)) if at not in given]
-        rewards = await self._grader.grade(prompt, [samples[at] for at in asked]) if asked else []
-        by_place = dict(zip(asked, rewards, strict=True)) | {at: self._number(value) for at, value in given.items()}
-        return [by_place[at] for at in range(len(samples))]
+        rewards: dict[int, float | None] = {}
+        ungraded = []
+        for position, sample in enumerate(samples):
+            if self._takes_given and "reward" in sample.extra:
+                rewards[position] = self._number(sample.extra["reward"])
+            else:
+                ungraded.append(position)
+        if ungraded:
+            graded = await self._grader.grade(prompt, [samples[position] for position in ungraded])
+            rewards.update(zip(ungraded, graded, strict=True))
+        return [rewards[position] for position in range(len(samples))]
 
     def counters(self) -> Mapping[str, float]:
         """See ``Grader``."""
@@ -152,7 +159,7 @@ class SlimeGrader:
 
 
 def reward_number(reward: Any, key: str | None) -> float:
-    """A reward as a number: that under ``key`` where it is an object.
+    """Return a reward as a number: the value under ``key`` if it is an object.
 
     Raises:
         ConfigError: an object without --reward-key, or without that key.
@@ -160,6 +167,6 @@ def reward_number(reward: Any, key: str | None) -> float:
     if isinstance(reward, Mapping):
         if key is None or key not in reward:
             has = ", ".join(map(str, reward))
-            raise ConfigError(f"--reward-key {key or 'is not set'}: a reward is an object with {has}; name one")
+            raise ConfigError(f"--reward-key {key or 'is not set'}: a reward is an object with the keys {has}; use one")
         reward = reward[key]
     return float(reward)

@@ -1,8 +1,10 @@
-"""Generate functions of slime: called once an answer, and what they return as our samples.
+"""Generate functions of slime: call them once per answer and convert the samples that they return.
 
-Input: a function ``(args, sample, sampling_params)``, perhaps with ``evaluation``; async or not. Output: a function of
-our own interface. The policy version and the log-prob of a token are those of the engine's answer that the token came
-with, which ``post`` remembers; what a plug-in leaves on a sample for its reward travels in ``Sample.extra``.
+Input: a function ``(args, sample, sampling_params)``, optionally with ``evaluation``; async or not. Output: a function
+with rlpost's interface.
+
+``post`` records the outputs of the engines, from which each token gets its policy version and log-prob. Attributes that
+a plug-in sets on a sample for its reward are passed on in ``Sample.extra``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, begun, label_of
-from rlpost.compat.slime.signatures import EVALUATION, is_told_of_evaluation
+from rlpost.compat.slime.signatures import EVALUATION, takes_evaluation
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.rollout.answer_routes import Read, routes_of
 from rlpost.rollout.connection import Halted
@@ -32,28 +34,28 @@ from rlpost.types import Sample as Answer
 logger = logging.getLogger(__name__)
 
 FLAG = "--custom-generate-function-path"
-MAX_ABORTED = 4  # tries of one answer that a function gives up
-HEAD = 8  # ids by which an engine's answer is found in a response
+MAX_ABORTED = 4  # attempts at one answer that a function aborts
+HEAD = 8  # leading ids that identify an engine's output in a response
 _KNOWN = frozenset(each.name for each in fields(Sample))
 _OF_A_PLUG_IN = ("train_metadata", "teacher_log_probs")
 _warned: set[str] = set()
 
 
 class SlimeGenerate:
-    """A generate function of slime under our interface."""
+    """A generate function of slime with rlpost's interface."""
 
     def __init__(self, function: Callable[..., Any], args: Arguments, *, evaluation: bool) -> None:
         self._function, self._args = function, args
-        is_told = is_told_of_evaluation(inspect.signature(function))
-        self._keywords = {EVALUATION: evaluation} if is_told else {}
+        takes_flag = takes_evaluation(inspect.signature(function))
+        self._keywords = {EVALUATION: evaluation} if takes_flag else {}
 
     async def __call__(self, builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Answer]:
-        """One answer, or the several samples that the function makes of it.
+        """Return one answer, or the several samples into which the function splits it.
 
         Raises:
-            Halted: the rollout was halted meanwhile; the answer is begun again later.
-            ConfigError: the function returned something that cannot be trained.
-            RolloutError: it gave the answer up time and again.
+            Halted: the rollout was halted; the answer is restarted later.
+            ConfigError: the function returned invalid samples.
+            RolloutError: the function aborted the answer at every attempt.
         """
         tokenizer = load_tokenizer(self._args.hf_checkpoint)
         for _ in range(MAX_ABORTED):
@@ -66,7 +68,8 @@ class SlimeGenerate:
                 return [trained(sample, engines) for sample in samples]
         raise RolloutError(
             f"{FLAG}: the function returned a sample with the status ABORTED {MAX_ABORTED} times for prompt "
-            f"{prompt.prompt_id}, though no engine had cut it off; return FAILED, with the tokens so far, to train on"
+            f"{prompt.prompt_id}, but no engine had aborted it; return FAILED with the tokens generated so far to "
+            "train on them"
         )
 
     async def _samples(self, engines: Engines, sampling_params: dict[str, Any]) -> list[Any]:
@@ -76,39 +79,39 @@ class SlimeGenerate:
         with reachable(engines):
             if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
                 returned = await self._function(*given, **self._keywords)
-            else:  # it may wait for a tool, and others write meanwhile
+            else:  # in a thread, because it may wait for a tool
                 returned = await asyncio.to_thread(self._function, *given, **self._keywords)
                 returned = await returned if inspect.isawaitable(returned) else returned
         samples = list(returned) if isinstance(returned, Sequence) else [returned]
         if not samples or not all(hasattr(each, "tokens") and hasattr(each, "status") for each in samples):
             raise ConfigError(
-                f"{FLAG}: the function returned {repr(returned)[:200]} for prompt {engines.prompt.prompt_id}; it has "
-                "to return a Sample or a list of them"
+                f"{FLAG}: the function returned {repr(returned)[:200]} for prompt {engines.prompt.prompt_id}; it must "
+                "return a Sample or a list of Samples"
             )
         return samples
 
 
 def trained(sample: Any, engines: Engines) -> Answer:
-    """A sample that a plug-in returned, as ours.
+    """Convert a sample that a plug-in returned.
 
     Raises:
-        ConfigError: tokens, mask, log-probs or versions are missing or do not fit together.
+        ConfigError: tokens, mask, log-probs or versions are missing or inconsistent.
     """
     what = f"{FLAG}: the sample returned for prompt {engines.prompt.prompt_id}"
     length, tokens = int(sample.response_length), [int(token) for token in sample.tokens]
     if length < 1 or len(tokens) <= length:
         raise ConfigError(
-            f"{what} has {len(tokens)} tokens and response_length {length}; tokens holds the prompt and, behind it, "
-            "the response, each of at least one token"
+            f"{what} has {len(tokens)} tokens and response_length {length}; tokens must hold the prompt followed by "
+            "the response, each with at least one token"
         )
     response = tokens[-length:]
     mask = [1] * length if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
     mask = [0] * length if sample.remove_sample else mask
     if len(mask) != length:
-        raise ConfigError(f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one each")
+        raise ConfigError(f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one per token")
     num_versions = len({version for answer in engines.written for version, _ in answer.version_spans})
-    is_told = num_versions == 1 and sample.rollout_log_probs is not None  # then nothing has to be looked for
-    found = [None] * length if is_told else _found(response, engines.written)
+    is_complete = num_versions == 1 and sample.rollout_log_probs is not None  # the engines' outputs are not needed
+    found = [None] * length if is_complete else _found(response, engines.written)
     versions = _versions(found, sample, engines, what)
     return Answer(
         prompt_id=engines.prompt.prompt_id,
@@ -128,7 +131,7 @@ def trained(sample: Any, engines: Engines) -> Answer:
 
 
 def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:
-    """The routes of a sample whose last ``length`` tokens are the response, where engines return routes."""
+    """Return the routes of a sample whose last ``length`` tokens are the response; None if engines return none."""
     form = engines.connection.routes
     if form is None:
         return None
@@ -141,16 +144,16 @@ def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn
 
 
 def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
-    """Log-prob and version of each token of a response that an engine wrote; None for others.
+    """Return log-prob and version of each token of a response that an engine generated; None for other tokens.
 
-    Answers of engines stand in a response in the order in which they were asked for, whole or without their end.
+    A response contains the outputs of engines in the order of the requests, complete or truncated.
     """
     found: list[tuple[float, int] | None] = [None] * len(response)
     cursor = 0
     for answer in written:
         start = _place(response, list(answer.token_ids[:HEAD]), cursor)
         if start is None:
-            continue  # it went into another sample, or none
+            continue  # part of another sample, or unused
         versions = RunColumn(answer.version_spans)
         for at, (token, *known) in enumerate(zip(answer.token_ids, answer.logprobs, versions, strict=True), start):
             if at == len(response) or response[at] != token:
@@ -169,14 +172,17 @@ def _place(response: list[int], head: list[int], start: int) -> int | None:
 
 
 def _versions(found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str) -> list[int]:
-    """The policy version of each token. Where no engine is known to have written one, as for a tool's, it is that of
-    the token before; of the first tokens the oldest of all. So none seems newer than it is."""
+    """Return the policy version of each token.
+
+    A token of unknown origin, such as a tool's, gets the version of the previous token; the first tokens get the oldest
+    version of all. So no token is reported as newer than it is.
+    """
     named = [str(version) for version in sample.weight_versions]
     known = [version for answer in engines.written for version, _ in answer.version_spans]
     known = known or [int(version) for version in named if version.isdecimal()]
     if not known:
         raise ConfigError(
-            f"{what} has tokens of an unknown policy version; ask the engines with slime.utils.http_utils.post, or add "
+            f"{what} has tokens of an unknown policy version; send requests with slime.utils.http_utils.post, or add "
             "meta_info['weight_version'] of each answer to sample.weight_versions"
         )
     versions, last = [], min(known)
@@ -215,7 +221,7 @@ def _finish_reason(sample: Any) -> FinishReason:
 
 
 def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
-    """What a plug-in set that our sample has no field for, and that reward and filter read."""
+    """Return the attributes set by a plug-in that rlpost's sample has no field for, for its reward and filter."""
     left: dict[str, Any] = {name: value for name, value in vars(sample).items() if name not in _KNOWN}
     left |= {name: value for name in _OF_A_PLUG_IN if (value := getattr(sample, name, None)) is not None}
     if sample.prompt != prompt.text:
@@ -230,14 +236,14 @@ def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
 
 
 def _is_kept(name: str, value: Any) -> bool:
-    """What is kept goes to other processes, to the journal and into checkpoints: JSON values alone."""
+    """Whether a value survives JSON, in which it is sent to other processes and saved; warn once if not."""
     try:
         is_same = _read_back(value) == _lists(value)
     except (TypeError, ValueError):
         is_same = False
     if not is_same and name not in _warned:
         _warned.add(name)
-        logger.warning("%s: sample.%s is no JSON value; its reward will not see it", FLAG, name)
+        logger.warning("%s: sample.%s is not a JSON value and is not passed to the reward", FLAG, name)
     return is_same
 
 
@@ -246,7 +252,7 @@ def _read_back(value: Any) -> Any:
 
 
 def _lists(value: Any) -> Any:
-    """JSON has no tuples."""
+    """Replace tuples by lists, because JSON has no tuples."""
     if isinstance(value, Mapping):
         return {key: _lists(entry) for key, entry in value.items()}
     return [_lists(entry) for entry in value] if isinstance(value, list | tuple) else value

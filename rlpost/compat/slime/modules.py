@@ -1,7 +1,7 @@
-"""The import hook that answers for ``slime`` where slime is not installed.
+"""The import hook that provides ``slime`` where slime is not installed.
 
-Input: an import of a module of ``names.PROVIDED``. Output: a module with its names, each the real thing over the
-engines and nouns of this run. The hook is the last one asked, so an installed slime always wins.
+Input: an import of a module of ``names.PROVIDED``. Output: a module with its names, implemented over the engines and
+types of this run. The hook is the last in ``sys.meta_path``, so an installed slime takes precedence.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from rlpost.compat.slime.names import PROVIDED, lacking, packages
 
 
 def install() -> None:
-    """Ask the hook from now on; once a process is enough, more do no harm."""
+    """Install the hook in this process. Idempotent."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
 
 def is_installed() -> bool:
-    """Whether slime itself can be imported here. It is not imported for that.
+    """Whether slime itself can be imported, without importing it.
 
-    A folder of that name, such as a clone beside the recipe, is a package for Python; slime has this file in it.
+    Python also treats a plain folder of that name, such as a clone next to the recipe, as a package. Only slime has
+    the file ``utils/types.py``.
     """
     if "slime" in sys.modules:
         places = list(sys.modules["slime"].__path__)
@@ -61,9 +62,9 @@ class _Loader(Loader):
 
 def _getter(module: str) -> Any:
     def get(name: str) -> Any:
-        """Look a name up at its first use: no plug-in loads more of this project than it needs."""
+        """Resolve a name at its first use, so that a plug-in imports only what it needs."""
         if name.startswith("__") or f"{module}.{name}" in {*packages(), *PROVIDED}:
-            raise AttributeError(name)  # a module below this one is imported, not looked up
+            raise AttributeError(name)  # a submodule: the import system finds it
         if why := lacking(module, name):
             raise ImportError(why, name=module)
         where, _, attribute = PROVIDED[module][name].rpartition(".")
@@ -75,7 +76,7 @@ def _getter(module: str) -> Any:
 
 
 def sample_class() -> type[Any]:
-    """The class that a plug-in knows as ``slime.utils.types.Sample``: slime's where it is installed, else ours."""
+    """Return ``slime.utils.types.Sample``: slime's class if slime is installed, else rlpost's."""
     install()
     found: type[Any] = importlib.import_module("slime.utils.types").Sample
     return found

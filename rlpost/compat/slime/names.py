@@ -1,7 +1,7 @@
-"""The modules and names of slime that plug-ins may import here, and what each of them is. Pure data.
+"""The modules and names of slime that plug-ins may import, and their implementations. Pure data.
 
-Where slime is not installed these names exist all the same (``rlpost.compat.slime.modules``). What is not in the
-table is refused with the page that has it.
+They can be imported without slime (``rlpost.compat.slime.modules``). Other names raise an error that refers to the
+documentation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PROVIDED: dict[str, dict[str, str]] = {
     f"{_RM}.math_dapo_utils": {"compute_score": _HERE + "rewards.dapo_score"},
     f"{_RM}.math_utils": {"extract_answer": _HERE + "rewards.extract_answer"},
 }
-"""Module -> name -> the object that it is here, as a dotted path."""
-REMEDY = "write what is needed of it into the plug-in (docs/extending.md lists what there is)"
+"""Module -> name -> dotted path of the implementation."""
+REMEDY = "copy what the plug-in needs of it into the plug-in (docs/extending.md lists the available names)"
 
 
 def packages() -> set[str]:
-    """``slime`` and every package on the way to a module of the table."""
+    """Return ``slime`` and every parent package of a module of the table."""
     found = set()
     for module in PROVIDED:
         parts = module.split(".")
@@ -50,7 +50,7 @@ def packages() -> set[str]:
 
 
 def lacking(module: str, name: str | None = None) -> str | None:
-    """Why ``module``, or ``name`` in it, cannot be imported here; None when it can be."""
+    """Return the reason why ``module``, or ``name`` in it, cannot be imported; None if it can."""
     if module not in PROVIDED and module not in packages():
         return f"rlpost has no {module}{suggestion(module, PROVIDED)}; {REMEDY}"
     known = PROVIDED.get(module, {})

@@ -1,7 +1,7 @@
-"""Reward functions of slime, and the names of ``slime.rollout.rm_hub`` over the rewards of this project.
+"""Reward functions of slime, and the names of ``slime.rollout.rm_hub`` over rlpost's rewards.
 
 Input: a function ``(args, sample, **kwargs)``, or ``(args, samples, **kwargs)`` with --group-rm; async or not. Output:
-a function of our own interface, which the processes that grade call.
+a function with rlpost's interface, for the grading processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import shown
 from rlpost.errors import ConfigError
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.dapo import LOOKED_AT, RIGHT, dapo, even_spelling
+from rlpost.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
 from rlpost.reward.deepscaler import deepscaler
 from rlpost.reward.f1 import f1, words
 from rlpost.reward.gpqa import gpqa
@@ -31,7 +31,7 @@ INVALID = "[INVALID]"
 
 
 def one(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Answer], Any]:
-    """A reward for one answer under our interface; ``settings`` become its ``args``."""
+    """Wrap a reward for one answer; ``settings`` become its ``args``."""
     args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
 
     def score(prompt: Prompt, answer: Answer) -> Any:
@@ -41,7 +41,7 @@ def one(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[
 
 
 def several(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Sequence[Answer]], Any]:
-    """A reward for all answers to a prompt under our interface."""
+    """Wrap a reward for all answers to a prompt; ``settings`` become its ``args``."""
     args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
 
     def score(prompt: Prompt, answers: Sequence[Answer]) -> Any:
@@ -52,7 +52,7 @@ def several(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callab
 
 
 async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
-    """The reward of --rm-type, or of ``rm_type`` in the sample's metadata, of one answer. Raises ConfigError."""
+    """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises ConfigError."""
     del kwargs
     metadata = sample.metadata if isinstance(sample.metadata, Mapping) else {}
     name = str(metadata.get("rm_type") or args.rm_type).strip()
@@ -63,7 +63,7 @@ async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Any], **kwargs: Any) -> list[float]:
-    """``async_rm`` of several answers at the same time."""
+    """Call ``async_rm`` for several answers concurrently."""
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
@@ -83,8 +83,11 @@ async def _remote(args: Any, sample: Any) -> float:
 def dapo_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
 ) -> dict[str, Any]:
-    """``score`` (1 or -1), ``acc`` and ``pred`` by DAPO's rules: of the last ``Answer:`` line, or with
-    ``strict_box_verify`` of the last box near the end, which must say the label to the letter."""
+    """Return ``score`` (1 or -1), ``acc`` and ``pred`` by DAPO's rules.
+
+    The answer is the last ``Answer:`` line, or with ``strict_box_verify`` the last box near the end, which must equal
+    the label exactly.
+    """
     if pause_tokens_index is not None:
         raise ConfigError("compute_score: pause_tokens_index is not supported; leave it out")
     if strict_box_verify:
@@ -92,29 +95,30 @@ def dapo_score(
         is_right = pred == ground_truth
     else:
         is_right = dapo(solution_str, ground_truth, {}) == RIGHT
-        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-LOOKED_AT:])
-        pred = even_spelling(found[-1]) if found else INVALID
+        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-GRADED_CHARACTERS:])
+        pred = normalized(found[-1]) if found else INVALID
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 
 def extract_answer(passage: str) -> str | None:
-    """The content of the last box."""
+    """Return the content of the last box."""
     return last_boxed(passage)
 
 
 def deepscaler_reward(response: str, label: Any) -> int:
-    """1 or 0 as --rm-type deepscaler says."""
+    """Return 1 or 0, like --rm-type deepscaler."""
     return int(deepscaler(response, None if label is None else str(label), {}))
 
 
 def gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1 or 0 as --rm-type gpqa says."""
+    """Return 1 or 0, like --rm-type gpqa."""
     return gpqa(response, None if label is None else str(label), metadata or {})
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """F1, precision and recall over words, as --rm-type f1 counts them."""
-    if prediction is None or not (value := f1(prediction, ground_truth, {})):
+    """Return F1, precision and recall over words, like --rm-type f1."""
+    value = 0.0 if prediction is None else f1(prediction, ground_truth, {})
+    if prediction is None or not value:
         return 0.0, 0.0, 0.0
     given, wanted = len(words(prediction)), len(words(ground_truth))
     shared = value * (given + wanted) / 2

@@ -1,8 +1,8 @@
-"""slime's ``Sample``, made from our prompt and answer, with slime's names.
+"""slime's ``Sample``, made from a prompt and an answer of rlpost.
 
-Input: a ``Prompt``, an answer of it so far (or none), its reward. Output: a mutable sample that a plug-in may read and
-write; nothing that it writes reaches the run but by ``rlpost.compat.slime.generate``. Images and video are no part of
-this project: their attributes are absent, and say so.
+Input: a ``Prompt``, its partial or complete answer (or none), its reward. Output: a mutable sample for plug-ins.
+Changes reach the run only through ``rlpost.compat.slime.generate``. Images and video are not supported: access to their
+attributes raises an error that says so.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ ABSENT = {
     "spec_info": "rlpost reports speculative decoding in its metrics, by engine",
     "prefix_cache_info": "rlpost reports prefix caches in its metrics, by engine",
 }
-"""Attributes of slime's Sample that have no counterpart, and why."""
+"""Unsupported attributes of slime's Sample, with the reason."""
 
 
 class AbsentAttribute(ConfigError, AttributeError):
-    """A plug-in asks for something that does not exist here: an AttributeError for Python, a ConfigError for a run."""
+    """A plug-in uses an unsupported attribute: an AttributeError for Python, a ConfigError for the run."""
 
 
 @dataclass
 class Sample:
-    """An answer as slime's plug-ins know it.
+    """An answer with slime's attributes.
 
-    ``tokens`` are those of prompt and response; ``response_length`` counts those of the response, which
-    ``loss_mask`` and ``rollout_log_probs`` have an entry for each. ``rollout_routed_experts`` is an array [tokens,
-    MoE layers, k] of the experts that the engine chose for the first tokens; what a plug-in writes there is not read,
-    because the run keeps the routes of each answer itself.
+    ``tokens`` are those of prompt and response. ``loss_mask`` and ``rollout_log_probs`` have one entry for each of the
+    ``response_length`` tokens of the response. ``rollout_routed_experts`` is an array [tokens, MoE layers, k] of the
+    experts that the engine chose for the first tokens; it is read-only, because the run records the routes itself.
     """
 
     class Status(Enum):
-        """How far an answer got."""
+        """State of an answer."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -77,18 +76,18 @@ class Sample:
     non_generation_time: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for what is not there."""
+        """Raise an error; Python calls this only for missing attributes."""
         if name in ABSENT:
             raise AbsentAttribute(f"sample.{name}: {ABSENT[name]}")
         raise AttributeError(f"'Sample' object has no attribute '{name}'")
 
     @property
     def effective_response_length(self) -> int:
-        """Tokens of the response that are trained."""
+        """The number of response tokens that are trained."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward as one number: under --reward-key where rewards are objects."""
+        """Return the reward as a number: the value under --reward-key if rewards are objects."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key and isinstance(self.reward, Mapping) else self.reward
 
@@ -103,14 +102,15 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Add tokens to the response: of the model (``trainable``), or of a tool, which the loss leaves out.
+        """Append tokens to the response: of the model (``trainable``), or of a tool, which the loss ignores.
 
-        ``meta_info`` is that of the engine's answer; status and weight version follow from it.
+        Status and weight version are taken from ``meta_info``, which is that of the engine's answer.
 
         Raises:
-            ValueError: tokens of the model without log-probs, or not one for each.
+            ValueError: tokens of the model have no log-probs, or not one for each.
         """
-        added, given = _numbers(tokens, int), None if log_probs is None else _numbers(log_probs, float)
+        added = _numbers(tokens, int)
+        given = None if log_probs is None else _numbers(log_probs, float)
         if trainable and added and given is None:
             raise ValueError("append_response_tokens: tokens of the model need log_probs, one for each")
         if given is not None and len(given) != len(added):
@@ -130,7 +130,7 @@ class Sample:
             self._end_as(meta_info)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, those of the plug-in's own included."""
+        """Return all attributes, including those that the plug-in added."""
         return {**vars(self), "status": self.status.value}
 
     @classmethod
@@ -156,15 +156,15 @@ STATUS = {
     "length": Sample.Status.TRUNCATED,
     "abort": Sample.Status.ABORTED,
 }
-"""By what an engine says ended its answer."""
+"""Status of an answer by the engine's finish reason."""
 
 START = "start_rollout_id"
-"""In the metadata of an answer that was resumed: the rollout that wrote its first token. slime counts rollouts from 0,
-as policy versions are counted here, so it is the answer's ``oldest_version``."""
+"""Key in the metadata of a resumed answer: the rollout that generated its first token. slime numbers rollouts from 0,
+as rlpost numbers policy versions, so the value is the answer's ``oldest_version``."""
 
 
 def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample) -> Any:
-    """A sample before generation. ``siblings`` is --n-samples-per-prompt; ``kind`` another class with these fields."""
+    """Make a sample before generation. ``siblings`` is --n-samples-per-prompt; ``kind`` is the class to use."""
     made = kind()
     made.group_index = prompt.prompt_id
     made.index = prompt.prompt_id * siblings + index
@@ -175,7 +175,7 @@ def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample
 
 
 def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, kind: type[Any] = Sample) -> Any:
-    """An answer as a sample; what a generate function left on it included."""
+    """Convert an answer to a sample, including the attributes set by a generate function."""
     made = begun(prompt, answer.index, siblings=siblings, kind=kind)
     made.tokens = [*answer.prompt_ids, *answer.response_ids]
     made.response, made.response_length = answer.text, len(answer.response_ids)
@@ -193,7 +193,7 @@ def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, 
 
 
 def label_of(prompt: Prompt) -> Any:
-    """The label of a prompt; an object where the data set has one (its text in ``Prompt.label`` is JSON)."""
+    """Return the label of a prompt: the object if the data set has one (``Prompt.label`` is its JSON text)."""
     if prompt.label is None or not prompt.label.startswith("{"):
         return prompt.label
     for value in prompt.metadata.values():
@@ -203,6 +203,6 @@ def label_of(prompt: Prompt) -> Any:
 
 
 def _numbers(values: Any, kind: type[Any]) -> list[Any]:
-    """Plain numbers of a list, an array or a tensor; none of None."""
+    """Convert a list, an array or a tensor to a list of numbers; None to an empty list."""
     plain: Iterable[Any] = values.tolist() if hasattr(values, "tolist") else values or ()
     return [kind(value) for value in plain]

@@ -1,9 +1,10 @@
-"""Which interface a function of the user's own has: ours or slime's. Pure.
+"""Determine the interface of a custom function: rlpost's or slime's. Pure.
 
-Input: what the function is for, and its signature, from the source (login node) or from the object (nodes). Output:
-the name of the interface, or a sentence that says which signature is needed.
+Input: the purpose of the function, and its signature, from the source (login node) or from the object (nodes). Output:
+the name of the interface, or a message with the required signature.
 
-The number of arguments tells most of them apart, and their names the others: the first one of slime's is ``args``.
+The number of arguments distinguishes most interfaces. For the others the argument names decide: the first argument of
+slime's functions is ``args``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate", 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The positional arguments of a function, by interface; slime's only where its functions can run here."""
+    """The positional arguments of a function by interface; ``slimes`` is None if slime's are not supported."""
 
     ours: tuple[str, ...]
     slimes: tuple[str, ...] | None = None
@@ -36,12 +37,12 @@ FORMS: dict[Kind, Forms] = {
     "loss": Forms(("tokens", "settings")),
 }
 EVALUATION = "evaluation"
-"""A generate function with this argument is told whether it answers held-out prompts."""
+"""The argument that tells a generate function whether it answers held-out prompts."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def interface(kind: Kind, signature: Signature) -> Interface | None:
-    """The interface that ``signature`` has; None when it is neither."""
+    """Return the interface of ``signature``, or None if it has neither."""
     forms = FORMS[kind]
     if _takes(signature, len(forms.ours)) and not _is_named_as_slimes(kind, signature):
         return "rlpost"
@@ -52,7 +53,7 @@ def interface(kind: Kind, signature: Signature) -> Interface | None:
 
 
 def problem(kind: Kind, name: str, signature: Signature) -> str | None:
-    """What is wrong with a signature, and the ones that would do; None when nothing is."""
+    """Return the problem of a signature with the accepted signatures, or None."""
     found = interface(kind, signature)
     if found is None:
         return f"{name}{_shown(signature)} cannot be called; {needed(kind)}"
@@ -62,21 +63,21 @@ def problem(kind: Kind, name: str, signature: Signature) -> str | None:
 
 
 def needed(kind: Kind) -> str:
-    """The signatures of a kind, in words."""
+    """Return the accepted signatures of a kind, as text."""
     ours, slimes = FORMS[kind].ours, FORMS[kind].slimes
     if slimes is None:
-        return f"needed is ({', '.join(ours)})"
-    more = ("evaluation=False",) if kind == "generate" else ()
-    return f"needed is ({', '.join(ours)}), or slime's ({', '.join((*slimes, *more, '**kwargs'))})"
+        return f"use ({', '.join(ours)})"
+    optional = ("evaluation=False",) if kind == "generate" else ()
+    return f"use ({', '.join(ours)}), or slime's ({', '.join((*slimes, *optional, '**kwargs'))})"
 
 
-def is_told_of_evaluation(signature: Signature) -> bool:
+def takes_evaluation(signature: Signature) -> bool:
     """Whether a generate function of slime takes ``evaluation``."""
     return EVALUATION in signature.parameters
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    """The signature of a function in a syntax tree. Defaults are there, but not their values."""
+    """Return the signature of a function in a syntax tree, with placeholders for the values of defaults."""
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     first_default = len(positional) - len(given.defaults)
@@ -94,7 +95,7 @@ def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
 
 
 def signature_of_object(function: object) -> Signature | None:
-    """The signature of a loaded function; None where Python cannot tell (some built-ins)."""
+    """Return the signature of a loaded function; None for built-ins without one."""
     try:
         return inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -107,7 +108,7 @@ def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: 
 
 
 def _takes(signature: Signature, count: int) -> bool:
-    """Whether a call with ``count`` positional arguments fits, with ``evaluation`` where there is one."""
+    """Whether the function accepts ``count`` positional arguments, besides ``evaluation`` if it has that."""
     named = {}
     if EVALUATION in signature.parameters and EVALUATION not in list(signature.parameters)[:count]:
         named[EVALUATION] = False
@@ -119,7 +120,7 @@ def _takes(signature: Signature, count: int) -> bool:
 
 
 def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
-    """Whether the names say slime where the number of arguments says nothing."""
+    """Whether the argument names are slime's, for kinds where both interfaces have the same number of arguments."""
     second = [each.name for each in _positional(signature)[1:2]]
     return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
 
@@ -137,7 +138,7 @@ def _positional(signature: Signature) -> list[Parameter]:
 
 
 def _wrong_number(kind: Kind, name: str, signature: Signature) -> str | None:
-    """A reward for one answer where it is called with several, or the other way round; told by its argument's name."""
+    """Return a problem if a reward takes one answer but gets several, or vice versa, judging by its argument's name."""
     second = _positional(signature)[1:2]
     named = second[0].name if second else ""
     if kind == "reward" and named == "samples":
@@ -148,6 +149,6 @@ def _wrong_number(kind: Kind, name: str, signature: Signature) -> str | None:
 
 
 def _shown(signature: Signature) -> str:
-    """The names alone: annotations and values of defaults say nothing here."""
+    """Return the signature as text without annotations and values of defaults."""
     bare = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
     return str(Signature(bare)).replace("=Ellipsis", "=...")

@@ -313,7 +313,7 @@ def test_groups_in_another_order_are_reported(tmp_path, monkeypatch):
     form = partial(parallel_state.initialize_model_parallel, order="cp-tp-ep-dp-pp")
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", form)
     found = small(tmp_path).problems
-    assert any("rank 1: its tensor group is (1, 3), the layout asks for (0, 1)" in line for line in found), found[:10]
+    assert any("rank 1: its tensor group is (1, 3), the layout requires (0, 1)" in line for line in found), found[:10]
 
 
 def test_a_family_that_loses_experts_is_reported(tmp_path, monkeypatch):
@@ -344,7 +344,7 @@ def test_a_process_that_belongs_to_groups_already_is_refused(sixteen):
     settings = actor_settings(sixteen.expected.config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="has joined process groups already"):
+        with pytest.raises(ConfigError, match="has already joined process groups"):
             rehearse_rank(settings, description_of(settings), rank=0, world=16)
         assert dist.get_world_size() == 1
     finally:

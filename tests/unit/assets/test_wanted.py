@@ -40,7 +40,7 @@ def test_a_revision_is_part_of_a_name_and_each_repository_is_fetched_once():
 
 
 def test_two_repositories_of_one_last_name_are_refused():
-    with pytest.raises(ConfigError, match="model a/X and dataset b/X would both be kept as X"):
+    with pytest.raises(ConfigError, match="model a/X and dataset b/X would share the folder X"):
         wanted(config(assets={"hub_models": ["a/X"], "hub_datasets": ["b/X"]}))
 
 

@@ -184,7 +184,7 @@ def test_several_samples_of_an_answer_keep_the_rewards_that_the_function_gave() 
     assert group.rewards == (0.25, 0.75)
     assert [each.sample.index for each in group.samples] == [0, 0]
     assert [sum(each.sample.mask) for each in group.samples] == [2, 0], "remove_sample leaves it out of the loss"
-    with pytest.raises(ConfigError, match="--reward-key is not set: a reward is an object with score, why"):
+    with pytest.raises(ConfigError, match="--reward-key is not set: a reward is an object with the keys score, why"):
         writing(FakeEngine(answer=says("ab")), "rewarded_itself")
 
 
@@ -206,12 +206,12 @@ def test_a_halted_rollout_begins_the_answer_again() -> None:
 
 
 def test_an_answer_that_a_plugin_always_gives_up_ends_the_run() -> None:
-    with pytest.raises(RolloutError, match="status ABORTED 4 times for prompt 3, though no engine"):
+    with pytest.raises(RolloutError, match="status ABORTED 4 times for prompt 3, but no engine"):
         writing(FakeEngine(), "in_a_thread")
 
 
 def test_what_is_no_sample_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"returned 'Q' for prompt 3; it has to return a Sample or a list"):
+    with pytest.raises(ConfigError, match=r"returned 'Q' for prompt 3; it must return a Sample or a list"):
         writing(FakeEngine(), "no_sample")
 
 
@@ -252,7 +252,7 @@ def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(m
 def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
     right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
     assert graded("tool_reward", right, wrong, reward_key="score") == [1.0, pytest.approx(-0.7)]
-    with pytest.raises(ConfigError, match=r"--reward-key acct: a reward is an object with score, acc, pred"):
+    with pytest.raises(ConfigError, match=r"--reward-key acct: a reward is an object with the keys score, acc, pred"):
         graded("tool_reward", right, reward_key="acct")
 
 
@@ -276,7 +276,7 @@ def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
         ("wants_images", "sample.multimodal_inputs: rlpost trains on text alone"),
         ("wants_a_setting", "args.rolout_batch_size: this run has no such setting; did you mean 'rollout_batch_size'"),
         ("lacks_a_package", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("nonzero_std", "add --group-rm, or needed is"),
+        ("nonzero_std", "add --group-rm, or use"),
     ],
 )
 def test_a_reward_that_asks_for_what_is_not_here_ends_the_run_at_once(name: str, said: str) -> None:
@@ -287,7 +287,7 @@ def test_a_reward_that_asks_for_what_is_not_here_ends_the_run_at_once(name: str,
 def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer may cause one; if all do, starting again cannot help."""
     monkeypatch.setattr(grading, "MAX_FAILURES_IN_A_ROW", 4)
-    with pytest.raises(ConfigError, match=r"last 4 gradings failed.*TypeError"):
+    with pytest.raises(ConfigError, match=r"4 consecutive gradings failed.*TypeError"):
         graded("adds_up_wrongly", *(answer("a", index=index) for index in range(2)))
 
 
@@ -347,7 +347,7 @@ def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_w
     first = buffer_filter(plugin("newest_first"), Arguments(settings_of(settings())))
     assert [entry.prompt.prompt_id for entry in first(waiting, 2)] == [12, 11]
     assert first(waiting, 9) == [waiting[2], waiting[1], waiting[3]]
-    with pytest.raises(ConfigError, match="has to return a list of groups of the buffer"):
+    with pytest.raises(ConfigError, match="must return a list of groups"):
         buffer_filter(plugin("of_nowhere"), Arguments(settings_of(settings())))(waiting, 1)
 
 

@@ -67,7 +67,7 @@ def test_an_interface_is_told_by_its_signature(kind: Kind, signature: str, found
     assert (why is None) == (found is not None)
     if why is not None:
         slimes = FORMS[kind].slimes
-        assert f"needed is ({', '.join(FORMS[kind].ours)})" in why
+        assert f"use ({', '.join(FORMS[kind].ours)})" in why
         assert (slimes is None) or f", or slime's ({', '.join(slimes)}" in why
 
 
@@ -81,14 +81,14 @@ def config(container: str = "none", **rollout: object) -> Config:
         (
             "dynamic_sampling_filter_path",
             "def f(samples, args, step): ...",
-            "f(samples, args, step) cannot be called; need",
+            "f(samples, args, step) cannot be called; use",
         ),
         (
             "buffer_filter_path",
             "def f(buffer): ...",
-            "needed is (waiting, num_groups), or slime's (args, rollout_id, buf",
+            "use (waiting, num_groups), or slime's (args, rollout_id, buf",
         ),
-        ("custom_rm_path", "async def f(sample): ...", "f(sample) cannot be called; needed is (prompt, sample), or"),
+        ("custom_rm_path", "async def f(sample): ...", "f(sample) cannot be called; use (prompt, sample), or"),
         (
             "custom_rm_path",
             "def f(args, samples, **kwargs): ...",
@@ -102,7 +102,7 @@ def config(container: str = "none", **rollout: object) -> Config:
         (
             "custom_rm_path",
             "from slime.agent.sandbox import E2BSandbox\ndef f(args, sample): ...",
-            "line 1: rlpost has no slime.agent.sandbox; write what is needed of it into the plug-in (docs/extending.md",
+            "line 1: rlpost has no slime.agent.sandbox; copy what the plug-in needs of it",
         ),
         (
             "custom_rm_path",

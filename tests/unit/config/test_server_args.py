@@ -95,7 +95,7 @@ def test_a_value_has_the_type_that_sglang_gives_it(words, meant):
         ("--sglang-grpc-port 70000", "--sglang-grpc-port 70000: a port, 1 to 65535"),
         ("--sglang-log-level none", "none: cannot be unset; leave it out for SGLang's default, info"),
         ("--sglang-mm-process-config {x", "--sglang-mm-process-config {x: JSON, a table or a list"),
-        ("--sglang-stat-loggers x", "an object of Python, which no text can give"),
+        ("--sglang-stat-loggers x", "a Python object, which text cannot express"),
         ("--sglang-tensor-parallel-size 2", "this follows from --rollout-num-gpus-per-engine"),
         ("--sglang-nccl-port 2000", "this follows from the ports of the job"),
         ("--sglang-dp-size 2", "add --sglang-enable-dp-attention, or use more engines"),

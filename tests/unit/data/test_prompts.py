@@ -95,10 +95,10 @@ def test_the_check_needs_nothing_heavy(tmp_path: Path) -> None:
 def test_a_bad_line_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "p.jsonl", GOOD, "{", GOOD)
     assert check_prompt_file(path, FIELDS, skip_bad=True) == 2
-    assert f"1 of 3 rows are no prompts and are skipped; the first: {path}, line 2: not JSON" in caplog.text
-    with pytest.raises(DataError, match=r"line 2: .*\(--bad-prompts skip leaves such lines out\)"):
+    assert f"1 of 3 rows are invalid and are skipped; the first: {path}, line 2: not JSON" in caplog.text
+    with pytest.raises(DataError, match=r"line 2: .*\(--bad-prompts skip skips such lines\)"):
         check_prompt_file(path, FIELDS)
-    with pytest.raises(DataError, match="none of 1 rows is a prompt"):
+    with pytest.raises(DataError, match="none of 1 rows is a valid prompt"):
         check_prompt_file(f"{path}@[1:2]", FIELDS, skip_bad=True)
 
 
@@ -253,7 +253,7 @@ def test_a_prompt_leaves_room_for_an_answer(prompt: int | None, context: int | N
 def test_a_full_disk_for_the_rows_of_parquet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "p.parquet", [GOOD])
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-    with pytest.raises(DataError, match=rf"{path}: .* has no room for its rows as text; set TMPDIR"):
+    with pytest.raises(DataError, match=rf"{path}: .* has not enough space for its rows as text; set TMPDIR"):
         PromptSet(path, tokenize=letters)
 
 

@@ -54,7 +54,7 @@ def test_every_turn_of_an_assistant_is_learned_up_to_its_end(tmp_path):
 
 def test_a_prompt_without_a_response_and_a_template_that_rewrites_turns_are_refused(tmp_path):
     tokenize = tokenizer(tmp_path)
-    with pytest.raises(DataError, match="prompt 7 has no response to learn: set --label-key"):
+    with pytest.raises(DataError, match="prompt 7 has no response to train on; set --label-key"):
         sample_of(tokenize, [{"role": "user", "content": "ab"}])
     with pytest.raises(DataError, match="needs a message before"):
         tokenize([{"role": "assistant", "content": ""}])
@@ -74,5 +74,5 @@ def test_arguments_of_the_chat_template_count_in_conversations_too(tmp_path):
 def test_a_conversation_that_the_chat_template_refuses_is_bad_data(tmp_path):
     template = "{{ raise_exception('roles must alternate') if messages|length > 1 }}" + TEMPLATE
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    with pytest.raises(DataError, match="the chat template refuses it: roles must alternate"):
+    with pytest.raises(DataError, match="the chat template rejects the messages: roles must alternate"):
         tokenizer(tmp_path, template)(turns)

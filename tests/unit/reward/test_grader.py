@@ -129,7 +129,7 @@ def test_what_a_grading_has_started_ends_with_it(tmp_path: Path) -> None:
 def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 5)
     config = settings(custom_rm_path=f"{USER}:always_wrong", reward_workers=1)
-    with pytest.raises(RolloutError, match=r"last 5 gradings failed.*ZeroDivisionError: a bug"):
+    with pytest.raises(RolloutError, match=r"5 consecutive gradings failed.*ZeroDivisionError: a bug"):
         using(config, lambda made: made.grade(prompt(), samples(*"abcdefgh")))
 
 
@@ -258,7 +258,7 @@ def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(mon
 
 
 def test_an_answer_that_is_no_text_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"answered .*needed is a number"):
+    with pytest.raises(RolloutError, match=r"answered .*it must return a number"):
         ask(Server((200, b"\xff")))
 
 
@@ -271,7 +271,7 @@ def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("answer", "wanted"),
-    [((404, "no such page"), "answered 404: no such page"), ((200, "good"), "'good'; needed is a number")],
+    [((404, "no such page"), "answered 404: no such page"), ((200, "good"), "'good'; it must return a number")],
 )
 def test_an_answer_that_will_not_change_is_an_error_at_once(answer: tuple[int, str], wanted: str) -> None:
     server = Server(answer)
@@ -297,7 +297,7 @@ def test_a_reward_model_that_is_away_scores_nothing_and_is_named(
 def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
-    with pytest.raises(RolloutError, match=r"last 4 gradings failed.*what it needs is away.*/score answered 503"):
+    with pytest.raises(RolloutError, match=r"4 consecutive gradings failed.*is unavailable.*/score answered 503"):
         ask(Server((503, "")), "abcde", timeout_s=0.2)
 
 

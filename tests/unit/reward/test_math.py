@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlpost.reward.answers import last_boxed
-from rlpost.reward.dapo import dapo, even_spelling, same_number
+from rlpost.reward.dapo import dapo, normalized, same_number
 from rlpost.reward.deepscaler import answer_equals, deepscaler, plain_form
 from rlpost.reward.mathverify import math
 
@@ -205,7 +205,7 @@ def test_dapo_is_done_at_once_with_any_box() -> None:
     ],
 )
 def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
-    assert even_spelling(answer) == spelling
+    assert normalized(answer) == spelling
 
 
 @pytest.mark.parametrize(

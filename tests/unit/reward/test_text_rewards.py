@@ -145,7 +145,7 @@ def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
     ("metadata", "wanted"),
     [
         ({}, "instruction_id_list"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "as many 'kwargs'"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "'kwargs' of equal length"),
         ({"instruction_id_list": ["punctuation:no_commas"]}, "did you mean 'punctuation:no_comma'"),
     ],
 )

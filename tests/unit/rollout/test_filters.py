@@ -63,12 +63,12 @@ def test_one_of_ours_is_called_with_the_group_alone():
 @pytest.mark.parametrize(
     ("load", "function", "words"),
     [
-        (group_filter, of_nobody, r"needed is \(group\), or slime's \(args, samples, \*\*kwargs\)"),
-        (buffer_filter, buffer_of_slime, r"needed is \(waiting, num_groups\), or slime's \(args, rollout_id, buffer"),
+        (group_filter, of_nobody, r"use \(group\), or slime's \(args, samples, \*\*kwargs\)"),
+        (buffer_filter, buffer_of_slime, r"use \(waiting, num_groups\), or slime's \(args, rollout_id, buffer"),
         (
             generate_function,
             ours,
-            r"needed is \(builder, prompt, sampling\), or slime's \(args, sample, sampling_params",
+            r"use \(builder, prompt, sampling\), or slime's \(args, sample, sampling_params",
         ),
     ],
 )
