@@ -66,7 +66,7 @@ METADATA = {
 }
 """Pass copies to Megatron: it stores the current process groups in them."""
 MTP_KEYS = "mtp.layers."
-"""What the error of a missing layer for multi-token prediction names."""
+"""Key prefix of the layer for multi-token prediction; identifies the error of a missing layer."""
 UNREADABLE = (
     CheckpointingException,
     torch_checkpoint.CheckpointException,
