@@ -32,7 +32,7 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
 
 
 def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
-    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is cut off."""
+    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is removed."""
     if layout == "qkv":
         tail = tensor.shape[1:]
         groups = tensor.reshape(dims.num_query_groups, -1, *tail)
@@ -71,7 +71,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, *, dim: int) -> torch.T
 def _part(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
     if tensor.size(dim) % size:
         raise WeightError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {dim} for "
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sharded along dimension {dim} with "
             f"tensor_model_parallel_size={size}; choose a size that divides {tensor.size(dim)}"
         )
     return tensor.chunk(size, dim=dim)[rank]
