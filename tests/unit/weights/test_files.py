@@ -53,7 +53,7 @@ def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
 def test_what_is_no_file_of_weights_is_named(single, content):
-    """Empty, cut off in its header, or the pointer that git leaves in place of a large file."""
+    """Empty, truncated in its header, or a Git LFS pointer instead of the file."""
     (single / SINGLE).write_bytes(content)
     (problem,) = file_problems(single)
     assert problem.startswith(f"{single / SINGLE}: is not a safetensors file")
