@@ -17,13 +17,14 @@ other micro-batches were computed in between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from rlpost.actor import device, parallel
@@ -124,7 +125,7 @@ class RoutingReplay:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], settings: ActorSettings, layout: RowLayout, fields: dict[str, Any]
+        self, chunks: Sequence[GPTModel], settings: ActorSettings, layout: RowLayout, fields: Mapping[str, Any]
     ) -> None:
         """Take over the routers of ``chunks``.
 
