@@ -126,12 +126,19 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     for name, value in compared.items():
         if name in allowed or _equal(value, said.get(name)):
             continue
-        there = f"says {value_text(said[name])}" if said.get(name) is not None else "has no such thing"
-        way_out = f", or let it win with --override-hf-config {name}" if name in OVERRIDABLE else ""
-        flag = "--" + name.replace("_", "-")
-        correct = f"{flag} none" if said.get(name) is None else f"{flag} {value_text(said[name])}"
-        found.append(f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{way_out}")
+        found.append(_difference(name, value, said.get(name)))
     return found
+
+
+def _difference(name: str, value: Any, expected: Any) -> str:
+    """Return the line for a value of [model] that differs; ``expected`` is None for an absent feature."""
+    flag = "--" + name.replace("_", "-")
+    if expected is None:
+        there, correct = "has no such setting", f"{flag} none"
+    else:
+        there, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
+    override = f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
+    return f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{override}"
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

@@ -123,7 +123,7 @@ class MtpTraining:
         """Whether this rank holds the layer, or a shard of it."""
         return hasattr(self._last, MODULE)
 
-    def beside(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
+    def add_to(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
         """Return ``loss_of`` with the layer's loss added.
 
         Collective: call on every rank, once before each training pass.

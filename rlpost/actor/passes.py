@@ -153,7 +153,7 @@ class Passes:
             return policy_loss
         # Without routes: the router of the layer is not replayed.
         later = [pack(shifted(micro), self._row_layout).to(device.current()) for micro in batch.micro_batches]
-        return self._mtp.beside(policy_loss, loss, later)
+        return self._mtp.add_to(policy_loss, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(

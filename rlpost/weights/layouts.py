@@ -45,9 +45,12 @@ def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch
 
 
 def shard(tensor: torch.Tensor, layout: Layout, *, dim: int, rank: int, size: int) -> torch.Tensor:
-    """The part of a full Megatron tensor that tensor-parallel ``rank`` of ``size`` holds, cut along ``dim``.
+    """Return the shard along ``dim`` of tensor-parallel ``rank`` of ``size``.
 
-    Raises WeightError when it cannot be cut evenly; rows of a vocabulary are padded with zeros instead.
+    The rows of a vocabulary are padded with zeros to a multiple of ``size``.
+
+    Raises:
+        WeightError: the dimension is not a multiple of ``size``.
     """
     if size == 1:
         return tensor
