@@ -1,7 +1,7 @@
-"""Training: the Megatron-core side of the run.
+"""Training on Megatron-core.
 
-Every module of this package may import ``megatron.core`` at its top: the line below makes sure that the stand-in for
-CUDA is in place before the first of them does. It costs nothing where megatron is never imported.
+Importing this package installs the CPU stand-in for CUDA (``megatron_on_cpu``), so that its modules
+can import ``megatron.core`` at their top. This costs nothing if megatron is never imported.
 """
 
 from rlpost.actor.megatron_on_cpu import install as _install

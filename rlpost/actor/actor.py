@@ -18,30 +18,20 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state, step
+from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
-from rlpost.actor.mtp import LossOf, MtpTraining, shifted
-from rlpost.actor.packing import (
-    PackedMicroBatch,
-    RowLayout,
-    as_trained,
-    joined_columns,
-    log_prob_micro_batches,
-    pack,
-    unpack,
-)
+from rlpost.actor.mtp import MtpTraining
+from rlpost.actor.packing import RowLayout
 from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
-from rlpost.actor.report import global_metrics
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
@@ -50,7 +40,7 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
-from rlpost.types import MicroBatch, StepResult, TrainBatch
+from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
@@ -59,9 +49,6 @@ from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
 logger = logging.getLogger(__name__)
-
-Logprobs = list[list[FloatColumn]]
-"""Log-probs of the response tokens, per micro-batch and per sample."""
 
 
 class Actor:
@@ -102,18 +89,21 @@ class Actor:
         self.model = optimizer.wrap(self.chunks, settings)
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
-        self.num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
+        num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
         self.row_layout = RowLayout(
             row_multiple=settings.row_multiple,
             sequence_multiple=settings.sequence_multiple,
             context_rank=parallel.context_parallel_group().rank(),
             context_size=settings.context_parallel_size,
         )
-        self.routing = RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields)
-        self.mtp = (
-            MtpTraining(self.chunks, scaling_factor=settings.mtp_loss_scaling_factor)
-            if settings.enable_mtp_training
-            else None
+        self.passes = Passes(
+            self.model,
+            settings,
+            num_valid=num_valid,
+            row_layout=self.row_layout,
+            routing=RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields),
+            mtp=self._mtp_training(),
+            stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
@@ -185,29 +175,7 @@ class Actor:
 
         Empty on all pipeline stages but the last.
         """
-        return self._compute_logprobs(batch, records_routes=True)
-
-    def _compute_logprobs(self, batch: TrainBatch, *, records_routes: bool) -> Logprobs:
-        micro_batches = log_prob_micro_batches(batch)
-        packed = self._pack(micro_batches)
-        loss = self._micro_batch_loss(batch)
-
-        def collect(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-            logprobs_R, _ = loss.logprobs(logits, micro_batch)
-            return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
-
-        self._set_mode(training=False)
-        recorded = micro_batches if records_routes else ()
-        with torch.no_grad(), self.routing.passing(is_training=False, micro_batches=recorded):
-            found = step.run(
-                self.model,
-                packed,
-                loss_of=collect,
-                forward_only=True,
-                stop_points=self.stop_points,
-                routing=self.routing,
-            )
-        return as_trained(found, batch)
+        return self.passes.logprobs(batch, records_routes=True)
 
     def train_step(
         self,
@@ -234,34 +202,17 @@ class Actor:
         """
         if advantages is not None:
             batch = batch.with_advantages(advantages)
-        packed = self._pack(batch.micro_batches)
-        old = _held(old_logprobs, packed)
-        ref = _held(self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None, packed)
-        loss = self._micro_batch_loss(batch)
-        loss_of = self._with_mtp(
-            lambda index, micro_batch, logits: loss.loss(micro_batch, old[index], ref[index], logits), loss, batch
-        )
-        self._set_mode(training=True)
+        ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
+        if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
+            self._finish_param_sync()
         self._zero_grad()
         before = random_state.collect()
         try:
-            with self.routing.passing(is_training=True):
-                stats = step.run(
-                    self.model,
-                    packed,
-                    loss_of=loss_of,
-                    forward_only=False,
-                    stop_points=self.stop_points,
-                    routing=self.routing,
-                )
+            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs)
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
             raise
-        finally:
-            if self.mtp is not None:
-                self.mtp.finish()
-        metrics = global_metrics(stats) | self.routing.metrics()
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
@@ -276,7 +227,7 @@ class Actor:
         self._finish_param_sync()
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
-            return self._compute_logprobs(batch, records_routes=False)
+            return self.passes.logprobs(batch, records_routes=False)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
@@ -446,9 +397,10 @@ class Actor:
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
-    def _set_mode(self, *, training: bool) -> None:
-        for chunk in self.model:
-            chunk.train(training)
+    def _mtp_training(self) -> MtpTraining | None:
+        if not self.settings.enable_mtp_training:
+            return None
+        return MtpTraining(self.chunks, scaling_factor=self.settings.mtp_loss_scaling_factor)
 
     def _zero_grad(self) -> None:
         for chunk in self.model:
@@ -463,38 +415,3 @@ class Actor:
         if self.settings.overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
-
-    def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        packed = [self.routing.attached(pack(micro, self.row_layout), micro) for micro in micro_batches]
-        return [each.to(device.current()) for each in packed]
-
-    def _with_mtp(self, loss_of: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
-        """The policy's loss with that of multi-token prediction, if it is trained. Collective."""
-        if self.mtp is None:
-            return loss_of
-        self._finish_param_sync()
-        # Without routes: the layer's own router decides.
-        later = [pack(shifted(micro), self.row_layout).to(device.current()) for micro in batch.micro_batches]
-        return self.mtp.beside(loss_of, loss, later)
-
-    def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
-        return step.MicroBatchLoss(
-            self.settings, num_valid=self.num_valid, num_samples=batch.num_samples, num_tokens=batch.num_tokens
-        )
-
-
-def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-    """Values of all response tokens, combined from all context-parallel ranks."""
-    whole = torch.zeros(sum(packed.response_lengths), dtype=values_R.dtype, device=values_R.device)
-    whole[packed.held] = values_R
-    if parallel.context_parallel_group().size() > 1:
-        dist.all_reduce(whole, group=parallel.context_parallel_group())
-    return whole
-
-
-def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list[torch.Tensor | None]:
-    """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
-    if not logprobs:
-        return [None] * len(packed)
-    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
-    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]

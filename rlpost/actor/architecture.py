@@ -1,8 +1,8 @@
-"""The architecture of a checkpoint in the words of the table [model], and what a recipe says against it. Pure.
+"""Compare the architecture in config.json with the [model] table of a recipe. Pure.
 
-In: config.json of a Hugging Face folder and the values that a recipe gives (MODEL_ARGS of Megatron recipes). Out: one
-line for each value that differs, with both values; or config.json with the few values that a recipe may override.
-Standard library only: the login node asks too.
+Input: config.json of a Hugging Face folder, and the recipe's values (MODEL_ARGS of Megatron recipes).
+Output: one line per value that differs, with both values; or config.json with the few values that a
+recipe may override. Standard library only, because the login node runs it too.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ OVERRIDABLE = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }
-"""What may differ from config.json because no weight changes its shape; with the key that it has there."""
+"""Values that may differ from config.json, with their key there: they do not change the shape of a weight."""
 
 NO_ARCHITECTURE = (
     "no_rope_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm",
     "moe_permute_fusion", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate",
     "attention_dropout", "hidden_dropout", "override_hf_config",
 )  # fmt: skip
-"""Names of [model] that say how to compute and not what; those of them that admit one value only need no comparison."""
+"""Names of [model] that are not compared: they select an implementation, or have only one valid value."""
 
 
 def head_dim(hf: HfConfig) -> int:
-    """Width of a head."""
+    """Return the width of an attention head."""
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def rope(hf: HfConfig) -> Mapping[str, Any]:
-    """The rotary embedding's options; transformers 5 keeps them together, 4 spread them."""
+    """Return the options of the rotary embedding: nested in transformers 5, top-level keys in 4."""
     return hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
 
 
 def rotary_percent(hf: HfConfig) -> float:
-    """The part of each head that is rotated."""
+    """Return the fraction of each head that is rotated."""
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
 
 
 def mtp_layers(family: Family, hf: HfConfig) -> int:
-    """Layers for multi-token prediction in the checkpoint."""
+    """Return the number of layers for multi-token prediction in the checkpoint."""
     return (hf.get("num_nextn_predict_layers") or 0) if family.carries_extra_layers else 0
 
 
 def mtp_problem(family: Family, hf: HfConfig) -> str | None:
-    """Why ``--enable-mtp-training`` cannot train this model; None if it can."""
+    """Return why ``--enable-mtp-training`` cannot train this model; None if it can."""
     count = mtp_layers(family, hf)
     if count == 1:
         return None
@@ -65,7 +65,7 @@ def mtp_problem(family: Family, hf: HfConfig) -> str | None:
 
 
 def architecture(family: Family, hf: HfConfig) -> dict[str, Any]:
-    """What a correct recipe would say, by the names of [model]; None for what such a model does not have."""
+    """Return the values of a correct recipe by their names in [model]; None for absent features."""
     fields = family.fields(hf)
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
     said = {
@@ -113,7 +113,7 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str]:
-    """One line for each value of [model] that config.json contradicts and that is not allowed to win."""
+    """Return one line per value of [model] that contradicts config.json without an override."""
     allowed = tuple(given.get("override_hf_config", ()))
     found = [
         f"--override-hf-config {name}: cannot be overridden, the weights are made for it; only "
@@ -126,12 +126,19 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
     for name, value in compared.items():
         if name in allowed or _equal(value, said.get(name)):
             continue
-        there = f"says {value_text(said[name])}" if said.get(name) is not None else "has no such thing"
-        way_out = f", or let it win with --override-hf-config {name}" if name in OVERRIDABLE else ""
-        flag = "--" + name.replace("_", "-")
-        correct = f"{flag} none" if said.get(name) is None else f"{flag} {value_text(said[name])}"
-        found.append(f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{way_out}")
+        found.append(_difference(name, value, said.get(name)))
     return found
+
+
+def _difference(name: str, value: Any, expected: Any) -> str:
+    """Return the line for a value of [model] that differs; ``expected`` is None for an absent feature."""
+    flag = "--" + name.replace("_", "-")
+    if expected is None:
+        there, correct = "has no such setting", f"{flag} none"
+    else:
+        there, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
+    override = f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
+    return f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{override}"
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
@@ -141,7 +148,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def overridden(given: Mapping[str, Any], hf: HfConfig) -> dict[str, Any]:
-    """config.json with the values of [model] that are allowed to win."""
+    """Return config.json with the values of [model] that ``override_hf_config`` names."""
     changed = dict(hf)
     for name in given.get("override_hf_config", ()):
         key, value = OVERRIDABLE.get(name), given.get(name)

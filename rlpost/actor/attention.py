@@ -1,10 +1,11 @@
 """Core attention over packed sequences without TransformerEngine.
 
-In: query, key, value of shape [T, heads of this rank, head_dim] and the boundaries of the sequences in T. Out:
-[T, heads x head_dim]. Each token attends to those before it in its own sequence only; ``varlen`` has the kernels.
+Input: query, key and value of shape [T, heads of this rank, head_dim], and the boundaries of the
+sequences in T. Output: [T, heads x head_dim]. Attention is causal within each sequence; ``varlen``
+has the kernels.
 
-With context parallelism this rank holds two chunks of each sequence (see ``packing``); keys and values of all ranks are
-gathered in one collective and each chunk attends to what precedes it.
+With context parallelism this rank holds two chunks of each sequence (see ``packing``). The keys and
+values of all ranks are gathered in one collective, and each chunk attends to the preceding tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlpost.actor.varlen import Bounds, attend, zigzag
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention, grouped-query included. Stands where Megatron's DotProductAttention refuses packed input."""
+    """Causal grouped-query attention; replaces Megatron's DotProductAttention, which rejects packed input."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, *args: Any, **kwargs: Any

@@ -1,12 +1,12 @@
-"""Reading a checkpoint whose keys are not those that this version writes: of an earlier version, or of other tools.
+"""Map state-dict keys to those of checkpoints from earlier versions or other tools.
 
-Input: what is to be loaded, as ``sharded_state_dict`` gives it, and the folder. Output: the same with the keys that the
-folder has. Two things differ:
+Input: a state as ``sharded_state_dict`` returns it, and the folder of the checkpoint. Output: the
+same state with the keys of the folder. There are two differences:
 
-1. Megatron-core 0.16.1 names the norm before experts, where there is no TransformerEngine, as if it were fused with a
-   dense MLP; so did this trainer once.
-2. ``_extra_state``, which TransformerEngine's modules have and others may lack. Without FP8 it is empty, so one that
-   the checkpoint does not have is taken as empty.
+1. Without TransformerEngine, Megatron-core 0.16.1 names the norm before experts as if it were fused
+   with a dense MLP. Earlier versions of this trainer did the same.
+2. Modules of TransformerEngine have ``_extra_state``; others may not. Without FP8 it is empty, so a
+   missing one is treated as empty.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from torch.distributed.checkpoint import FileSystemReader
 
 NORM_OF_EXPERTS, ONCE = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
-"""The part of a key that says which norm, now and in older folders; Adam's moments have it too."""
+"""The part of a key that names the norm, now and in older folders; also in the keys of Adam's moments."""
 EXTRA_STATE = "_extra_state"
-_SHARD = "/shard_"  # Megatron appends the place of an object that is no tensor to its key
+_SHARD = "/shard_"  # Megatron appends the shard of an object other than a tensor to its key
 
 
 def fit_to_checkpoint(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """``state``, changed in place, with the keys under which the checkpoint in ``folder`` has its parts.
+    """Rename the keys of ``state`` in place to those of the checkpoint in ``folder``.
 
-    Call it between ``sharded_state_dict`` and ``dist_checkpointing.load``, on every rank. A part that the checkpoint
-    does not have under any known key is left alone: loading will name it.
+    Call it between ``sharded_state_dict`` and ``dist_checkpointing.load``, on every rank. Parts that
+    the checkpoint lacks under every known key keep their key, and loading reports them.
+
+    Returns:
+        ``state``.
 
     Raises:
         OSError: the folder holds no torch_dist checkpoint.
@@ -40,7 +43,7 @@ def fit_to_checkpoint(state: dict[str, Any], folder: str | Path) -> dict[str, An
 
 
 def fitted(part: Any, saved: set[str]) -> Any:
-    """One part of a state with the key that it has among those saved; what is no part of a model stays as it is."""
+    """Return one part of a state under its saved key; values other than sharded parts are unchanged."""
     if not isinstance(part, ShardedBase) or part.key in saved:
         return part
     part.key = stored_key(part.key, saved)
@@ -52,6 +55,6 @@ def fitted(part: Any, saved: set[str]) -> Any:
 
 
 def stored_key(key: str, saved: Container[str]) -> str:
-    """The key under which a checkpoint has a tensor: its own, or that of older folders if it has that one."""
+    """Return the key of a tensor in a checkpoint: the current one, or that of older folders."""
     once = key.replace(NORM_OF_EXPERTS, ONCE)
     return key if key in saved or once not in saved else once

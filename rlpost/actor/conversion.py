@@ -1,8 +1,8 @@
-"""Weights from one form into the other, at any layout: Hugging Face's folders and Megatron's torch_dist.
+"""Convert weights between Hugging Face folders and Megatron's torch_dist, at any layout.
 
-In: the place of this rank and the settings. Out: a folder in the other form. The model is built as for training but
-without gradients and optimizer: a rank holds its own part of the weights and, beside them, one tensor at a time.
-Collective: all ranks call the same methods in the same order.
+Input: the rendezvous of this rank, and the settings. Output: a folder in the other format. The model
+is built as for training, but without gradients and optimizer. In addition to its shard of the weights,
+a rank holds one tensor at a time. Collective: call on every rank, in order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
-    """The settings with the layer for multi-token prediction built where ``source`` holds it.
+    """Return the settings with the layer for multi-token prediction enabled if ``source`` contains it.
 
-    Converted once, it is there when it is to be trained; a run that does not train it ignores it.
+    The converted checkpoint can then be used with and without ``--enable-mtp-training``.
 
     Raises:
         WeightError: ``source`` is a Hugging Face folder that cannot be read.
@@ -51,13 +51,15 @@ def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings
 
 
 class Converter:
-    """This rank's part of a model that is only converted."""
+    """This rank's shard of a model that is only converted."""
 
     def __init__(self, settings: ActorSettings, rendezvous: Rendezvous) -> None:
         """Join the other ranks and build the model of ``settings.hf_checkpoint``.
 
-        Raises WeightError or ConfigError when it is not supported or cannot be cut so, PlacementError when the layout
-        does not fit the number of ranks.
+        Raises:
+            WeightError: the architecture is not supported.
+            ConfigError: the model cannot be sharded this way.
+            PlacementError: the layout does not fit the number of ranks.
         """
         description = self.description = read_description(settings.hf_checkpoint, settings.model_args)
         description.check_layout(settings)
@@ -68,22 +70,26 @@ class Converter:
         self.inventory = inventory_of(self.chunks, description)
 
     def from_hugging_face(self, folder: str | Path) -> None:
-        """Fill the model from safetensors; raises WeightError when they do not fit."""
+        """Fill the model from safetensors; raise WeightError if they do not fit."""
         import_weights(self.inventory, folder)
 
     def from_torch_dist(self, folder: str | Path) -> None:
-        """Fill the model from a checkpoint written at any layout; raises CheckpointError when it does not fit."""
+        """Fill the model from a checkpoint of any layout; raise CheckpointError if it does not fit."""
         megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
     def to_torch_dist(self, folder: str | Path) -> None:
-        """Write a checkpoint of weights alone; raises CheckpointError when a rank cannot write."""
+        """Write a checkpoint of the weights; raise CheckpointError if a rank cannot write."""
         megatron_checkpoint.save_weights(folder, chunks=self.chunks, buffer_bytes=self.buffer_bytes)
 
     def to_hugging_face(self, folder: str | Path) -> None:
-        """Write safetensors with the configuration and the tokenizer of the settings' Hugging Face folder."""
-        writes, description = dist.get_rank() == 0, self.description
-        template = description.path.parent
-        export_folder(Exporter(self.inventory), folder, template=template, config=description.hf_config, writes=writes)
+        """Write safetensors, with configuration and tokenizer of ``settings.hf_checkpoint``."""
+        export_folder(
+            Exporter(self.inventory),
+            folder,
+            template=self.description.path.parent,
+            config=self.description.hf_config,
+            writes=dist.get_rank() == 0,
+        )
         dist.barrier()
 
     def close(self) -> None:

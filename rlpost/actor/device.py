@@ -1,4 +1,4 @@
-"""The device a rank computes on: CUDA when there is one, else the CPU. The only place that asks.
+"""The device of a rank: CUDA if available, else the CPU. Other modules query it here.
 
 A rank sees one GPU (its launcher sets CUDA_VISIBLE_DEVICES), so CUDA means device 0.
 """
@@ -36,7 +36,7 @@ PEAK_TFLOPS = {
     "L40": 181.0,
     "A10G": 70.0,
 }
-"""Dense bfloat16, by a part of the device's name; the first that fits counts. From NVIDIA's data sheets."""
+"""Dense bfloat16, by a substring of the device name; the first match counts. From NVIDIA's data sheets."""
 
 
 _rehearsed: torch.device | None = None
@@ -44,7 +44,7 @@ _rehearsed: torch.device | None = None
 
 @contextmanager
 def rehearsing_on(device: torch.device) -> Iterator[None]:
-    """Let ``current`` answer ``device`` within the context: a rehearsal builds ranks on the meta device."""
+    """Context in which ``current`` returns ``device``: a rehearsal builds ranks on the meta device."""
     global _rehearsed
     before, _rehearsed = _rehearsed, device
     try:
@@ -54,27 +54,29 @@ def rehearsing_on(device: torch.device) -> Iterator[None]:
 
 
 def current() -> torch.device:
-    """The device of this rank's tensors."""
+    """Return the device of this rank's tensors."""
     if _rehearsed is not None:
         return _rehearsed
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def backend() -> str:
-    """The name of the collective library for ``current()``: nccl or gloo."""
+    """Return the torch.distributed backend for ``current()``: nccl or gloo."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def weight_dtype(bf16: bool | None) -> torch.dtype:
-    """What the model computes in: as asked, or bfloat16 on CUDA and float32 on a CPU."""
-    return torch.bfloat16 if (torch.cuda.is_available() if bf16 is None else bf16) else torch.float32
+    """Return the dtype of the model; None selects bfloat16 on CUDA and float32 on a CPU."""
+    if bf16 is None:
+        bf16 = torch.cuda.is_available()
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 def prepare(settings: ActorSettings) -> None:
-    """Select the device, bind this process to the CPUs next to it, and set the threads of an operator on the CPU.
+    """Select the device, bind this process to the CPUs next to it, and set the CPU threads of an operator.
 
-    ``torch.set_num_threads`` outranks OMP_NUM_THREADS, which Ray sets to 1 for an actor without ``num_cpus``, and holds
-    for whatever thread calls an operator later.
+    ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1 for an actor
+    without ``num_cpus``. It applies to every thread that calls an operator later.
     """
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
@@ -102,27 +104,27 @@ def seed(value: int) -> None:
 
 
 def synchronise() -> None:
-    """Wait for all work under way on the device."""
+    """Wait for all pending work on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def side_stream() -> AbstractContextManager[object]:
-    """What a second thread asks of the device within goes beside what the first one does."""
+    """Context of a separate CUDA stream, for a second thread that works concurrently with the first."""
     if not torch.cuda.is_available():
         return nullcontext()
-    torch.cuda.set_device(current())  # a choice of the thread
+    torch.cuda.set_device(current())  # the current device is a setting per thread
     return torch.cuda.stream(torch.cuda.Stream())
 
 
 def synchronise_stream() -> None:
-    """Wait for what this thread has asked of the device."""
+    """Wait for the device work that this thread has submitted."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def memory_in_use() -> int:
-    """Bytes that this process holds: of device memory, or on a CPU of the machine's (resident)."""
+    """Return the bytes of device memory in use; on a CPU the resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -130,17 +132,17 @@ def memory_in_use() -> int:
 
 
 def total_memory() -> int | None:
-    """Bytes of memory that the device has; None on a CPU, which shares the machine's."""
+    """Return the bytes of the device's memory; None on a CPU."""
     return torch.cuda.get_device_properties(current()).total_memory if torch.cuda.is_available() else None
 
 
 def visible() -> str:
-    """The GPU that this process was given, as CUDA_VISIBLE_DEVICES names it; empty without."""
+    """Return CUDA_VISIBLE_DEVICES of this process; empty if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def position() -> int | None:
-    """Position of that GPU among those of the host, in the order of the bus; None where it is unknown."""
+    """Return the index of this process's GPU on the host, in PCI bus order; None if unknown."""
     names = visible_names(visible())
     if len(names) != 1:
         return None
@@ -152,14 +154,16 @@ def position() -> int | None:
 
 
 def peak_flops() -> float | None:
-    """Dense operations a second of the device in bfloat16; None for one that PEAK_TFLOPS does not name."""
+    """Return the device's dense bfloat16 FLOP/s; None if PEAK_TFLOPS does not list it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def memory_use() -> dict[str, float]:
-    """What this process holds in host memory and on its device, by the names of metrics. The peaks of the device are
-    those since the last call."""
+    """Return the memory use of this process on host and device, in GB, by metric name.
+
+    Peaks of the device are those since the last call.
+    """
     held = {"memory/actor_gb": process_gb(), **machine()}
     if torch.cuda.is_available():
         held["memory/actor_gpu_peak_gb"] = torch.cuda.max_memory_allocated() / GB

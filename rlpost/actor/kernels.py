@@ -1,8 +1,9 @@
-"""Which fused kernels the model computes with: what is asked for, what is here, and what is said where these differ.
+"""Select the fused kernels of the model.
 
-Input: the description of the checkpoint, the settings and whose modules the layers are made of. Output: fields of
-Megatron's TransformerConfig. Invariant: nothing that was asked for is dropped in silence. On CUDA it is refused, on a
-CPU, where no kernel of TransformerEngine exists, a warning names it.
+Input: the description of the checkpoint, the settings, and the implementation of the layers. Output:
+fields of Megatron's TransformerConfig. Invariant: no requested kernel is dropped silently. A kernel
+that is not available is an error on CUDA, and a warning on a CPU, where TransformerEngine has no
+kernels.
 """
 
 from __future__ import annotations
@@ -23,28 +24,27 @@ from rlpost.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
-"""The extension of Apex that adds a gradient to what was accumulated before, while it is computed."""
+"""The extension of Apex that computes a gradient and accumulates it in one kernel."""
 
 
 def kernel_fields(description: ModelDescription, settings: ActorSettings, *, implementation: str) -> dict[str, Any]:
-    """How to compute, where there is a choice.
+    """Return the fields that select kernels.
 
     Raises:
-        ConfigError: a kernel that was asked for cannot be had here, a line for each.
+        ConfigError: requested kernels are not available here; one line for each.
     """
     _check(description, settings, implementation=implementation)
     given, fields = settings.model_args, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
     chosen = {
-        # SwiGLU in one kernel, which torch.compile makes. (The sum of the residual is one kernel without dropout.)
+        # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel anyway.)
         "bias_activation_fusion": torch.cuda.is_available() and not settings.megatron.get("use_te_activation_func"),
         "masked_softmax_fusion": False,  # of an attention that is not used here
         "persist_layer_norm": False,  # of Apex
-        "gradient_accumulation_fusion": False,  # of Apex, unless it is asked for
+        "gradient_accumulation_fusion": False,  # of Apex, unless requested
         "apply_rope_fusion": with_engine and not interleaved and not given.get("no_rope_fusion", False),
-        "moe_token_dispatcher_type": given.get(
-            "moe_token_dispatcher_type", "alltoall"
-        ),  # Megatron's own: equal lengths
+        # Megatron's default dispatcher requires rows of equal length.
+        "moe_token_dispatcher_type": given.get("moe_token_dispatcher_type", "alltoall"),
     }
     if "num_moe_experts" not in fields:
         return chosen
@@ -64,7 +64,7 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
         lack = _lack()
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
-            # who chooses local modules has chosen what they cost
+            # No warning of slower kernels if the user chose local modules.
             warned = [need for need in lacking if not need.is_required and settings.transformer_impl != LOCAL]
         else:
             warned = [need for need in lacking if need.is_required]
@@ -84,27 +84,31 @@ def _packages_missing(settings: ActorSettings) -> list[str]:
         )
     if settings.megatron.get("gradient_accumulation_fusion") and not _is_installed(APEX_KERNEL):
         problems.append(
-            "--gradient-accumulation-fusion true: the output layer adds "
-            f"gradients with a kernel of Apex ({APEX_KERNEL}), which is not installed on this node; install Apex with "
-            "--cpp_ext and --cuda_ext or leave the option out"
+            f"--gradient-accumulation-fusion true needs a kernel of Apex ({APEX_KERNEL}) for the output layer, which "
+            "is not installed on this node; install Apex with --cpp_ext and --cuda_ext or omit the option"
         )
     return problems
 
 
 def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> list[str]:
-    """Megatron-core 0.16.1 does not tell TransformerEngine's kernel for packed sequences that a model rotates
-    neighbours with each other (``rope_utils.py``: ``fused_apply_rotary_pos_emb_thd`` takes no ``interleaved``)."""
+    """Reject the fused rotary embedding for a model with interleaved rotation.
+
+    Megatron-core 0.16.1 does not pass ``interleaved`` to TransformerEngine's kernel for packed
+    sequences (``rope_utils.py``: ``fused_apply_rotary_pos_emb_thd`` has no such parameter).
+    """
     if not (settings.megatron.get("apply_rope_fusion") and description.fields.get("rotary_interleaved")):
         return []
     return [
-        "--apply-rope-fusion true: the kernel rotates the halves of a head with each "
-        "other, this model's neighbours, so its logits would be wrong; leave the option out"
+        "--apply-rope-fusion true: the kernel rotates the two halves of a head, but this model rotates "
+        "adjacent pairs, so its logits would be wrong; omit the option"
     ]
 
 
 def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]:
-    """What this model needs TransformerEngine for that local layers lack; settings of experts do not count where there
-    are none."""
+    """Return the features of this model that need TransformerEngine and that local layers lack.
+
+    Settings of experts are ignored for a dense model.
+    """
     fields = description.fields
     model = dict(settings.model_args)
     if "num_moe_experts" not in fields:

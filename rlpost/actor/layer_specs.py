@@ -1,9 +1,10 @@
-"""Which modules a layer is made of: TransformerEngine's where it is installed and there is CUDA, else our own.
+"""Select the modules of a layer: TransformerEngine's if usable (installed, with CUDA), else local ones.
 
-Input: Megatron's configuration and the family. Output: the specification of the layers of a pipeline stage. This is the
-one place that knows the difference. Invariants: both name their weights so that ``rlpost.weights.names.canonical``
-understands them, and both have the same keys in a checkpoint. That TransformerEngine's side is built so is tested
-against a stub of it (``tests/contract/cuda``); what it computes has no test without a GPU.
+Input: Megatron's configuration and the family. Output: the specification of a pipeline stage's
+layers. No other module depends on the implementation. Invariants: in both implementations
+``rlpost.weights.names.canonical`` maps the names of weights, and the keys of a checkpoint are the
+same. For TransformerEngine this is tested against a stub (``tests/contract/cuda``); its numerical
+results are tested only with a GPU.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from rlpost.errors import ConfigError
 from rlpost.weights.family import Family
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
-"""Whose modules the layers are made of, as ``--transformer-impl`` spells it."""
+"""Implementations of the layers: the values of ``--transformer-impl``."""
 
 _MLP_NORM = "pre_mlp_layernorm."
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine's modules can be used here."""
+    """Return whether TransformerEngine is installed and CUDA is available."""
     return bool(gpt_layer_specs.HAVE_TE and torch.cuda.is_available())
 
 
 def chosen_implementation(given: str | None) -> str:
-    """``transformer_engine`` or ``local``: what is given, or the first where it can be used.
+    """Return ``transformer_engine`` or ``local``: the given value, or by default the first if usable.
 
-    Raises ConfigError when TransformerEngine is asked for and cannot be used.
+    Raises:
+        ConfigError: TransformerEngine is requested and cannot be used.
     """
     if given == TRANSFORMER_ENGINE and not has_transformer_engine():
         raise ConfigError(
-            "--transformer-impl transformer_engine: it is not installed on this node or "
-            "there is no CUDA; install it or leave the setting out"
+            "--transformer-impl transformer_engine: TransformerEngine is not installed on this node, or "
+            "CUDA is not available; install it or omit the setting"
         )
     return given or (TRANSFORMER_ENGINE if has_transformer_engine() else LOCAL)
 
 
 def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
-    """Whose modules a model is made of, ``local`` or ``transformer_engine``, found by looking at them."""
+    """Return the implementation of a model, ``local`` or ``transformer_engine``, from its modules."""
     kinds = {type(module) for chunk in chunks for module in chunk.modules()}
     packages = {kind.__module__.partition(".")[0] for each in kinds for kind in each.__mro__}
     return TRANSFORMER_ENGINE if TRANSFORMER_ENGINE in packages else LOCAL
@@ -57,12 +59,13 @@ def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
 def block_spec(
     config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of a virtual pipeline stage (None without interleaving) and the norm at their end."""
+    """Return the layers of a virtual pipeline stage (None without interleaving) and the final norm."""
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine, normalization=config.normalization, vp_stage=stage
     )
-    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of one kind share a specification
+    unique_layers = {id(layer): layer for layer in block.layer_specs}  # equal layers share a specification
+    for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -80,10 +83,11 @@ def block_spec(
 
 
 def _separate_norm_of_experts(layer: ModuleSpec) -> None:
-    """Name the norm before experts in a checkpoint as TransformerEngine does, which fuses only that of a dense MLP.
+    """Name the norm before experts in a checkpoint as with TransformerEngine.
 
-    Megatron's local specification gives both the name of the fused one (``gpt_layer_specs.py`` of 0.16.1), so that
-    neither implementation could read what the other wrote.
+    TransformerEngine fuses only the norm of a dense MLP. Megatron's local specification uses the name
+    of the fused norm for both (``gpt_layer_specs.py`` of 0.16.1). Without this change neither
+    implementation could read the other's checkpoints.
     """
     layer.submodules.pre_mlp_layernorm = SeparateRMSNorm
     names = layer.submodules.sharded_state_dict_keys_map
@@ -91,10 +95,11 @@ def _separate_norm_of_experts(layer: ModuleSpec) -> None:
 
 
 def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
-    """Correct along which dimension the second weight of a TransformerEngine expert is sharded.
+    """Correct the shard dimension of the second weight of each TransformerEngine expert.
 
-    Megatron shards experts itself and has TransformerEngine build them as if they were whole, so that it marks every
-    weight with dimension 0. The second one is sharded along its columns.
+    Megatron shards experts itself, and TransformerEngine builds each shard as an unsharded expert,
+    with dimension 0 as ``partition_dim`` of every weight. The second weight is sharded along its
+    columns (dimension 1).
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name and ".linear_fc2.weight" in name and hasattr(parameter, "partition_dim"):
@@ -103,7 +108,10 @@ def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
 
 @cache
 def with_end_norm(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The last linear layer of attention or MLP, followed by the norm that some families put before the residual."""
+    """Return a subclass of ``linear`` with a norm on its output.
+
+    For the last linear layer of attention and MLP in families with a norm before the residual.
+    """
 
     class WithEndNorm(linear):  # type: ignore[misc,valid-type]
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:

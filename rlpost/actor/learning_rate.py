@@ -1,7 +1,8 @@
-"""Learning rate and weight decay of each optimizer step. Pure: functions of the number of steps made before it.
+"""Learning rate and weight decay as functions of the number of completed optimizer steps. Pure.
 
-So a resumed run has the values of one that was never interrupted, and a changed schedule takes effect at once. The
-curves are those of Megatron-core's ``OptimizerParamScheduler``; the warm-up begins at ``lr_warmup_init`` exactly.
+Because there is no other state, a resumed run has the values of an uninterrupted one, and a changed
+schedule takes effect at once. The curves are those of Megatron-core's ``OptimizerParamScheduler``;
+warmup starts exactly at ``lr_warmup_init``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rlpost.actor.settings import ActorSettings
 
 
 def learning_rate(settings: ActorSettings, num_steps: int) -> float:
-    """The learning rate after ``num_steps`` optimizer steps."""
+    """Return the learning rate after ``num_steps`` optimizer steps."""
     lr, low = settings.lr, settings.min_lr
     warmup, end = _warmup_iters(settings), settings.lr_decay_iters
     if warmup > 0 and num_steps <= warmup:
@@ -32,13 +33,14 @@ def learning_rate(settings: ActorSettings, num_steps: int) -> float:
 
 
 def weight_decay(settings: ActorSettings, num_steps: int) -> float:
-    """The weight decay after ``num_steps`` optimizer steps."""
+    """Return the weight decay after ``num_steps`` optimizer steps."""
     if settings.weight_decay_incr_style == "constant":
         return settings.weight_decay
-    start, end = (
-        settings.weight_decay if given is None else given
-        for given in (settings.start_weight_decay, settings.end_weight_decay)
-    )
+    start, end = settings.start_weight_decay, settings.end_weight_decay
+    if start is None:
+        start = settings.weight_decay
+    if end is None:
+        end = settings.weight_decay
     part = min(num_steps / settings.lr_decay_iters, 1.0)
     return end - _height(settings.weight_decay_incr_style, part) * (end - start)
 
@@ -50,7 +52,10 @@ def _warmup_iters(settings: ActorSettings) -> float:
 
 
 def _height(shape: str, part: float) -> float:
-    """From 1 down to 0 while ``part`` goes from 0 to 1. WSD's shapes: arXiv 2404.06395 and 2405.18392."""
+    """Return the decay factor: 1 at ``part`` = 0, 0 at ``part`` = 1.
+
+    Sources of the shapes for WSD: arXiv 2404.06395 and 2405.18392.
+    """
     heights = {
         "linear": lambda: 1.0 - part,
         "cosine": lambda: 0.5 * (math.cos(math.pi * part) + 1.0),

@@ -1,9 +1,11 @@
-"""Log-probabilities of given tokens, and entropies, from logits that are sharded over the vocabulary.
+"""Log-probs of given tokens, and entropies, from logits that are sharded over the vocabulary.
 
-In: logits [T, vocabulary / tensor-parallel size], positions and tokens. Out: log-probs and entropies, differentiable.
-Invariants: the full logits are never gathered (the ranks exchange one maximum and three sums a token); float32 copies
-of the logits exist for ``chunk_size`` rows at a time, in the forward and in the backward pass, which computes the
-softmax again instead of keeping it; the size of the chunks does not change a number.
+Input: logits [T, vocabulary / tensor-parallel size], positions and tokens. Output: log-probs and
+entropies, differentiable.
+
+Invariants: the full logits are never gathered; the ranks exchange one maximum and three sums per
+token. At most ``chunk_size`` rows of the logits are copied to float32 at a time. The backward pass
+recomputes the softmax instead of storing it. The chunk size does not change the results.
 """
 
 from __future__ import annotations
@@ -19,28 +21,33 @@ from rlpost.actor import parallel
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of the logits are looked at, and how."""
+    """Rows of the logits to evaluate, and parameters."""
 
-    index_R: torch.Tensor  # rows of the logits, each at most once
+    index_R: torch.Tensor  # rows of the logits, without repetition
     targets_R: torch.Tensor  # their tokens
     temperature: float
     num_valid: int  # columns of this rank that are tokens; the others are padding
-    chunk_size: int  # rows computed at once
+    chunk_size: int  # rows computed at a time
 
 
 def response_logprobs(logits_TV: torch.Tensor, rows: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution in nats, at ``rows``; [R] float32.
+    """Compute log softmax(logits / temperature)[target] and the entropy in nats, at ``rows``.
 
-    Without ``with_entropy`` the second is zeros. The engines report the same log-probs: of temperature-scaled logits
-    over the full vocabulary.
+    The engines report the same log-probs: of temperature-scaled logits over the full vocabulary.
+
+    Returns:
+        Two tensors [R] float32; the second is zeros without ``with_entropy``.
     """
     return _VocabParallel.apply(logits_TV, rows, with_entropy)
 
 
 class _VocabParallel(torch.autograd.Function):
-    """With z = logit / temperature, p = softmax(z), l = log sum exp z and H = l - sum p z:
-    d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H). Each rank computes its own columns; what comes
-    from above is the same on all ranks of the tensor-parallel group."""
+    """Log-prob and entropy with an explicit backward pass.
+
+    With z = logit / temperature, p = softmax(z), l = log sum exp z and H = l - sum p z:
+    d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H). Each rank computes the
+    gradient of its columns. The upstream gradient is the same on all tensor-parallel ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +85,9 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def _parts(rows: Rows) -> list[slice]:
-    """At least one, so that a rank without rows has tensors to join."""
-    count = len(rows.index_R)
-    return [slice(start, start + rows.chunk_size) for start in range(0, max(count, 1), rows.chunk_size)]
+    """Return at least one slice, so that a rank without rows takes part in the collectives."""
+    count = max(len(rows.index_R), 1)
+    return [slice(start, start + rows.chunk_size) for start in range(0, count, rows.chunk_size)]
 
 
 def _scaled(logits_TV: torch.Tensor, rows: Rows, part: slice) -> torch.Tensor:
@@ -88,7 +95,10 @@ def _scaled(logits_TV: torch.Tensor, rows: Rows, part: slice) -> torch.Tensor:
 
 
 def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each target, 0 where another rank has it; whether it is here. All ranks have ``width`` columns."""
+    """Return the local column of each target (0 if another rank has it) and whether it is local.
+
+    All ranks have ``width`` columns.
+    """
     column = rows.targets_R[part] - parallel.tensor_parallel_group().rank() * width
     is_mine = (column >= 0) & (column < rows.num_valid)
     return column * is_mine, is_mine
@@ -97,7 +107,7 @@ def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.T
 def _chunk_forward(
     logits_TV: torch.Tensor, rows: Rows, part: slice, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log sum exp, log-prob and entropy of the rows of a part."""
+    """Return log sum exp, log-prob and entropy for the rows of one chunk."""
     group = parallel.tensor_parallel_group()
     z = _scaled(logits_TV, rows, part)
     highest = z.amax(1) if rows.num_valid else z.new_full((z.size(0),), -torch.inf)

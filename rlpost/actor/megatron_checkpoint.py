@@ -66,7 +66,7 @@ METADATA = {
 }
 """Pass copies to Megatron: it stores the current process groups in them."""
 MTP_KEYS = "mtp.layers."
-"""What the error of a missing layer for multi-token prediction names."""
+"""Key prefix of the layer for multi-token prediction; identifies the error of a missing layer."""
 UNREADABLE = (
     CheckpointingException,
     torch_checkpoint.CheckpointException,
@@ -121,7 +121,7 @@ class Writing:
         """
         self._thread.join()
         if self._error is not None:
-            raise CheckpointError(f"{self._what}: {_told(self._error)}") from self._error
+            raise CheckpointError(f"{self._what}: {_message_of(self._error)}") from self._error
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -332,7 +332,7 @@ def _read(read: Callable[[], Any], folder: str | Path) -> Any:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """The error message, without the stack traces of all ranks that torch includes."""
     if not isinstance(error, torch_checkpoint.CheckpointException):
         return str(error)

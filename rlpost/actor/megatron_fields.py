@@ -1,7 +1,8 @@
-"""Megatron-core's dataclasses of settings, filled with the trainer's fields and the options that a person gave.
+"""Construct Megatron-core's configuration dataclasses from the trainer's fields and the user's options.
 
-In: a dataclass and the options by the names of its fields, as a recipe or a flag gave them. Out: a value of it. Options
-win over the trainer's fields; what may not be given at all stands in ``rlpost.config.megatron_options``.
+Input: a dataclass, and options by field name from a recipe or flags. Output: an instance. Options take
+precedence over the trainer's fields; ``rlpost.config.megatron_options`` lists those that are not
+allowed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ T = TypeVar("T")
 
 
 def configured(kind: type[T], options: Mapping[str, Any]) -> Callable[..., T]:
-    """The constructor of a dataclass, with those options that are fields of it over the arguments that it gets.
+    """Return a constructor of ``kind`` in which ``options`` take precedence over the arguments.
+
+    Options that are not fields of ``kind`` are ignored.
 
     Raises:
-        ConfigError: an option has not the type of its field; from the constructor, that Megatron-core refuses its
-            arguments, in whatever way it does.
+        ConfigError: an option does not have the type of its field. The constructor raises it if
+            Megatron-core rejects the arguments.
     """
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind) if known & options.keys() else {}
@@ -35,7 +38,7 @@ def configured(kind: type[T], options: Mapping[str, Any]) -> Callable[..., T]:
             return kind(**{**ours, **given})
         except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
             options_given = ", ".join(f"{name} = {value}" for name, value in given.items())
-            among = f" (options of Megatron-core that were given: {options_given})" if given else ""
+            among = f" (options of Megatron-core in the settings: {options_given})" if given else ""
             raise ConfigError(
                 f"Megatron-core's {kind.__name__} refuses these settings: {error or type(error).__name__}{among}; "
                 "change what it names"
@@ -50,7 +53,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return hint[str(value)]
         raise ConfigError(f"megatron.{name} = {value!r}: choose one of {', '.join(hint.__members__)}")
     problem = None
-    for shape in (value, [value]):  # one word of a list came alone
+    for shape in (value, [value]):  # a list of one element may be given as a scalar
         try:
             return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(shape)
         except ValidationError as error:

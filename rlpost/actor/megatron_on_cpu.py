@@ -1,20 +1,21 @@
-"""The CPU stand-in for what megatron-core 0.16 takes from CUDA. A no-op on a machine with CUDA.
+"""CPU stand-in for the CUDA calls of megatron-core 0.16. A no-op on a machine with CUDA.
 
-In: the imports of ``megatron.core`` modules. Out: the same modules, usable on a CPU with gloo. ``install`` puts one
-import hook in front of them; what it changes stays inside those modules:
+Input: imports of ``megatron.core`` modules. Output: the same modules, usable on a CPU with gloo.
+``install`` adds one import hook. Its changes are confined to those modules:
 
-1. their global name ``torch`` is a proxy. It answers for the few ``torch.cuda`` calls and for factories with
-   ``device="cuda"``; everything else comes from the real torch;
-2. the optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``: these constants are rewritten
-   in the modules' code (in memory, the bytecode cache keeps the original);
-3. ``megatron.core.jit`` compiles nothing, the random-state helpers use the CPU generator, the split sizes of the
-   experts' all-to-all become numbers, and their parts of unequal length travel by broadcast;
-4. one method says ``Tensor.cpu()`` for ``Tensor.cuda()``.
+1. Their global name ``torch`` is a proxy. It replaces a few ``torch.cuda`` calls, and factories with
+   ``device="cuda"``; all other names are those of torch.
+2. The optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``. These
+   constants are rewritten in the modules' code (in memory; the bytecode cache keeps the original).
+3. ``megatron.core.jit`` compiles nothing, the random-state helpers use the CPU generator, the split
+   sizes of the experts' all-to-all become numbers, and shards of unequal length are broadcast.
+4. One method calls ``Tensor.cpu()`` instead of ``Tensor.cuda()``.
 
-Invariant: torch itself, its classes and what other libraries see of it are untouched. A patched ``torch.empty_like``
-would leave buffers of transformers' models uninitialised, without an error.
+Invariant: torch and its classes are not modified, and other libraries are not affected. A patched
+``torch.empty_like`` would leave buffers of transformers' models uninitialised, without an error.
 
-This module goes away when megatron-core asks ``torch.accelerator`` (or the device of a parameter) instead of CUDA.
+This module becomes obsolete once megatron-core uses ``torch.accelerator`` (or the device of a
+parameter) instead of CUDA.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
 }  # as Tensor.type() spells them
 DEVICE = "cpu"
-"""Where Megatron's tensors of CUDA go. Tests of placement say "meta": what is on the CPU then was left there."""
+"""Replaces "cuda" in Megatron's factories. Tests of placement set "meta": a tensor on the CPU was not moved."""
 
 
 def install() -> None:
-    """Watch for imports of ``megatron.core``; call it before the first one. Calling it again does nothing.
+    """Install the import hook; call it before the first import of ``megatron.core``. Idempotent.
 
-    Raises RuntimeError when ``megatron.core`` was imported without it on a machine that has no CUDA.
+    Raises:
+        RuntimeError: ``megatron.core`` was imported before, on a machine without CUDA.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -55,7 +57,7 @@ def _has_cuda() -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of megatron.core as Python would, and loads them with ``_Loader``."""
+    """Finds modules of megatron.core as Python does, and loads them with ``_Loader``."""
 
     proxy: types.ModuleType | None = None
 
@@ -91,7 +93,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cpu_type_names(constant: Any) -> Any:
-    """The same code object (or constant of one) with the names of CUDA tensor types replaced, nested ones included."""
+    """Replace the names of CUDA tensor types in a code object or constant, including nested ones."""
     if isinstance(constant, types.CodeType):
         return constant.replace(co_consts=tuple(_with_cpu_type_names(inner) for inner in constant.co_consts))
     if isinstance(constant, tuple):
@@ -100,7 +102,7 @@ def _with_cpu_type_names(constant: Any) -> Any:
 
 
 class _Proxy(types.ModuleType):
-    """A module with some names of its own and all others of the real one."""
+    """A module with some names replaced; all others are those of the real module."""
 
     def __init__(self, real: types.ModuleType, own: dict[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -125,7 +127,7 @@ def _torch_proxy() -> types.ModuleType:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)  # an event as well
+    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)  # also an event
     no_stream.record_event = lambda *args: no_stream
     cuda = _Proxy(
         torch.cuda,
@@ -136,7 +138,7 @@ def _torch_proxy() -> types.ModuleType:
             "manual_seed": lambda seed: torch.manual_seed(seed),
             "get_rng_state": lambda *args: torch.get_rng_state(),
             "set_rng_state": lambda state, *args: torch.set_rng_state(state),
-            "Stream": lambda *args, **kwargs: no_stream,  # there is one order of execution
+            "Stream": lambda *args, **kwargs: no_stream,  # a CPU has one order of execution
             "current_stream": lambda *args: no_stream,
             "default_stream": lambda *args: no_stream,
             "stream": lambda *args: contextlib.nullcontext(),
@@ -146,12 +148,12 @@ def _torch_proxy() -> types.ModuleType:
 
 
 def _adapt_jit(module: types.ModuleType) -> None:
-    """Decorators of later imports then leave their small functions alone; torch.compile would need a C++ compiler."""
+    """Make the decorators of later imports no-ops; torch.compile would need a C++ compiler."""
     module.disable_jit_fuser()
 
 
 def _adapt_random(module: types.ModuleType) -> None:
-    """These two reach for CUDA generators through private names of torch."""
+    """Replace two helpers that access CUDA generators through private names of torch."""
     import torch
 
     module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
@@ -159,7 +161,7 @@ def _adapt_random(module: types.ModuleType) -> None:
 
 
 def _adapt_moe(module: types.ModuleType) -> None:
-    """Split sizes become numbers only when they come from a GPU; gloo refuses tensors, as NCCL does."""
+    """Convert split sizes to numbers. Megatron does so only for tensors on a GPU; gloo and NCCL reject tensors."""
     import torch
 
     original = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
@@ -173,14 +175,14 @@ def _adapt_moe(module: types.ModuleType) -> None:
 
 
 def _adapt_language_module(module: types.ModuleType) -> None:
-    """Embeddings tied across pipeline stages are moved with ``Tensor.cuda()``; the method then says ``cpu`` instead."""
+    """Replace ``Tensor.cuda()`` by ``Tensor.cpu()`` for embeddings that are tied across pipeline stages."""
     method = module.LanguageModule.setup_embeddings_and_output_layer  # type: ignore[attr-defined]
     names = tuple("cpu" if name == "cuda" else name for name in method.__code__.co_names)
     method.__code__ = method.__code__.replace(co_names=names)
 
 
 def _adapt_mappings(module: types.ModuleType) -> None:
-    """Experts that are cut themselves gather and scatter parts of unequal length; NCCL takes these, gloo does not."""
+    """Gather and scatter shards of unequal length, for expert-tensor parallelism: gloo does not support them."""
     import torch.distributed as dist
 
     def all_gather(parts: list[Any], mine: Any, group: Any) -> None:

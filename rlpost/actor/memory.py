@@ -24,7 +24,7 @@ PIECE_BYTES = 256 * 1024**2
 
 
 class DeviceMemory:
-    """What this rank holds on its device, in parts."""
+    """This rank's device memory, in parts that can be offloaded."""
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
         self._find: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = {
@@ -33,13 +33,16 @@ class DeviceMemory:
             OPTIMIZER: lambda: _optimizer_tensors(optimizer),
         }
         self.lock = threading.RLock()
-        """Held while memory moves; whoever reads tensors from another thread holds it too."""
+        """Held while memory moves; hold it to read tensors from another thread."""
         self._away: dict[str, list[tuple[torch.UntypedStorage, HostCopy | None, int]]] = {}
 
     def offload(self, *parts: str) -> dict[str, int]:
-        """Bring parts to host memory (gradients are dropped) and free their memory; a part that is away stays so.
+        """Copy parts to host memory (gradients are dropped) and free their device memory.
 
-        Returns the bytes of each part that left now.
+        Parts that are already offloaded are skipped.
+
+        Returns:
+            Bytes of each part that was offloaded now.
         """
         device.synchronise()
         with self.lock:
@@ -50,7 +53,7 @@ class DeviceMemory:
         return freed
 
     def restore(self, *parts: str) -> dict[str, int]:
-        """Bring parts back; one that is here stays. Returns the bytes of each part that came."""
+        """Onload parts; those on the device are skipped. Return the bytes of each onloaded part."""
         with self.lock:
             taken = {part: self._restore(part) for part in parts if part in self._away}
             device.synchronise()
@@ -58,13 +61,13 @@ class DeviceMemory:
         return taken
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a flat tensor wherever they are now: itself, or its copy in host memory. Needs ``lock``."""
+        """Return a flat tensor, or its copy in host memory if it is offloaded. Requires ``lock``."""
         storage = tensor.untyped_storage()
         if storage.nbytes() or not tensor.numel():
             return tensor
         hosts = {_id_of(away): host for part in self._away.values() for away, host, _ in part}
         host = hosts.get(_id_of(storage))
-        assert host is not None, "the memory of this tensor is gone, and not by offload"
+        assert host is not None, "this tensor has no memory, but offload did not free it"
         begin = tensor.storage_offset() * tensor.itemsize
         return host.part(begin, begin + tensor.nbytes).view(tensor.dtype)
 
@@ -82,7 +85,7 @@ class DeviceMemory:
         return sum(size for _, _, size in away)
 
     def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
-        """The distributed optimizer in fp32 works on views of the weights themselves."""
+        """Yield storages of other parts: in fp32 the optimizer's tensors are views of the weights."""
         if part == OPTIMIZER:
             yield from _storages(self._find[WEIGHTS]())
 
@@ -99,14 +102,14 @@ class DeviceMemory:
 
 
 class HostCopy:
-    """Bytes of a storage in host memory, pinned where there is CUDA, in pieces.
+    """Bytes of a storage in host memory, in pieces; pinned with CUDA.
 
-    torch rounds each pinned allocation up to a power of two (CachingHostAllocator): a whole copy of 10.5 GB would take
-    16 GiB of every rank. Only the last piece is rounded here.
+    torch rounds each pinned allocation up to a power of two (CachingHostAllocator): one copy of 10.5 GB
+    would use 16 GiB on every rank. Here only the last piece is rounded.
     """
 
     def __init__(self, values: torch.Tensor, *, piece_bytes: int = PIECE_BYTES) -> None:
-        """Copies ``values``: [num_bytes], uint8."""
+        """Copy ``values``: [num_bytes], uint8."""
         pinned = torch.cuda.is_available()
         self._piece_bytes = piece_bytes
         self._pieces = [
@@ -115,12 +118,12 @@ class HostCopy:
         ]
 
     def fill(self, values: torch.Tensor) -> None:
-        """Put the bytes into ``values``; on a GPU it returns before that is done."""
+        """Copy the bytes into ``values``; asynchronous on a GPU."""
         for piece, part in zip(self._pieces, values.split(self._piece_bytes), strict=True):
             part.copy_(piece, non_blocking=True)
 
     def part(self, begin: int, end: int) -> torch.Tensor:
-        """Bytes ``begin`` to ``end``: a view where they lie in one piece, else a copy."""
+        """Return bytes ``begin`` to ``end``: a view if they are in one piece, else a copy."""
         first, last = begin // self._piece_bytes, (end - 1) // self._piece_bytes
         held = self._pieces[first] if first == last else torch.cat(self._pieces[first : last + 1])
         offset = first * self._piece_bytes
@@ -152,7 +155,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The memory under tensors of this rank's device, each once; what lives in host memory beside a GPU is left."""
+    """Return the unique storages of tensors on this rank's device; on a GPU tensors on the host are ignored."""
     here = device.current()
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -163,7 +166,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _id_of(storage: torch.UntypedStorage) -> int:
-    """What stays the same when its memory is resized; torch makes a new Python object for it at every look."""
+    """Return an id that survives a resize; torch creates a new Python object at each access."""
     return storage._cdata
 
 

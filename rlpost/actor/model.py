@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor import device, mtp, parallel
 from rlpost.actor.kernels import kernel_fields
@@ -87,7 +88,9 @@ def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> I
     )
 
 
-def _chunk(config: TransformerConfig, description: ModelDescription, spec: Any, stage: int | None) -> GPTModel:
+def _chunk(
+    config: TransformerConfig, description: ModelDescription, spec: TransformerBlockSubmodules, stage: int | None
+) -> GPTModel:
     hf = description.hf_config
     return GPTModel(
         config,

@@ -1,6 +1,7 @@
-"""What config.json of a checkpoint says about its model, and whether this trainer can train it. Standard library only.
+"""Read the architecture of a checkpoint and check that the trainer supports it. Standard library only.
 
-In: a Hugging Face folder. Out: a ModelDescription. What is special to a family stands in ``rlpost.weights.families``.
+Input: a Hugging Face folder. Output: a ModelDescription. ``rlpost.weights.families`` has the
+differences between families.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The frequencies that Megatron's scaled rotary embedding has built in; its factor can be chosen."""
+"""The constants of Megatron's scaled rotary embedding; only its factor is an argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """One checkpoint's architecture, read once."""
+    """The architecture of one checkpoint."""
 
     path: Path
     architecture: str
@@ -62,17 +63,17 @@ class ModelDescription:
 
     @property
     def rotary_percent(self) -> float:
-        """The part of each head that is rotated."""
+        """The fraction of each head that is rotated."""
         return architecture.rotary_percent(self.hf_config)
 
     @property
     def rope_factor(self) -> float | None:
-        """Llama 3's scaling of long wave lengths, if there is one."""
+        """The factor of Llama 3's scaling of long wavelengths; None without."""
         rope = architecture.rope(self.hf_config)
         return rope["factor"] if _rope_type(rope) == "llama3" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
-        """Chunks of layers on each pipeline rank; None without interleaving, and where a single one has all layers."""
+        """Return the model chunks of each pipeline rank; None without interleaving, or for one chunk."""
         per_chunk = settings.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return None
@@ -80,7 +81,7 @@ class ModelDescription:
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings) -> None:
-        """Raises ConfigError when the model cannot be sharded or trained this way."""
+        """Raise ConfigError if the model cannot be sharded or trained this way."""
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
@@ -109,7 +110,7 @@ class ModelDescription:
             raise ConfigError("experts on several ranks with tensor parallelism need sequence_parallel; switch it on")
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
-        """How many columns of a rank's logits are tokens; the rest pads the vocabulary to a multiple of the ranks."""
+        """Return how many columns of a rank's logits are tokens; the others are padding of the vocabulary."""
         vocab_size = self.hf_config["vocab_size"]
         per_rank = -(-vocab_size // tp_size)
         return min(max(vocab_size - tp_rank * per_rank, 0), per_rank)
@@ -119,15 +120,20 @@ TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermedi
 NEEDED = (
     "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"
 )  # fmt: skip
-"""Keys of config.json without which no model can be built, as those above."""
+"""Other required keys of config.json."""
 
 
 def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None = None) -> ModelDescription:
-    """Read config.json of a Hugging Face folder, with what the table [model] says of it.
+    """Read config.json of a Hugging Face folder and apply the overrides of [model].
 
-    Raises WeightError when there is none or it lacks a key, for an architecture that is not known, and for options the
-    model here does not have: a model that computes something else than its checkpoint must not be trained. Raises
-    ConfigError when the table contradicts it, a line for each value.
+    Args:
+        hf_checkpoint: the folder.
+        given: values of [model].
+
+    Raises:
+        WeightError: config.json is missing or lacks a key, the architecture is unknown, or the model
+            has a feature that is not supported. It would compute other results than its checkpoint.
+        ConfigError: [model] contradicts config.json; one line per value.
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
@@ -157,12 +163,12 @@ def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None 
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Its older name is "type"."""
+    """Return the type of the rotary embedding; older configurations call the key "type"."""
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _refused_of_all(description: ModelDescription) -> dict[str, Any]:
-    """What no family here has: other activations, dropout, other rotary embeddings."""
+    """Return features that no family supports: other activations, dropout, other rotary embeddings."""
     hf = description.hf_config
     rope = architecture.rope(hf)
     rope_type = _rope_type(rope)

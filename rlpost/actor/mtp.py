@@ -1,15 +1,17 @@
-"""Multi-token prediction (MTP): train the layer that predicts the token after next, beside the policy.
+"""Multi-token prediction (MTP): train the layer that predicts the token after next.
 
-Input: the hidden states of the policy's last norm and the embedding of the next token, both without gradient. Output: a
-cross-entropy loss on the token after next. The layer is the draft model of engines that speculate.
+Input: the output of the policy's last norm and the embedding of the next token, both without
+gradient. Output: a cross-entropy loss on the token after next. Engines use the layer as the draft
+model of speculative decoding.
 
-Invariants: no gradient reaches a weight of the policy, the output layer and the embedding included. The gradient norm
-and with it the clipping of the policy's gradients leave the layer out, so the policy is trained to the same bits with
-it and without it. Denominators are those of the policy's loss: they count the global batch.
+Invariants: no gradient reaches a weight of the policy, including output layer and embedding. The
+gradient norm, and thus clipping, excludes the layer, so the policy's weights are bitwise the same with
+and without it. The denominators are those of the policy's loss: they count the global batch.
 
-Position i of a sequence combines its hidden state with the embedding of token i + 1 and predicts token i + 2
-(DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core's ``multi_token_prediction.py``). Of a response all tokens
-count that have two tokens before them. The layer belongs to the last pipeline stage.
+Position i of a sequence combines its hidden state with the embedding of token i + 1 and predicts token
+i + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core's ``multi_token_prediction.py``). The
+loss counts all response tokens with at least two preceding tokens. The layer is part of the last
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from rlpost.types import MicroBatch, TrainSample
 MODULE = "mtp"
 """Name of the module in the last chunk of the last stage; its keys in a checkpoint are Megatron-LM's."""
 CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
-"""A key that checkpoints with the layer have, and others do not."""
+"""A key that only checkpoints with the layer have."""
 PASSED_ON = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
-"""What the layer takes from the call of the policy's decoder."""
+"""Arguments of the policy's decoder that are also passed to the layer."""
 
 ATTENTION_STATE = "core_attention._extra_state"
 
@@ -52,19 +54,19 @@ LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Any]
 
 
 class _Block(MultiTokenPredictionBlock):
-    """Megatron's, with the keys of a checkpoint that its decoder layers have with TransformerEngine and without it."""
+    """Megatron's block, with the same checkpoint keys with and without TransformerEngine."""
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leave out the empty state of TransformerEngine's attention, as the decoder does."""
+        """Omit the empty extra state of TransformerEngine's attention, as the decoder does."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {key: part for key, part in state.items() if not key.endswith(ATTENTION_STATE)}
 
 
 def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation: str, stage: int | None) -> None:
-    """Add the layer to the chunk that ends the model; weights are uninitialised.
+    """Add the layer to the last chunk of the model, with uninitialised weights.
 
-    GPTModel itself does not know of it: it would train embedding and output layer with the loss. The router of the
-    layer takes no part in routing replay, which has routes of the policy's layers alone.
+    It is not passed to GPTModel, which would train embedding and output layer with its loss. The
+    layer's router is excluded from routing replay, which has only routes of the policy's layers.
     """
     config = copy.copy(chunk.config)
     config.moe_enable_routing_replay = False
@@ -73,13 +75,13 @@ def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = SeparateRMSNorm
     chunk.mtp = _Block(config, MultiTokenPredictionBlockSubmodules([spec]), vp_stage=stage)
     for parameter in chunk.mtp.parameters():
-        parameter.shared = True  # for Megatron's gradient norm: "counted elsewhere"
+        parameter.shared = True  # excludes it from Megatron's gradient norm
 
 
 def shifted(micro_batch: MicroBatch) -> MicroBatch:
-    """The samples one token later: packed, their input is the next token and their targets the tokens after next.
+    """Shift samples by one token: the inputs are the next tokens, the targets the tokens after next.
 
-    Sequences keep their length, so rows are laid out as those of ``micro_batch``.
+    The sequence lengths do not change, so packed rows have the layout of ``micro_batch``.
     """
     return tuple(map(_shifted, micro_batch))
 
@@ -100,10 +102,15 @@ def _shifted(sample: TrainSample) -> TrainSample:
 
 
 class MtpTraining:
-    """The loss of the layer, added to the policy's on the last pipeline stage."""
+    """Adds the loss of the layer to the policy's loss on the last pipeline stage."""
 
     def __init__(self, chunks: Sequence[GPTModel], *, scaling_factor: float) -> None:
-        """``chunks``: of this rank, as ``build_model`` returns them."""
+        """Register hooks.
+
+        Args:
+            chunks: of this rank, as ``build_model`` returns them.
+            scaling_factor: weight of the layer's loss.
+        """
         self._first, self._last = chunks[0], chunks[-1]
         self._factor = scaling_factor
         self._is_on = False
@@ -116,8 +123,10 @@ class MtpTraining:
         """Whether this rank holds the layer, or a shard of it."""
         return hasattr(self._last, MODULE)
 
-    def beside(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
-        """``loss_of`` with the layer's loss added. Collective: call on every rank, once before each training pass.
+    def add_to(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
+        """Return ``loss_of`` with the layer's loss added.
+
+        Collective: call on every rank, once before each training pass.
 
         Args:
             loss_of: the policy's, for ``step.run``.
@@ -130,35 +139,35 @@ class MtpTraining:
         def both(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Any:
             policy_loss, num_tokens, stats = loss_of(index, micro_batch, logits)
             mtp_loss = self._loss(loss, later[index], embedding)
-            # Two terms without a common weight: the gradients of each are those that it has alone.
+            # The terms share no trained weight, so neither changes the gradients of the other.
             total = policy_loss + self._factor * mtp_loss
             return total, num_tokens, stats | {"mtp_loss": mtp_loss.detach()}
 
         return both
 
     def finish(self) -> None:
-        """End a training pass, also one that failed: passes that only compute log-probs keep nothing."""
+        """End a training pass, also after an error; forward-only passes keep no hidden states."""
         self._is_on, self._seen = False, None
 
     def _keep(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        """Forward hook of the decoder. Megatron's schedules ask for the loss of a forward pass before the next one."""
+        """Forward hook of the decoder. Megatron computes the loss of a forward pass before the next one."""
         if self._is_on:
             self._seen = output.detach(), {name: kwargs[name] for name in PASSED_ON if name in kwargs}
 
     def _loss(self, loss: MicroBatchLoss, later: PackedMicroBatch, embedding: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of this micro-batch's cross-entropies; scalar."""
+        """Return the weighted sum of this micro-batch's cross-entropies; scalar."""
         logprobs_R, _ = loss.logprobs(self._logits(later.input_ids, embedding), later)
         return -(logprobs_R * loss.weights(later)).sum()
 
     def _logits(self, next_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [1, T, V / tp]: for each position the logits of the token after next."""
-        assert self._seen is not None, "the decoder runs before the loss is asked for"
+        """Return the logits of the token after next: [1, T] -> [1, T, V / tp]."""
+        assert self._seen is not None, "the decoder must run before the loss is computed"
         (hidden, passed_on), self._seen = self._seen, None
         layer = self._last.mtp.layers[0]
         run = partial(layer._proj_and_transformer_layer, **passed_on)
         inputs = (hidden, self._embedded(next_ids, embedding))
         if layer.config.recompute_granularity == "full":
-            # A checkpoint whose inputs all lack a gradient would give none to the weights.
+            # If no input requires a gradient, checkpointing computes none for the weights either.
             output = tensor_parallel.checkpoint(run, False, hidden.requires_grad_(), inputs[1])
         else:
             output = run(*inputs)
@@ -166,10 +175,10 @@ class MtpTraining:
         return logits.transpose(0, 1).contiguous()
 
     def _embedding(self) -> torch.Tensor | None:
-        """This rank's shard of the embedding, [V / tp, hidden], without gradient; None where it is not needed.
+        """Return this rank's shard of the embedding, [V / tp, hidden], without gradient.
 
-        The first stage has it and the last one needs it. A copy for the length of a pass takes two bytes a parameter;
-        Megatron's own copy would take gradients and Adam's state as well.
+        The first stage sends it to the last one; other stages return None. A copy for one pass uses
+        two bytes per parameter; Megatron's copy would also need gradients and Adam's state.
         """
         if parallel.pipeline_group().size() == 1:
             return self._first.embedding.word_embeddings.weight.detach()
@@ -184,13 +193,13 @@ class MtpTraining:
         return weight
 
     def _embedded(self, ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [T, 1, hidden], or this rank's part of the sequence with sequence parallelism."""
+        """Embed [1, T] -> [T, 1, hidden]; with sequence parallelism this rank's part of the sequence."""
         group = parallel.tensor_parallel_group()
         row = ids[0] - group.rank() * embedding.size(0)
         is_mine = (row >= 0) & (row < embedding.size(0))
         found = F.embedding(row * is_mine, embedding) * is_mine[:, None]
         if group.size() > 1:
-            dist.all_reduce(found, group=group)  # one rank has the row, the others add zeros
+            dist.all_reduce(found, group=group)  # one rank has the row; the others contribute zeros
             if self._last.config.sequence_parallel:
                 found = found.chunk(group.size())[group.rank()]
         return found[:, None].contiguous()

@@ -1,8 +1,8 @@
-"""RMSNorm that works with sequence parallelism.
+"""RMSNorm with support for sequence parallelism.
 
-Megatron's own wrapper around torch's norm refuses sequence parallelism. With it every rank sees a part of the sequence
-only, so the gradient of the weight must be summed over the tensor-parallel ranks: the mark on the parameter asks for
-that.
+Megatron's wrapper of torch's norm rejects sequence parallelism. There each rank has only a part of the
+sequence, so the gradient of the weight must be summed over the tensor-parallel ranks. Megatron does
+this for parameters with the attribute ``sequence_parallel``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class SeparateRMSNorm(RMSNorm):
-    """The same where TransformerEngine has a separate module too, instead of one fused with the linear layer after it.
+    """An RMSNorm that is also a separate module with TransformerEngine, not fused with the next linear layer.
 
-    Such a module has an extra state in every checkpoint, even where it is empty, and refuses one without it. So this
-    one writes an empty one.
+    TransformerEngine's module writes an extra state into every checkpoint, even if empty, and rejects
+    checkpoints without it. So this module writes an empty one.
     """
 
     def get_extra_state(self) -> None:
-        """Return what is written under ``_extra_state``: nothing."""
+        """Return the content of ``_extra_state``: None."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore what was read: TransformerEngine keeps scales of FP8 there, which nothing here computes in."""
+        """Ignore the state: TransformerEngine stores FP8 scales there, which are not used here."""

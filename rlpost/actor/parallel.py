@@ -23,7 +23,7 @@ from rlpost.weights.inventory import Groups
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of the trainer meet: rank 0 listens on ``master_addr:master_port``."""
+    """Rendezvous of the trainer's ranks: rank 0 listens on ``master_addr:master_port``."""
 
     rank: int
     world_size: int
@@ -32,9 +32,11 @@ class Rendezvous:
 
 
 def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
-    """Join the other ranks. Blocks until all have come or the timeout passes (torch's DistStoreError).
+    """Join the process groups. Blocks until all ranks have joined.
 
-    Raises PlacementError when the layout does not fit the number of ranks.
+    Raises:
+        PlacementError: the layout does not fit the number of ranks.
+        torch.distributed.DistStoreError: a rank did not join within the timeout.
     """
     check_layout(settings, rendezvous.world_size)
     dist.init_process_group(
@@ -48,7 +50,7 @@ def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_s
 
 
 def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
-    """Form Megatron's groups among ranks that have joined, and seed the random generators. A collective."""
+    """Create Megatron's groups and seed the random generators. Collective; requires torch's world group."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
@@ -63,7 +65,7 @@ def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> N
 
 
 def check_layout(settings: ActorSettings, world_size: int) -> None:
-    """Raises PlacementError when the parallel sizes do not divide the number of ranks."""
+    """Raise PlacementError if the parallel sizes do not divide the number of ranks."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     left = world_size
     for name in names:
@@ -84,17 +86,21 @@ def check_layout(settings: ActorSettings, world_size: int) -> None:
 
 
 def destroy() -> None:
-    """Leave all groups; harmless when none was joined."""
+    """Destroy all groups; does nothing without any."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """The same on every rank: the problem of the first rank that has one. A collective; ``group`` is another group of
-    all ranks.
+    """Return the problem of the first rank that has one; the same on every rank. Collective.
 
-    For what one rank does alone: the others must not go on to a collective in which it is missing.
+    Use it after an operation of a single rank: if that rank failed, the others must not enter a
+    collective without it.
+
+    Args:
+        problem: that of this rank; None without.
+        group: another group of all ranks.
     """
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem, group=group)
@@ -102,7 +108,7 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
 
 
 def smallest(value: int | None) -> int | None:
-    """The same on every rank: the smallest value of all ranks; None when a rank has none. A collective."""
+    """Return the smallest value of all ranks, or None if a rank has none. Collective."""
     found: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     known = [each for each in found if each is not None]
@@ -110,32 +116,35 @@ def smallest(value: int | None) -> int | None:
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """The ranks among which single tensors are cut."""
+    """Return the ranks over which single tensors are sharded."""
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def context_parallel_group() -> dist.ProcessGroup:
-    """The ranks among which sequences are cut."""
+    """Return the ranks over which sequences are sharded."""
     return parallel_state.get_context_parallel_group()
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """The ranks among which layers are cut."""
+    """Return the ranks over which layers are distributed."""
     return parallel_state.get_pipeline_model_parallel_group()
 
 
 def data_parallel_group(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The ranks that hold the same weights and train on other samples, or on other parts of samples too."""
+    """Return the ranks with the same weights and other samples.
+
+    With ``with_context_parallel`` also those with other parts of the same samples.
+    """
     return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def data_parallel_rank() -> int:
-    """Which part of a batch is this rank's."""
+    """Return the index of this rank's part of a batch."""
     return parallel_state.get_data_parallel_rank()
 
 
 def weight_groups() -> Groups:
-    """Among whom the weights are cut."""
+    """Return the groups over which weights are sharded."""
     return Groups(
         tensor=tensor_parallel_group(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
@@ -145,12 +154,15 @@ def weight_groups() -> Groups:
 
 
 def holds_first_copy() -> bool:
-    """Whether this rank and rank 0 hold parts of one copy of the model; experts may be spread over all ranks."""
+    """Return whether this rank is in the same model replica as rank 0.
+
+    With expert parallelism one replica may span all ranks.
+    """
     return weight_groups().expert.size() > 1 or data_parallel_group(with_context_parallel=True).rank() == 0
 
 
 def is_source_of_stage() -> bool:
-    """Whether this rank is the one of its pipeline stage that sends the stage's weights to the engines."""
+    """Return whether this rank sends the weights of its pipeline stage to the engines."""
     return tensor_parallel_group().rank() == 0 and data_parallel_group(with_context_parallel=True).rank() == 0
 
 

@@ -1,8 +1,9 @@
-"""Torch's profiler and the history of GPU memory, for some steps of some ranks.
+"""Record torch profiles and GPU memory history for selected steps and ranks.
 
-In: ``begin``, some training, ``end`` with a folder. Out: ``profile-rank0-steps-10-11.json.gz`` (a Chrome trace of
-operators and kernels) and ``memory-rank0-steps-10-11.pickle`` (for pytorch.org/memory_viz). Nothing is recorded, and
-nothing costs, outside of that.
+Input: a call of ``begin``, training steps, and a call of ``end`` with a folder. Output:
+``profile-rank0-steps-10-11.json.gz`` (a Chrome trace of operators and kernels) and
+``memory-rank0-steps-10-11.pickle`` (for pytorch.org/memory_viz). There is no cost outside the recorded
+steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_ALLOCATIONS = 200_000
 
 
 class Profiling:
-    """Of one rank."""
+    """The profiler of one rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -28,7 +29,7 @@ class Profiling:
         self._records_memory = False
 
     def begin(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
-        """Record from now on, if this rank is one of ``ranks``. ``memory`` without CUDA is a warning."""
+        """Start recording if this rank is in ``ranks``; ``memory`` without CUDA logs a warning."""
         if self._rank not in ranks:
             return
         if memory and not torch.cuda.is_available():
@@ -42,8 +43,15 @@ class Profiling:
             self._profiler.start()
 
     def end(self, folder: str, steps: str) -> list[str]:
-        """Write what was recorded into ``folder``, which is made if missing; ``steps`` is for the names. Returns the
-        paths."""
+        """Stop recording and write the files into ``folder``.
+
+        Args:
+            folder: created if missing.
+            steps: part of the file names.
+
+        Returns:
+            The paths of the files.
+        """
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         written = []
         if self._profiler is not None:

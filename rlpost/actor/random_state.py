@@ -21,7 +21,7 @@ KEY = "random_state"
 
 
 def layout() -> list[int]:
-    """What must be equal for the ranks of a checkpoint to be those of now: their number, and how they are grouped."""
+    """Return the world size and parallel sizes; random states are restored only if these are equal."""
     return [
         dist.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -33,12 +33,12 @@ def layout() -> list[int]:
 
 
 def sharded() -> ShardedObject:
-    """This rank's part of what a checkpoint holds. On loading its data are replaced, and ``restore`` takes them."""
+    """Return this rank's part of a checkpoint; loading replaces its data, which ``restore`` accepts."""
     return ShardedObject(KEY, collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 def collect() -> dict[str, Any]:
-    """The state of every generator."""
+    """Return the state of every generator."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -50,8 +50,10 @@ def collect() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set every generator to what ``collect`` found; the device's, and Megatron's, which are of its kind, only where
-    that kind is the one of then."""
+    """Restore the states that ``collect`` returned.
+
+    Those of the device and of Megatron are restored only on the same kind of device (CUDA or CPU).
+    """
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = states["numpy"]

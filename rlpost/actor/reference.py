@@ -1,8 +1,8 @@
-"""The reference model: the weights that training began from, kept in host memory and swapped in when needed.
+"""The reference model: the initial weights, kept in host memory and swapped in when needed.
 
-In: the inventory of this rank, and how the reference is read into it. Out: a context in which the model has its
-weights.
-Invariant: afterwards every weight is what it was, bit for bit.
+Input: the inventory of this rank, and a function that reads the reference into the model. Output: a
+context in which the model has the reference weights. Invariant: after the context every weight of the
+policy is bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from rlpost.weights.inventory import Inventory
 
 
 class ReferenceWeights:
-    """This rank's part of the reference model."""
+    """This rank's shard of the reference model."""
 
     def __init__(self, inventory: Inventory, read: Callable[[], None]) -> None:
-        """``read`` fills the model with the reference's weights, once; the model's own are put back."""
+        """Read the reference weights and restore those of the model.
+
+        Args:
+            inventory: of this rank.
+            read: fills the model with the reference weights; called once.
+        """
         self._live = [held.tensor.data for held in inventory.held.values()]
         self._mine, self._reference = ([_on_host_like(tensor) for tensor in self._live] for _ in range(2))
         self._keep(self._mine)
@@ -30,7 +35,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model computes as the reference within."""
+        """Context in which the model has the reference weights."""
         self._keep(self._mine)
         self._fill(self._reference)
         try:
@@ -44,11 +49,11 @@ class ReferenceWeights:
         device.synchronise()
 
     def _fill(self, values: list[torch.Tensor]) -> None:
-        """Returns before it is done on a GPU; what follows there comes after it, the next ``_keep`` too."""
+        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host copy."""
         for tensor, value in zip(self._live, values, strict=True):
             tensor.copy_(value, non_blocking=True)
 
 
 def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory that the device can copy from and to by itself."""
+    """Allocate host memory for a copy; pinned if the tensor is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,7 +1,8 @@
-"""The metrics of a step from the terms of its micro-batches: global, equal on every rank.
+"""Reduce the metrics of micro-batches to global metrics of a step, equal on every rank.
 
-In: on the last pipeline stage a dictionary of terms for each micro-batch. Out: ``train/NAME`` for each name. Sums carry
-their global denominators already; a name that ends in ``_max`` is a maximum.
+Input: on the last pipeline stage a dictionary of terms for each micro-batch. Output: ``train/NAME``
+for each name. Sums already contain their global denominators; a name that ends in ``_max`` is a
+maximum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from rlpost.algorithm.objective import Stats
 
 
 def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
-    """Reduce over micro-batches and ranks; collective. Every rank of the last stage has the same names."""
+    """Reduce over micro-batches and ranks. Collective.
+
+    Every rank of the last stage must have the same names.
+    """
     metrics: list[dict[str, float]] = [{}]
     if stats:
         group = parallel.data_parallel_group(with_context_parallel=True)

@@ -1,10 +1,10 @@
-"""The routes of packed samples: which experts the tokens of a row go to, as far as it is known.
+"""The known routes of packed samples: the experts of each token in a row.
 
 Input: samples with a ``RouteColumn``, or routes that this rank recorded in an earlier pass. Output:
-for the rows and MoE layers of this rank one int16 tensor. Padding has no route.
+one int16 tensor for the rows and MoE layers of this rank. Padding has no route.
 
-Invariant: a row has the routes of its token wherever the token stands: in whatever micro-batch, at
-whatever place, on whatever context-parallel or tensor-parallel rank.
+Invariant: the routes of a token do not depend on its micro-batch, its position in the row, or its
+context-parallel and tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class RouteShape:
 class RecordedRoutes:
     """Routes of this rank's tokens from its first pass over them, by sample.
 
-    They are those of one rollout: the first recording after a training step drops the older ones.
-    Samples are identified by their tokens, so batches may be composed differently in each pass.
+    They belong to one rollout: the first recording after a training step drops older ones. Samples are
+    identified by their tokens, so each pass may compose its batches differently.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RecordedRoutes:
         return self._routes.get(_key(sample))
 
     def mark_used(self) -> None:
-        """A training step begins."""
+        """Mark the start of a training step."""
         self._is_used = True
 
 
@@ -79,7 +79,7 @@ def packed_routes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Routes of the rows that this rank's routers see.
 
-    Recorded routes win over those of the samples: they contain them.
+    Recorded routes take precedence over those of the samples, which they include.
 
     Returns:
         [rows, layers of this rank, k] int16 and whether each row is a token, [rows] bool.

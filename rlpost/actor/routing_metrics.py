@@ -1,7 +1,8 @@
 """Metrics of routing from counts of tokens. Pure.
 
-Input: for each MoE layer how many tokens had known routes, for how many of these the trainer would
-have chosen other experts, and how many went to each expert. Output: metrics by name.
+Input: for each MoE layer the number of tokens with known routes, the number of these for which the
+trainer would have chosen other experts, and the number of tokens of each expert. Output: metrics by
+name.
 """
 
 from __future__ import annotations
@@ -39,5 +40,5 @@ def routing_metrics(counts: Any, layer_numbers: Sequence[int], *, topk: int, wit
 
 
 def _share(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """Return part / whole; 0 if ``whole`` is 0."""
     return float(part / whole) if whole else 0.0

@@ -3,28 +3,28 @@
 Input: micro-batches whose rows have routes (``rlpost.actor.routes``). Output: forward passes that
 use them, a record of the experts that were used, and counts for the metrics.
 
-The routes decide which experts a token goes to. How much each contributes is computed from the
-trainer's own scores, so the router is trained as without replay. A token whose routes are unknown
-goes to the experts of the trainer's own choice.
+Routes determine the experts of a token. The weight of each expert is computed from the trainer's
+scores, so the router is trained as without replay. The trainer routes tokens with unknown routes.
 
-Megatron asks ``router.router_replay`` for the experts (``topk_routing_with_score_function`` in
-``moe_utils.py`` of 0.16.1); this module puts an object for each layer there. Megatron's own class
-is not used: it keeps one list of all routers of the process, and one micro-batch for all of them.
+Megatron obtains the experts from ``router.router_replay`` (``topk_routing_with_score_function`` in
+``moe_utils.py`` of 0.16.1); this module sets it to one object per layer. Megatron's own class is not
+used: it keeps a single list of all routers of the process, and one micro-batch for all of them.
 
-Invariant: a layer that backward computes again uses the experts of its first computation, whatever
-micro-batches were computed in between.
+Invariant: a layer that the backward pass recomputes uses the experts of its first computation, even if
+other micro-batches were computed in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from rlpost.actor import device, parallel
@@ -96,7 +96,7 @@ class LayerRouting:
         else:
             given = routes[:, self._slot].long()
             in_order = given.sort(1).values
-            # A route that names an expert twice is none: the probabilities would not add up.
+            # A route with a repeated expert is treated as unknown: the probabilities would not add up.
             is_repeated = (in_order[:, 1:] == in_order[:, :-1]).any(1)
             is_known = (given != UNKNOWN).all(1) & ~is_repeated
             experts = torch.where(is_known[:, None], given, own)
@@ -108,7 +108,7 @@ class LayerRouting:
         return experts
 
     def count_load(self, module: torch.nn.Module, arguments: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Forward hook of the router, whose second output [rows, experts] says who goes where."""
+        """Forward hook of the router; its second output is the routing map, [rows, experts]."""
         current = self._replay.current
         if current is None or not current.is_training or current.micro_batch is None:
             return
@@ -118,14 +118,14 @@ class LayerRouting:
 
 
 class RoutingReplay:
-    """The routers of this rank's decoder layers; without any for a dense model.
+    """The routers of this rank's decoder layers; empty for a dense model.
 
-    The router of an extra layer (multi-token prediction) is left alone: engines report no routes of
-    it, and its inputs are other tokens.
+    The router of the layer for multi-token prediction is excluded: engines report no routes for it,
+    and its inputs are other tokens.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], settings: ActorSettings, layout: RowLayout, fields: dict[str, Any]
+        self, chunks: Sequence[GPTModel], settings: ActorSettings, layout: RowLayout, fields: Mapping[str, Any]
     ) -> None:
         """Take over the routers of ``chunks``.
 
@@ -164,7 +164,7 @@ class RoutingReplay:
                 router.router_replay = layer
 
     def attached(self, packed: PackedMicroBatch, micro_batch: MicroBatch) -> PackedMicroBatch:
-        """A packed micro-batch with what the routers need of it.
+        """Return a packed micro-batch with the fields that the routers need.
 
         Raises:
             DataError: the routes of a sample are those of another model.
@@ -181,7 +181,7 @@ class RoutingReplay:
 
     @contextmanager
     def passing(self, *, is_training: bool, micro_batches: Sequence[MicroBatch] = ()) -> Iterator[None]:
-        """Within, the forward passes use the routes of their micro-batches.
+        """Context of a pass, in which forward passes use the routes of their micro-batches.
 
         Args:
             is_training: whether there is a backward pass.
@@ -204,7 +204,7 @@ class RoutingReplay:
 
     @contextmanager
     def forward(self, index: int, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Within, one chunk of the model computes a micro-batch of the pass."""
+        """Context in which one chunk of the model computes a micro-batch of the pass."""
         assert self.current is not None
         self.current.index, self.current.micro_batch = index, micro_batch
         try:
@@ -213,7 +213,7 @@ class RoutingReplay:
             self.current.index = self.current.micro_batch = None
 
     def record(self, current: Pass, slot: int, experts: torch.Tensor) -> None:
-        """Remember the experts [rows, k] of a layer for the current micro-batch."""
+        """Record the experts [rows, k] of a layer for the current micro-batch."""
         assert current.index is not None
         shape = (len(experts), len(self._layers), self._shape.topk)
         if current.index not in current.recorded:
@@ -221,7 +221,7 @@ class RoutingReplay:
         current.recorded[current.index][:, slot] = experts.to(torch.int16)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last training pass, equal on every rank. A collective; none if dense."""
+        """Metrics of the last training pass, equal on every rank; empty if dense. Collective."""
         if not self.layer_numbers:
             return {}
         whole = torch.zeros(len(self.layer_numbers), self.counts.size(1), dtype=torch.float64, device=device.current())
@@ -243,7 +243,7 @@ class RoutingReplay:
 
 
 def _of_all_rows(part: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Put the parts of the rows that the tensor-parallel ranks' routers saw together."""
+    """Gather the rows of all tensor-parallel ranks' routers."""
     if num_parts == 1:
         return part
     # As bytes: neither gloo nor NCCL sends 16-bit integers.

@@ -1,4 +1,4 @@
-"""The settings of the actor: the leaves of the configuration it needs, nothing of the tree. Imports nothing heavy."""
+"""The settings of the actor: the required leaves of the configuration. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpost.algorithm.loss_settings import LossSettings
 
 @dataclass(frozen=True, slots=True)
 class ActorSettings(LossSettings):
-    """Names and units are those of the configuration's leaves, from which they are filled by name."""
+    """Fields have the names and units of the configuration's leaves."""
 
     hf_checkpoint: str
     ref_load: str | None = None
@@ -19,11 +19,11 @@ class ActorSettings(LossSettings):
     save_buffer_gb: float = 4.0
     save_deadline_s: float = 1800.0
     model_args: Mapping[str, Any] = field(default_factory=dict)
-    """What the table [model] gives, by name; the rest comes from config.json."""
+    """Values of [model] by name; all others come from config.json."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's own dataclasses, by name; they win over what the trainer sets."""
+    """Fields of Megatron's dataclasses by name; they take precedence over those that the trainer sets."""
     bf16: bool | None = False
-    """None: on a GPU."""
+    """None: true on a GPU, else false."""
     accumulate_allreduce_grads_in_fp32: bool = True
     transformer_impl: str | None = None
     tensor_model_parallel_size: int = 1
@@ -76,27 +76,27 @@ class ActorSettings(LossSettings):
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
     actor_num_threads: int | None = None
-    """None: as many as the cores give each rank of the node where the optimizer computes on them, else one."""
+    """None: the rank's share of the node's cores if the optimizer is offloaded to the CPU, else 1."""
     bind_cpus: bool = True
     num_gpus_per_node: int = 1
     actor_num_gpus_per_node: int = 1
 
     @property
     def save_buffer_bytes(self) -> int:
-        """Host memory that a save takes beside the tensors."""
+        """Host memory of a save in addition to the tensors, in bytes."""
         return int(self.save_buffer_gb * 10**9)
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of every packed sequence is padded to: two chunks a context-parallel rank."""
+        """Divides the padded length of every packed sequence: two chunks per context-parallel rank."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """What the length of a packed row is padded to: sequence parallelism cuts each rank's part once more."""
+        """Divides the padded length of a row: sequence parallelism splits each rank's part again."""
         return self.sequence_multiple * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches must be a multiple of: an interleaved pipeline is filled in whole rounds."""
+        """Divides the number of micro-batches: an interleaved pipeline processes whole rounds."""
         return 1 if self.num_layers_per_virtual_pipeline_stage is None else self.pipeline_model_parallel_size

@@ -1,15 +1,15 @@
-"""Where in a folder Megatron's torch_dist checkpoint lies, by the names of Megatron-LM. Standard library only."""
+"""Find Megatron's torch_dist checkpoint in a folder, as Megatron-LM lays it out. Standard library only."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file that says which part of a folder is meant, and the part that is no step of training."""
+"""The file that names the current subfolder, and the subfolder of a release (weights without a training step)."""
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """The folder itself when it is a checkpoint, or the part that its tracker file names; None when there is none."""
+    """Return ``folder``, or the subfolder that its tracker file names; None if it is not a checkpoint."""
     folder = Path(folder)
     tracker = folder / TRACKER
     if tracker.is_file():

@@ -1,8 +1,9 @@
-"""Attention over sequences that stand one after another in one row, by the fastest kernel the device has. Pure torch.
+"""Attention over packed sequences of variable length, with the fastest kernel of the device. Pure torch.
 
-In: query [Tq, heads, head_dim], key and value [Tk, groups, head_dim], where each sequence begins in both. Out: [Tq,
-heads, head_dim]. A query sees the keys of its own sequence up to its own place, the last query of a sequence being at
-the place of its last key; where a sequence has more keys than queries these are its last.
+Input: query [Tq, heads, head_dim], key and value [Tk, groups, head_dim], and the start of each sequence
+in both. Output: [Tq, heads, head_dim]. Attention is causal within each sequence, and aligned at its
+end: the last query has the position of the last key. If a sequence has fewer queries than keys, its
+queries are the last positions.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ BOTTOM_RIGHT = 2  # the causal mask of aten's memory-efficient kernel that is al
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of S sequences."""
+    """Bounds of S sequences."""
 
-    queries: torch.Tensor  # [S + 1] int32, where each begins, and the end
-    keys: torch.Tensor  # [S + 1] int32
-    max_queries: int  # of a sequence
+    queries: torch.Tensor  # [S + 1] int32, start of each sequence among the queries, then the end
+    keys: torch.Tensor  # [S + 1] int32, the same among the keys
+    max_queries: int  # of the longest sequence
     max_keys: int
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, *, scale: float
 ) -> torch.Tensor:
-    """softmax(query key^T scale) value in each sequence, causal; grouped-query when there are fewer groups than heads.
+    """Compute softmax(query key^T scale) value in each sequence, causal; grouped-query if groups < heads.
 
-    On a GPU one kernel takes all sequences: FlashAttention for 16-bit numbers, torch's memory-efficient one for
-    float32. On a CPU it is a call a sequence, which is faster there than a mask over the whole row.
+    On a GPU one kernel processes all sequences: FlashAttention for 16-bit dtypes, torch's
+    memory-efficient kernel for float32. On a CPU there is one call per sequence, which is faster than
+    a mask over the whole row.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, bounds, scale)
@@ -45,7 +47,7 @@ def attend(
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; the CPU does without
+    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 
     found = varlen_attn(
         query,
@@ -66,7 +68,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: 
 def _memory_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float
 ) -> torch.Tensor:
-    """What torch calls for jagged tensors; it knows no groups."""
+    """The kernel that torch calls for jagged tensors; it does not support grouped queries."""
     if (repeats := query.size(1) // key.size(1)) > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     found, *_ = torch.ops.aten._efficient_attention_forward(
@@ -101,15 +103,24 @@ def _one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 def zigzag(
     starts: torch.Tensor, *, rank: int, size: int, num_local: int, max_length: int
 ) -> tuple[torch.Tensor, Bounds]:
-    """What the chunks that context-parallel rank ``rank`` of ``size`` holds attend to (see ``packing``).
+    """Find the keys that the chunks of context-parallel rank ``rank`` attend to (see ``packing``).
 
-    Args: ``starts`` [N + 1], where each sequence begins in the whole row, each a multiple of 2 ``size`` tokens and at
-    most ``max_length`` long; ``num_local`` rows on each rank. Returns rows among those of all ranks, one rank's after
-    another's: the keys that each of the 2 N chunks sees, in the order of its sequence; and the bounds of the chunks.
-    Nothing here waits for a GPU.
+    Does not synchronise with the GPU.
+
+    Args:
+        starts: [N + 1], start of each sequence in the whole row; each length is a multiple of
+            2 ``size`` tokens.
+        rank: context-parallel rank.
+        size: context-parallel size.
+        num_local: rows on each rank.
+        max_length: of the longest sequence.
+
+    Returns:
+        Row indices into the concatenated rows of all ranks: the keys of each of the 2 N chunks, in
+        sequence order; and the bounds of the chunks.
     """
     width, begins = starts.diff() // (2 * size), starts[:-1] // size
-    num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)  # chunks, up to the own one
+    num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)  # chunks up to and including the own one
     seen = (width[:, None] * num_seen).flatten()
     queries, keys = (F.pad(each.cumsum(0), (1, 0)).int() for each in (width.repeat_interleave(2), seen))
     num_keys = (2 * size + 1) * num_local // 2

@@ -1,1 +1,1 @@
-"""Advantages, losses and the schedule of micro-batches: pure."""
+"""Advantages, losses and the schedule of micro-batches. Pure."""

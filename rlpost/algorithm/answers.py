@@ -1,11 +1,13 @@
-"""Several samples that are one answer together: how they count in the baseline and in the loss. Pure.
+"""Baseline and loss weights for answers that consist of several samples. Pure.
 
-An answer function may return several samples for one answer, such as the turns of an agent or the parts of a long
-conversation that was made shorter on the way. With --loss-unit sample each of them is a sample like any other, so an
-answer of k samples weighs k times. With --loss-unit answer all of them weigh as one: the baseline sees one reward,
-their mean; all get its advantage; and the answer's loss is the mean over the tokens of all its samples.
+A generate function may return several samples for one answer, such as the turns of an agent or the
+parts of a conversation whose context was shortened. With --loss-unit sample each counts as a separate
+sample, so an answer of k samples has k times the weight. With --loss-unit answer they count as one:
+the baseline uses the mean of their rewards, all have the same advantage, and the loss of the answer is
+the mean over the tokens of all its samples.
 
-In: groups, whose samples of one answer have the same index and stand together. Out: advantages and weights a sample.
+Input: groups; the samples of an answer have the same index and are adjacent. Output: an advantage and
+a weight per sample.
 """
 
 from __future__ import annotations
@@ -25,38 +27,53 @@ Estimate = Callable[[Sequence[Sequence[float]], Masks, Penalties | None], list[t
 
 
 def answer_sizes(group: SampleGroup) -> list[int]:
-    """How many samples each answer of a group has, in order."""
+    """Return the number of samples of each answer of a group, in order."""
     return [len(list(own)) for _, own in itertools.groupby(group.samples, key=lambda scored: scored.sample.index)]
 
 
 def estimate_by_answer(
     groups: Sequence[SampleGroup], penalties: Penalties | None, estimate: Estimate
 ) -> list[tuple[Advantage, ...]]:
-    """Advantages of all samples, by group, where ``estimate`` sees each answer as one sample.
+    """Compute the advantages of all samples; ``estimate`` receives each answer as one sample.
 
-    An advantage for each token, of an estimator that makes such, is dealt out to the samples of the answer again.
+    Advantages per token are split among the samples of the answer.
+
+    Returns:
+        Advantages by group.
     """
     sizes = [answer_sizes(group) for group in groups]
-    rewards = [[_mean(own) for own in _parts(group.rewards, of)] for group, of in zip(groups, sizes, strict=True)]
-    masks = [[scored.sample.mask for scored in group.samples] for group in groups]
-    of_answers = [
-        [RunColumn(run for mask in part for run in mask.runs) for part in _parts(own, of)]
-        for own, of in zip(masks, sizes, strict=True)
-    ]
-    found = estimate(rewards, of_answers, None if penalties is None else _joined(penalties, sizes))
+    rewards: list[list[float]] = []
+    masks: list[list[RunColumn]] = []
+    for group, of_group in zip(groups, sizes, strict=True):
+        rewards.append([_mean(own) for own in _parts(group.rewards, of_group)])
+        sample_masks = [scored.sample.mask for scored in group.samples]
+        masks.append([_joined_mask(own) for own in _parts(sample_masks, of_group)])
+    found = estimate(rewards, masks, None if penalties is None else _joined(penalties, sizes))
     return [
-        tuple(
-            part
-            for advantage, lengths in zip(advantages, _parts([len(mask) for mask in own], of), strict=True)
-            for part in _dealt_out(advantage, lengths)
-        )
-        for advantages, own, of in zip(found, masks, sizes, strict=True)
+        _of_samples(advantages, group, of_group)
+        for advantages, group, of_group in zip(found, groups, sizes, strict=True)
     ]
+
+
+def _joined_mask(masks: Sequence[RunColumn]) -> RunColumn:
+    return RunColumn(run for mask in masks for run in mask.runs)
+
+
+def _of_samples(advantages: Sequence[Advantage], group: SampleGroup, sizes: Sequence[int]) -> tuple[Advantage, ...]:
+    """Convert the advantages of a group's answers to those of its samples."""
+    lengths = [len(scored.sample.mask) for scored in group.samples]
+    found: list[Advantage] = []
+    for advantage, own in zip(advantages, _parts(lengths, sizes), strict=True):
+        found += _split(advantage, own)
+    return tuple(found)
 
 
 def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
-    """(weight, count) of each sample, see ``TrainSample``: its share of the answer's loss-masked tokens, and 1 for the
-    first sample of an answer."""
+    """Return ``weight`` and ``count`` of each sample, see ``TrainSample``.
+
+    The weight is the sample's share of the answer's loss-masked tokens; the count is 1 for the first
+    sample of an answer and 0 for the others.
+    """
     lengths = [scored.sample.mask.total() for scored in group.samples]
     found: list[tuple[float, int]] = []
     for own in _parts(lengths, answer_sizes(group)):
@@ -66,7 +83,7 @@ def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
 
 
 def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[DoubleColumn]]:
-    """Penalties of tokens by group and sample -> by group and answer."""
+    """Concatenate the token penalties of each answer: by group and sample -> by group and answer."""
     return [
         [DoubleColumn.joined(map(DoubleColumn.of, part)) for part in _parts(own, of)]
         for own, of in zip(penalties, sizes, strict=True)
@@ -78,7 +95,7 @@ def _parts(values: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
     return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def _dealt_out(advantage: Advantage, lengths: Sequence[int]) -> list[Advantage]:
+def _split(advantage: Advantage, lengths: Sequence[int]) -> list[Advantage]:
     if isinstance(advantage, FloatColumn):
         ends = itertools.accumulate(lengths)
         return [advantage[end - length : end] for end, length in zip(ends, lengths, strict=True)]

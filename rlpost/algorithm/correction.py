@@ -20,8 +20,14 @@ SampleSums = Callable[[Tensor], Tensor]
 
 
 def log_ratio_at(level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sample_lengths: Tensor) -> Tensor:
-    """The log of p_trainer / p_rollout at the level of each ``token``, of its whole ``sequence`` (the product over the
-    sample's tokens), or of its ``geometric`` mean. Raises KeyError for another level."""
+    """Return log(p_trainer / p_rollout) of each token at a level; [T] -> [T].
+
+    ``token``: of the token. ``sequence``: of the sample, the product over its tokens. ``geometric``:
+    the geometric mean over the sample's tokens.
+
+    Raises:
+        KeyError: the level is unknown.
+    """
     return {
         "token": lambda: log_ratio_T,
         "sequence": lambda: sample_sums(log_ratio_T),
@@ -30,12 +36,18 @@ def log_ratio_at(level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sampl
 
 
 def correction_weights(log_ratio_T: Tensor, *, mode: str, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights w(r) of the tokens' losses, from r = exp(log-ratio), and ``tis_weight``, ``tis_clip_frac`` [T].
+    """Compute weights w(r) of the tokens' losses from r = exp(log-ratio).
 
-    ``truncate``: r cut to [low, high] (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025). ``mask``: r within the bounds, 0 outside (at token level IcePop,
-    arXiv 2510.18855; at sequence level masked importance sampling). ``reject``: 1 within, 0 outside, so that the ratio
-    chooses and does not weigh. Raises KeyError for another mode.
+    ``truncate``: r clamped to [low, high] (truncated importance sampling, Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025). ``mask``: r within the bounds, 0 outside
+    (at token level IcePop, arXiv 2510.18855; at sequence level masked importance sampling). ``reject``:
+    1 within the bounds, 0 outside: the ratio selects tokens without weighting them.
+
+    Returns:
+        The weights [T], and the statistics ``tis_weight`` and ``tis_clip_frac``, [T] each.
+
+    Raises:
+        KeyError: the mode is unknown.
     """
     ratio = log_ratio_T.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     outside = (ratio < low) | (ratio > high)
@@ -48,9 +60,13 @@ def correction_weights(log_ratio_T: Tensor, *, mode: str, low: float, high: floa
 
 
 def mismatch(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> dict[str, Tensor]:
-    """How far the trainer is from the engines, a number a token [T]: ``rollout_logprob_abs_diff``; ``rollout_ratio`` =
-    p_trainer / p_rollout, of mean 1 in expectation, and ``rollout_ratio_max``; ``rollout_kl`` and ``rollout_k3``, two
-    estimates of KL(rollout || trainer) at tokens that the engines sampled (``estimate_kl``, k1 and k3)."""
+    """Measure the mismatch between trainer and engines per token.
+
+    Returns:
+        [T] each: ``rollout_logprob_abs_diff``; ``rollout_ratio`` = p_trainer / p_rollout, whose
+        expectation is 1, and ``rollout_ratio_max``; ``rollout_kl`` and ``rollout_k3``, two estimates of
+        KL(rollout || trainer) at tokens that the engines sampled (``estimate_kl``, k1 and k3).
+    """
     old = old_logprobs_T.detach()
     ratio = (old - rollout_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {

@@ -15,13 +15,13 @@ from rlpost.errors import TrainingError
 from rlpost.types import TrainBatch
 
 MIN_NORMS = 5
-"""Gradient norms to have seen before one is called a spike."""
+"""Minimum number of previous gradient norms for the detection of a spike."""
 MAX_NORMS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Those of [grpo]; 0 is off."""
+    """Thresholds of the guards, with the names of [grpo]; 0 disables a guard."""
 
     guard_initial_kl: float = 1e-3
     guard_rollout_logprob_diff: float = 0.1
@@ -40,8 +40,11 @@ def check_finite(metrics: Mapping[str, float]) -> None:
 
 
 def check_initial_kl(metrics: Mapping[str, float], bound: float, *, is_fresh: bool) -> None:
-    """Raise TrainingError when the policy differs from that of the rollout before the rollout's first update, or, in a
-    run's first step from the reference's own weights (``is_fresh``), from the reference."""
+    """Raise TrainingError if the KL divergence is above ``bound`` before the first update of a rollout.
+
+    Checked against the policy of the rollout, and, in the first step from the reference weights
+    (``is_fresh``), also against the reference.
+    """
     suspects = {"train/ppo_kl": "the log-probs of the rollout's policy come from other weights or another forward pass"}
     if is_fresh:
         suspects["train/ref_kl"] = "the reference does not hold the weights that training starts from"
@@ -55,7 +58,7 @@ def check_initial_kl(metrics: Mapping[str, float], bound: float, *, is_fresh: bo
 
 
 def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str | None:
-    """A warning when engines and trainer disagree about the log-probs of the same tokens."""
+    """Return a warning if engines and trainer disagree about the log-probs of the same tokens."""
     name = "train/rollout_logprob_abs_diff"
     value = metrics.get(name, 0.0)
     if not bound or value <= bound:
@@ -63,13 +66,13 @@ def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str | None:
     ratio = metrics.get("train/rollout_ratio", math.nan)
     return (
         f"{name} = {value:.3g} is above {bound:g} (--guard-rollout-logprob-diff), mean ratio {ratio:.3g}: engines and "
-        "trainer disagree about the same tokens. Check precision, temperature and the weight sync, and, where prompts "
-        "are asked ahead of the training, how far a step moves the weights; --use-tis corrects what has to stay"
+        "trainer disagree about the same tokens. Check precision, temperature and the weight sync, and, with "
+        "asynchronous generation, how far a step moves the weights; --use-tis corrects an unavoidable mismatch"
     )
 
 
 def spike_warning(norm: float, before: Sequence[float], factor: float) -> str | None:
-    """A warning when a gradient norm is ``factor`` times the median of those before it."""
+    """Return a warning if a gradient norm exceeds ``factor`` times the median of the previous ones."""
     if not factor or len(before) < MIN_NORMS:
         return None
     median = statistics.median(before)
@@ -84,12 +87,15 @@ def spike_warning(norm: float, before: Sequence[float], factor: float) -> str | 
 
 
 def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
-    """A warning when micro-batches of an optimizer step hold no token to learn from. Raises TrainingError when none
-    does: the loss would be divided by zero."""
+    """Return a warning if some micro-batches of an optimizer step have no loss-masked token.
+
+    Raises:
+        TrainingError: the whole step has none; the loss would be divided by zero.
+    """
     if batches[0].num_tokens == 0:
         raise TrainingError(
             f"an optimizer step of {batches[0].num_samples} samples has no token to learn from: every loss mask is 0; "
-            "look at what sets the masks, with --save-debug-rollout-data"
+            "check the function that sets the masks, with --save-debug-rollout-data"
         )
     micro_batches = [micro for batch in batches for micro in batch.micro_batches]
     empty = sum(not any(sample.loss_mask.total() for sample in micro) for micro in micro_batches)
@@ -97,21 +103,29 @@ def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
         return None
     return (
         f"{empty} of {len(micro_batches)} micro-batches of an optimizer step have no token to learn from (loss masks "
-        "are 0): they cost a pass and add nothing"
+        "are 0): they cost a pass without contributing to the gradient"
     )
 
 
 class Guards:
-    """Holds the norms seen so far and whether the run is in its first step."""
+    """Checks each optimizer step; keeps recent gradient norms and whether the run is in its first step."""
 
     def __init__(self, bounds: Bounds, *, is_fresh: bool) -> None:
-        """``is_fresh``: no update has been made since the reference's weights were read."""
+        """Create guards; ``is_fresh`` if the policy still has the reference weights."""
         self._bounds = bounds
         self._is_fresh = is_fresh
         self._norms: list[float] = []
 
     def after_step(self, metrics: Mapping[str, float], *, is_first: bool) -> list[str]:
-        """Warnings about an optimizer step; ``is_first`` of its rollout. Raises TrainingError."""
+        """Return warnings about an optimizer step.
+
+        Args:
+            metrics: those of the step.
+            is_first: whether it is the first step of its rollout.
+
+        Raises:
+            TrainingError: a metric is not finite, or the initial KL is above its bound.
+        """
         bounds = self._bounds
         check_finite(metrics)
         if is_first:

@@ -17,15 +17,18 @@ if TYPE_CHECKING:  # the driver needs numbers only
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
 MAX_DIFFERENCE = 20.0
-"""Where a difference is cut so that exp stays finite: a masked token's gradient would be 0 x infinity otherwise."""
+"""Bound of a difference, so that exp stays finite: otherwise a masked token's gradient is 0 x infinity."""
 
 
 def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
-    """[T], [T] -> [T]. With d = policy - reference: k1 is d (unbiased, of either sign), k2 is d^2 / 2 (its gradient is
-    that of the divergence), k3 is exp(-d) + d - 1 (unbiased, never negative) with d cut at +-20, low_var_kl is k3 cut
-    at 10.
+    """Estimate the divergence at each token: [T], [T] -> [T].
 
-    Raises ValueError for another kind, naming those known.
+    With d = policy - reference: k1 is d (unbiased, either sign). k2 is d^2 / 2 (its gradient is that of
+    the divergence). k3 is exp(-d) + d - 1 (unbiased, never negative), with d clamped to +-20. low_var_kl
+    is k3 clamped to 10.
+
+    Raises:
+        ValueError: the kind is unknown.
     """
     difference = logprobs_T - ref_logprobs_T.detach()
     if kind == "k1":
@@ -40,9 +43,11 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
 
 
 def kl_values(difference_T: Any, kind: str) -> Any:
-    """``estimate_kl`` of float64 arrays [T]: d = policy - reference, cut at +-20 for every kind.
+    """Compute ``estimate_kl`` for float64 arrays [T]: d = policy - reference, clamped to +-20.
 
-    Raises KeyError for another kind."""
+    Raises:
+        KeyError: the kind is unknown.
+    """
     d = np.clip(difference_T, -MAX_DIFFERENCE, MAX_DIFFERENCE)
     return {"k1": lambda: d, "k2": lambda: d * d / 2, "k3": lambda: _k3(d), "low_var_kl": lambda: _low_var(d)}[kind]()
 

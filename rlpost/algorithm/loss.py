@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""A bound on log-ratios, so that exp stays finite."""
+"""Bound of log-ratios, so that exp stays finite."""
 
 
 def policy_loss(
@@ -25,12 +25,16 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new - old).
 
-    Args: float tensors of shape [T]. Gradients flow through ``logprobs_T`` only. With ``eps_clip_c`` > 1 the loss of a
-    token with A < 0 is at most -eps_clip_c A (dual clip). Returns the loss [T] and, detached, [T] each: ``ppo_kl`` =
-    old - new, ``ratio`` and ``ratio_max``; ``clip_frac``, 1 where clipping took over, ``clip_frac_low`` and
-    ``clip_frac_high``, 1 where it was the bound below or above, and ``dual_clip_frac``.
-    Source: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10; dual clip:
-    arXiv 1912.09729, equation 5.
+    Tensors are float, of shape [T]. Gradients flow only through ``logprobs_T``. With ``eps_clip_c`` > 1
+    the loss of a token with A < 0 is at most -eps_clip_c A (dual clip).
+
+    Returns:
+        The loss [T] and, detached, [T] each: ``ppo_kl`` = old - new; ``ratio`` and ``ratio_max``;
+        ``clip_frac``, 1 where clipping is active; ``clip_frac_low`` and ``clip_frac_high``, 1 where the
+        lower or upper bound is active; and ``dual_clip_frac``.
+
+    Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10;
+    dual clip: arXiv 1912.09729, equation 5.
     """
     log_ratio = (logprobs_T - old_logprobs_T.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -81,22 +85,32 @@ def sft_loss(logprobs_T: Tensor) -> Tensor:
 
 
 def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
-    """Log-ratios whose value is that of the token's sequence and whose gradient is the token's own (GSPO-token).
+    """Return log-ratios with the value of the sequence and the gradient of the token (GSPO-token); [T].
 
-    Args: ``mean_log_ratio_T`` is the mean of new - old over the loss-masked tokens of each token's sample. Add old
-    log-probs of zero and pass the result to ``policy_loss``: with one advantage a sample the gradient is GSPO's.
-    Source: GSPO, arXiv 2507.18071, equations 5 and 13.
+    Pass the result to ``policy_loss`` with old log-probs of zero. With one advantage per sample the
+    gradient is that of GSPO. Source: GSPO, arXiv 2507.18071, equations 5 and 13.
+
+    Args:
+        logprobs_T: under the current weights.
+        mean_log_ratio_T: mean of new - old over the loss-masked tokens of each token's sample.
     """
     return mean_log_ratio_T.detach() + logprobs_T - logprobs_T.detach()
 
 
 def token_weights(sample_lengths: Tensor, *, num_samples: int, num_tokens: int, per_token: bool) -> Tensor:
-    """The weight of each token such that the sum of loss x weight over the global batch is the loss.
+    """Return the weight of each token; the sum of loss x weight over the global batch is the loss.
 
-    Args: ``sample_lengths`` [T], integer: how many loss-masked tokens the sample of each token has. ``num_samples`` and
-    ``num_tokens`` count the global batch. Returns [T] float32: 1 / num_tokens with ``per_token``, else
-    1 / (length x num_samples), the mean over samples of the mean over each sample's tokens.
+    Args:
+        sample_lengths: [T], integer, number of loss-masked tokens of each token's sample.
+        num_samples: of the global batch.
+        num_tokens: of the global batch.
+        per_token: average over tokens instead of samples.
+
+    Returns:
+        [T] float32: 1 / num_tokens with ``per_token``; else 1 / (length x num_samples), the mean over
+        samples of the mean over each sample's tokens.
     """
     if per_token:
-        return torch.full(sample_lengths.shape, 1.0 / num_tokens, dtype=torch.float32, device=sample_lengths.device)
+        weight = 1.0 / num_tokens
+        return torch.full(sample_lengths.shape, weight, dtype=torch.float32, device=sample_lengths.device)
     return 1.0 / (sample_lengths.clamp(min=1).float() * num_samples)

@@ -1,4 +1,4 @@
-"""The settings of the loss: the leaves of [grpo] that an actor needs. Imports nothing heavy."""
+"""The settings of the loss: the leaves of [grpo] that an actor needs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """Names and units are those of [grpo]; the clip above is resolved."""
+    """Fields have the names and units of [grpo]; ``eps_clip_high`` is resolved."""
 
     loss_type: str = "policy_loss"
     custom_loss_function_path: str | None = None
@@ -30,5 +30,5 @@ class LossSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs under the reference weights are asked for."""
+        """Whether log-probs under the reference weights are needed."""
         return self.use_kl_loss or self.kl_coef > 0

@@ -1,8 +1,9 @@
-"""Functions of the user's own, named in the settings.
+"""Load user functions that are named in the settings.
 
-In: ``module.function``, or ``FILE.py:function``. Out: the function. A file is loaded under a name made from its path,
-once a process, needs no package around it, and may import what lies beside it. What is wrong with the function itself
-(a TypeError, a missing import) is an error of the settings: starting again cannot help.
+Input: ``module.function`` or ``FILE.py:function``. Output: the function. A file is loaded once per
+process, under a name derived from its path. It need not be in a package, and can import modules in its
+folder. Errors in the function's code (a TypeError, a missing import) are errors of the settings,
+because a restart does not help.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from rlpost.compat.slime.signatures import Interface, Kind, interface, problem, 
 from rlpost.errors import ConfigError
 
 WRONG_CODE = (TypeError, ImportError)
-"""What a function raises that is called in a wrong way, or is wrong itself."""
+"""Exceptions that indicate an error in the function's code or signature."""
 
 
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
-    """The function that ``path`` names. Raises ConfigError, which names the setting ``key``, when there is none or
-    what it stands in cannot be imported."""
+    """Load the function that ``path`` names.
+
+    Raises:
+        ConfigError: its module cannot be imported, or has no such function; names the setting ``key``.
+    """
     slime_modules.install()
-    file, colon, name = path.rpartition(":") if ":" in path else (path.rpartition(".")[0], "", path.rpartition(".")[2])
+    is_file = ":" in path
+    file, _, name = path.rpartition(":" if is_file else ".")
     try:
-        module = _from_file(Path(file)) if colon else importlib.import_module(file)
-    except Exception as error:  # whatever the user's module raises while it is imported
+        module = _from_file(Path(file)) if is_file else importlib.import_module(file)
+    except Exception as error:  # the import of a user's module can raise anything
         raise ConfigError(f"{key} = {path}: cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -46,7 +51,7 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def blamed_on(path: str, *, key: str) -> Iterator[None]:
-    """Within, what is wrong with the function that ``path`` names is a ConfigError, which names file and line."""
+    """Context in which errors in the code of ``path`` become a ConfigError with file and line."""
     try:
         yield
     except WRONG_CODE as error:
@@ -59,7 +64,7 @@ def blamed_on(path: str, *, key: str) -> Iterator[None]:
 
 
 def blaming(function: Callable[..., Any], path: str, *, key: str) -> Callable[..., Any]:
-    """The same function, async or not, under ``blamed_on``."""
+    """Wrap a function, async or not, with ``blamed_on``."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -75,10 +80,14 @@ def blaming(function: Callable[..., Any], path: str, *, key: str) -> Callable[..
 
 
 def checked_interface(kind: Kind, function: Callable[..., Any], *, key: str, path: str) -> Interface:
-    """Whether a function has our interface or slime's. Raises ConfigError when it has neither."""
+    """Return whether a function has the interface of rlpost or of slime.
+
+    Raises:
+        ConfigError: it has neither.
+    """
     signature = signature_of_object(function)
     if signature is None:
-        return "rlpost"  # a built-in; a call will tell
+        return "rlpost"  # a built-in; checked when it is called
     if why := problem(kind, path.rpartition(":" if ":" in path else ".")[2], signature):
         raise ConfigError(f"{key} = {path}: {why}")
     found = interface(kind, signature)
@@ -99,7 +108,7 @@ def _from_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # behind all else: what lies beside it can be imported
+        sys.path.append(str(file.parent))  # last: the file can import its neighbours without hiding other modules
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,1 +1,1 @@
-"""Hugging Face weights into Megatron, back again, and on to the engines."""
+"""Import and export of Hugging Face weights, and weight updates of the engines."""

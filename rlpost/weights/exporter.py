@@ -215,10 +215,14 @@ def export_folder(
 
 
 def _not_gathered(source: HuggingFaceFolder, inventory: Inventory) -> tuple[list[str], dict[str, str]]:
-    """What an export takes from ``source``, and what it repeats: {name: the trained tensor that it repeats}.
+    """Find the tensors of a folder that are not gathered from the model.
 
-    A layer for multi-token prediction may repeat embedding and output layer. Where they are equal in ``source`` they
-    stay equal; where they differ there, no engine uses the copy, and it is passed through.
+    A layer for multi-token prediction may contain copies of embedding and output layer. A copy that
+    equals its original in ``source`` is exported with the trained values. If they differ, no engine
+    uses the copy, and it is exported unchanged.
+
+    Returns:
+        Names of the tensors to copy from ``source``, and {name of a copy: name of its original}.
     """
     copies = shared_tensors(source, inventory)
     repeated = {copy: name for copy, name in copies.items() if torch.equal(source.read(copy), source.read(name))}

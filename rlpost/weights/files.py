@@ -20,9 +20,10 @@ AGAIN = "fetch the model again"
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """The name of each tensor, with the name of the file that holds it.
+    """Return the file name of each tensor.
 
-    Raises WeightError: the folder has no weights in safetensors, or its index or its only file cannot be read.
+    Raises:
+        WeightError: the folder has no safetensors weights, or its index or only file cannot be read.
     """
     index = folder / INDEX
     if not index.exists():
@@ -34,11 +35,11 @@ def tensor_files(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise WeightError(f"{index}: {_unreadable(error)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightError(f"{index}: is no index of weights ({error!r}); {AGAIN}") from error
+        raise WeightError(f"{index}: is not a weight index ({error!r}); {AGAIN}") from error
 
 
 def file_problems(folder: Path) -> list[str]:
-    """One line for each file of weights that is missing, cut off or not readable; nothing when all are whole."""
+    """Return one line per weight file that is missing, truncated or unreadable; empty if all are complete."""
     try:
         names = sorted(set(tensor_files(folder).values()))
     except WeightError as error:
@@ -52,14 +53,14 @@ def file_problems(folder: Path) -> list[str]:
         try:
             _, num_bytes = _header(folder / name)
             if (there := (folder / name).stat().st_size) != num_bytes:
-                problems.append(f"{folder / name}: has {there} bytes, and {num_bytes} by its own header; {AGAIN}")
+                problems.append(f"{folder / name}: has {there} bytes instead of {num_bytes} (by its header); {AGAIN}")
         except WeightError as error:
             problems.append(str(error))
     return problems
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of each tensor, and how many bytes it has to have."""
+    """Return the header's entry for each tensor, and the number of bytes of a complete file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -70,7 +71,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     except OSError as error:
         raise WeightError(f"{path}: {_unreadable(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WeightError(f"{path}: is no safetensors file, or cut off in its header; {AGAIN}") from error
+        raise WeightError(f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}") from error
 
 
 def _unreadable(error: OSError) -> str:

@@ -59,20 +59,25 @@ class HuggingFaceFolder:
 
 
 SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors of a layer for multi-token prediction that a model shares: its name in the layer, and the model's own."""
+"""Tensors that a layer for multi-token prediction shares with the model: name in the layer, name in the model."""
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
-    """Tensors of ``source`` that repeat the model's embedding or output layer for a trained layer of multi-token
-    prediction, with the name of the tensor that they repeat. Megatron and SGLang use the model's own."""
+    """Return the tensors in which a trained layer for multi-token prediction repeats a tensor of the model.
+
+    These are copies of the embedding and the output layer. Megatron and SGLang use those of the model.
+
+    Returns:
+        Name of the copy -> name of the original.
+    """
     found = {name: match for name in source.file_of if (match := _OF_LAYER.fullmatch(name))}
     layers = inventory.mtp_layers
     return {name: SHARED[match[2]] for name, match in found.items() if int(match[1]) in layers and match[2] in SHARED}
 
 
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Tensors of layers after the model's last, if the family has such: kept but not trained."""
+    """Return the tensors of layers after the model's last, if the family has any: kept but not trained."""
     if not inventory.carries_extra_layers:
         return []
     return sorted(
@@ -87,7 +92,9 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
     Raises:
         WeightError: a tensor is missing, unused, or has another shape.
     """
-    source, total, told = HuggingFaceFolder(folder), len(inventory.held), time.monotonic()
+    source = HuggingFaceFolder(folder)
+    total = len(inventory.held)
+    logged_at = time.monotonic()
     _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
@@ -100,8 +107,8 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
                 f"needs {tuple(tensor.shape)}; check that config.json belongs to these weights"
             )
         tensor.copy_(part)
-        if number == total or time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
+        if number == total or time.monotonic() - logged_at > PROGRESS_S:
+            logged_at = time.monotonic()
             logger.info("%s: loaded %d of %d parameters of this rank", folder, number, total)
     unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
     unused -= shared_tensors(source, inventory).keys()
@@ -116,7 +123,7 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
 
 
 def _check_mtp_layers(source: HuggingFaceFolder, inventory: Inventory) -> None:
-    """Raises WeightError when layers for multi-token prediction are trained that ``source`` does not have."""
+    """Raise WeightError if ``source`` lacks a trained layer for multi-token prediction."""
     for layer in sorted(inventory.mtp_layers):
         name = f"model.layers.{layer}.eh_proj.weight"
         if name not in source.file_of:

@@ -19,13 +19,13 @@ from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions, Rule
 
 MTP_MARK = ".eh_proj."
-"""In the name of one weight of each layer for multi-token prediction, and of no other layer's."""
+"""Part of the name of one weight in each layer for multi-token prediction, and in no other layer."""
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Among whom a model is cut, as process groups."""
+    """The process groups over which a model is sharded."""
 
     tensor: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
@@ -35,7 +35,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One weight of the model; an expert's weight with those at the same place of all expert-parallel ranks."""
+    """One weight of the model.
+
+    For experts, one weight from each expert-parallel rank: those with the same local expert number.
+    """
 
     rules: tuple[Rule, ...]  # one, or one for each expert-parallel rank
     owner: int  # pipeline rank that holds it
@@ -50,22 +53,22 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its Hugging Face tensors."""
+        """Bytes of all its Hugging Face tensors."""
         return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This rank's part of a weight."""
+    """This rank's shard of a weight."""
 
     tensor: torch.Tensor
     rule: Rule
-    group: dist.ProcessGroup  # whose ranks hold the other parts
-    dim: int | None  # along which it is cut; None when it is whole
+    group: dist.ProcessGroup  # the ranks that hold the shards
+    dim: int | None  # sharded dimension; None if not sharded
 
 
 Gather = Callable[[list[Entry], dist.ProcessGroup], list[list[Entry]]]
-"""The entries of every rank of a group, in order, from those of this rank. A collective of the group."""
+"""Exchanges the entries of all ranks of a group; returns them by rank. Collective of the group."""
 
 
 def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
@@ -78,7 +81,7 @@ def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Ent
 
 
 class Inventory:
-    """What there is and what is here. Constructing it is a collective of the pipeline group."""
+    """All weights of the model, and this rank's shards. Construction is collective in the pipeline group."""
 
     def __init__(
         self,
@@ -90,8 +93,19 @@ class Inventory:
         tied: bool,
         gather: Gather = gather_entries,
     ) -> None:
-        """Args: ``tied``: whether the output layer is the embedding; ``gather``: how the pipeline stages exchange their
-        entries. Raises WeightError for a parameter that the family has no name for."""
+        """List the weights of all pipeline stages.
+
+        Args:
+            chunks: model chunks of this rank.
+            family: family of the model.
+            dims: dimensions of the model.
+            groups: process groups of this rank.
+            tied: whether the output layer is the embedding.
+            gather: exchanges entries between pipeline stages.
+
+        Raises:
+            WeightError: the family has no rule for a parameter.
+        """
         self.dims = dims
         self.groups = groups
         self.tied = tied
@@ -108,22 +122,22 @@ class Inventory:
 
     @property
     def hugging_face(self) -> set[str]:
-        """The names of all tensors of the model."""
+        """Hugging Face names of all tensors of the model."""
         return {name for entry in self.entries for name in entry.hugging_face}
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, one for multi-token prediction included where it is trained."""
+        """Number of layers, including a trained layer for multi-token prediction."""
         return 1 + max(names.layer_number(entry.rules[0].megatron) or 0 for entry in self.entries)
 
     @property
     def mtp_layers(self) -> frozenset[int]:
-        """Numbers of the layers for multi-token prediction among those of the model."""
+        """Layer numbers of the trained layers for multi-token prediction."""
         marked = (entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron)
         return frozenset(number for name in marked if (number := names.layer_number(name)) is not None)
 
     def part(self, entry: Entry) -> Held | None:
-        """What this rank holds of an entry."""
+        """Return this rank's shard of an entry; None without."""
         rule = entry.rules[self.groups.expert.rank()] if len(entry.rules) > 1 else entry.rules[0]
         return self.held.get(rule.megatron)
 
@@ -132,7 +146,8 @@ class Inventory:
         if expert is not None:
             name = names.renumber(name, expert=self._first_expert(self.groups.expert.rank()) + expert)
         group = self.groups.tensor if expert is None else self.groups.expert_tensor
-        dim = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) and group.size() > 1 else None
+        is_sharded = getattr(tensor, "tensor_model_parallel", False) and group.size() > 1
+        dim = tensor.partition_dim if is_sharded else None
         rule = names.to_hugging_face(EMBEDDING if is_copy else name, family.rules)
         return Held(tensor, replace(rule, megatron=name), group, dim)
 
@@ -143,7 +158,8 @@ class Inventory:
             everyone = range(self.groups.expert.size())
             numbers = [self._first_expert(rank) + expert for rank in everyone]
             rules = tuple(names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers)
-        shards = [torch.empty(held.tensor.shape, device="meta")] * (1 if held.dim is None else held.group.size())
+        num_shards = 1 if held.dim is None else held.group.size()
+        shards = [torch.empty(held.tensor.shape, device="meta")] * num_shards
         full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
         shapes = tuple(tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims))
         return Entry(rules, self.groups.pipeline.rank(), tuple(full.shape), shapes * len(rules), held.tensor.dtype)
@@ -153,8 +169,11 @@ class Inventory:
 
 
 def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
-    """The entries of all pipeline stages: the embedding, the layers in order, then what follows them. Within a layer
-    the experts come last and each one's weights together, whichever of Megatron's modules for experts it is."""
+    """Sort the entries of all pipeline stages: embedding, layers in order, then all others.
+
+    Within a layer the experts come last, grouped by expert. The order does not depend on Megatron's
+    module for experts.
+    """
     entries = [entry for stage in stages for entry in stage]
 
     def place(entry: Entry) -> tuple[float, int]:
@@ -168,8 +187,10 @@ def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
 
 
 def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and expert biases under their canonical names, with layers counted over the whole model (a layer knows
-    its number from 1)."""
+    """Yield parameters and expert biases by canonical name, with layers numbered over the whole model.
+
+    Megatron's ``layer_number`` starts at 1.
+    """
     for chunk in chunks:
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
         for name, tensor in (*chunk.named_parameters(), *buffers):

@@ -32,7 +32,7 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
 
 
 def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
-    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is cut off."""
+    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is removed."""
     if layout == "qkv":
         tail = tensor.shape[1:]
         groups = tensor.reshape(dims.num_query_groups, -1, *tail)
@@ -45,9 +45,12 @@ def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch
 
 
 def shard(tensor: torch.Tensor, layout: Layout, *, dim: int, rank: int, size: int) -> torch.Tensor:
-    """The part of a full Megatron tensor that tensor-parallel ``rank`` of ``size`` holds, cut along ``dim``.
+    """Return the shard along ``dim`` of tensor-parallel ``rank`` of ``size``.
 
-    Raises WeightError when it cannot be cut evenly; rows of a vocabulary are padded with zeros instead.
+    The rows of a vocabulary are padded with zeros to a multiple of ``size``.
+
+    Raises:
+        WeightError: the dimension is not a multiple of ``size``.
     """
     if size == 1:
         return tensor
@@ -71,7 +74,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, *, dim: int) -> torch.T
 def _part(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
     if tensor.size(dim) % size:
         raise WeightError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {dim} for "
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sharded along dimension {dim} with "
             f"tensor_model_parallel_size={size}; choose a size that divides {tensor.size(dim)}"
         )
     return tensor.chunk(size, dim=dim)[rank]

@@ -1,8 +1,9 @@
-"""Names of weights: Megatron's on one side, Hugging Face's on the other. Pure Python.
+"""Map names of weights between Megatron and Hugging Face. Pure Python.
 
-In: the name of a Megatron parameter, its layer and expert counted over the whole model. Out: the Hugging Face names it
-holds and how they lie in it. ``{layer}`` and ``{expert}`` stand for numbers that are the same on both sides. The rows
-below are common to several families; which family has which stands in ``rlpost.weights.families``.
+Input: the name of a Megatron parameter, with layer and expert numbered over the whole model. Output:
+the Hugging Face tensors that it contains, and their layout. ``{layer}`` and ``{expert}`` are
+placeholders for numbers that are equal on both sides. The rules below are common to several families;
+``rlpost.weights.families`` has the rules of each family.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Literal
 from rlpost.errors import WeightError
 
 Layout = Literal["plain", "vocabulary", "qkv", "gated", "fused_gated"]
-"""plain: as it is. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by group. gated: gate
-above up, in each tensor-parallel shard. fused_gated: the same, but one tensor for Hugging Face too."""
+"""plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by group.
+gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one tensor in the
+Hugging Face folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What the layouts of tensors need to know of a model."""
+    """Dimensions of a model that the layouts depend on."""
 
     num_query_groups: int
     head_dim: int
@@ -30,7 +32,7 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of a table."""
+    """The Hugging Face tensors of one Megatron parameter."""
 
     megatron: str
     hugging_face: tuple[str, ...]
@@ -38,7 +40,7 @@ class Rule:
 
 
 def in_layer(megatron: str, *hugging_face: str, layout: Layout = "plain") -> Rule:
-    """A row whose names are counted from the layer."""
+    """Return a rule for names relative to a layer."""
     return Rule(
         "decoder.layers.{layer}." + megatron, tuple("model.layers.{layer}." + name for name in hugging_face), layout
     )
@@ -65,7 +67,7 @@ MLP_NORM: tuple[Rule, ...] = (in_layer("pre_mlp_layernorm.weight", "post_attenti
 
 
 def gated_mlp(megatron: str, hugging_face: str) -> tuple[Rule, ...]:
-    """A gated MLP whose weights stand below these prefixes."""
+    """Return the rules of a gated MLP with these prefixes."""
     return (
         in_layer(
             megatron + "linear_fc1.weight",
@@ -88,7 +90,7 @@ MTP_LAYER: tuple[Rule, ...] = (
     in_layer("hnorm.weight", "hnorm.weight"),
     in_layer("final_layernorm.weight", "shared_head.norm.weight"),
 )
-"""What a layer for multi-token prediction has besides the weights of a decoder layer."""
+"""Weights of a layer for multi-token prediction in addition to those of a decoder layer."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -98,10 +100,10 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def canonical(name: str) -> str:
-    """The name that a parameter has in a model without TransformerEngine.
+    """Return the name of a parameter in a model without TransformerEngine.
 
-    With it the norms before attention and a dense MLP are part of the linear layer that follows, and the experts of a
-    rank are one module with a numbered weight for each.
+    TransformerEngine fuses the norms before attention and a dense MLP with the next linear layer. Its
+    experts of a rank are one module with numbered weights.
     """
     for fused, alone in _FUSED_NORMS.items():
         if name.endswith("." + fused):
@@ -113,13 +115,13 @@ _MTP = re.compile(r"(?P<module>mtp\.layers\.\d+)\.(?:transformer_layer\.)?")
 
 
 def mtp_module(name: str) -> str | None:
-    """The module of the layer for multi-token prediction that a parameter belongs to, such as ``mtp.layers.0``."""
+    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None if it is in no such module."""
     found = _MTP.match(name)
     return found["module"] if found else None
 
 
 def as_decoder_layer(name: str, layer: int) -> str:
-    """The name of a parameter of that layer as if it were decoder layer ``layer``, which it is for Hugging Face."""
+    """Rename a parameter of an MTP layer to decoder layer ``layer``, its number in Hugging Face folders."""
     return _MTP.sub(f"decoder.layers.{layer}.", name, count=1)
 
 
@@ -127,26 +129,30 @@ _NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_
 
 
 def layer_number(name: str) -> int | None:
-    """The number after ``decoder.layers.``, if there is one."""
+    """Return the number after ``decoder.layers.``; None without."""
     found = _NUMBERS.match(name)
     return int(found["layer"]) if found else None
 
 
 def expert_number(name: str) -> int | None:
-    """The number after ``local_experts.``, if there is one."""
+    """Return the number after ``local_experts.``; None without."""
     found = _NUMBERS.match(name)
     return int(found["expert"]) if found and found["expert"] else None
 
 
 def renumber(name: str, *, layer: int | None = None, expert: int | None = None) -> str:
-    """The name with other numbers where these are given."""
+    """Replace the layer number or the expert number of a name."""
     if layer is not None:
         name = re.sub(r"(?<=^decoder\.layers\.)\d+", str(layer), name)
     return name if expert is None else re.sub(r"(?<=\.local_experts\.)\d+", str(expert), name)
 
 
 def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
-    """The rule of a Megatron parameter with its numbers filled in; raises WeightError for a name of no rule."""
+    """Return the rule of a Megatron parameter, with its numbers filled in.
+
+    Raises:
+        WeightError: no rule has this name.
+    """
     layer, expert = layer_number(name), expert_number(name)
     template = name
     if layer is not None:

@@ -1,11 +1,13 @@
-"""Gather a weight in FP8 from ranks that hold shards of it: quantised first, where that makes no difference.
+"""Gather a weight in FP8 from the ranks that hold its shards.
 
-Input: an entry of the inventory whose tensors all travel in FP8. Output: values and scales of its full tensors, equal
-bit by bit to those of the full tensors quantised. A shard can be quantised on its own where it begins and ends with a
-block; then FP8 travels between the ranks of the trainer, half the bytes. Where it does not, the tensor-parallel ranks
-gather the trainer's precision and quantise what they have; further on FP8 travels as well.
+Input: an entry of the inventory whose tensors are all sent in FP8. Output: values and scales of its
+full tensors, bitwise equal to those of quantising the full tensors.
 
-Bytes are gathered, because gloo knows no dtype of FP8; NCCL copies them just as well.
+If a shard consists of whole blocks, each rank quantises its shard before the gather, which halves the
+bytes. Otherwise the tensor-parallel ranks gather in the trainer's precision and quantise the result;
+expert-parallel ranks and pipeline stages exchange FP8 in both cases.
+
+Tensors are gathered as bytes, because gloo does not support FP8 dtypes.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ Parts = list[torch.Tensor]
 def gather_quantised(
     inventory: Inventory, entry: Entry, quantisation: BlockFp8, *, on_all_stages: bool, wanted: bool = True
 ) -> Mapping[str, torch.Tensor]:
-    """All tensors of an entry by name, as ``BlockFp8.shapes`` says; none unless ``wanted``. A collective, see
-    ``Exporter.gather``."""
+    """Gather and quantise the tensors of an entry. Collective, as ``Exporter.gather``.
+
+    Returns:
+        The tensors by name, with the shapes of ``BlockFp8.shapes``; empty unless ``wanted``.
+    """
     groups, held = inventory.groups, inventory.part(entry)
     shapes = entry.shapes[: len(entry.rules[0].hugging_face)]
     likes = _likes(shapes, quantisation.block)
@@ -63,12 +68,12 @@ def gather_quantised(
 def shards_are_whole_blocks(
     held: Held, shapes: tuple[Shape, ...], block: tuple[int, int], *, num_query_groups: int
 ) -> bool:
-    """Whether each rank's shard of each Hugging Face tensor begins and ends with a block."""
+    """Return whether each rank's shard of each Hugging Face tensor consists of whole blocks."""
     if held.dim is None:
         return True
     dim, size, layout = held.dim, held.group.size(), held.rule.layout
     if layout not in ("plain", "qkv", "gated"):
-        return False  # rows of a shard that do not lie together in the full tensor, or are padded
+        return False  # a shard's rows are not contiguous in the full tensor, or are padded
     if layout == "qkv" and num_query_groups % size:
         return False
     return all(shape[dim] % (size * block[dim]) == 0 for shape in shapes)
@@ -77,7 +82,7 @@ def shards_are_whole_blocks(
 def _of_one_rule(
     inventory: Inventory, held: Held, shapes: tuple[Shape, ...], quantisation: BlockFp8, *, is_needed: bool
 ) -> Parts | None:
-    """The full tensors of all tensor-parallel ranks; None, after the collective, where they are not needed."""
+    """Gather from the tensor-parallel ranks; return None if the result is not needed."""
     local, block, groups = held.tensor.detach(), quantisation.block, inventory.dims.num_query_groups
     if held.dim is None:
         return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block) if is_needed else None
@@ -113,14 +118,14 @@ def _cut(shape: Shape, dim: int, size: int) -> Shape:
 
 
 def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
-    """Shards of one tensor in order; FP8 as bytes, which torch can concatenate everywhere."""
+    """Concatenate the shards of a tensor; FP8 as bytes, because not every backend concatenates FP8."""
     if parts[0].dtype != FP8:
         return torch.cat(parts, dim=dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim=dim).view(FP8)
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The tensors of all ranks of a group, which have one shape. A collective."""
+    """Gather tensors of equal shape from all ranks of a group. Collective."""
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered

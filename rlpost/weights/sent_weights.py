@@ -53,7 +53,7 @@ class LastSent:
         Raises:
             OSError: writing failed; raised on the writing rank, after its part in every gather.
         """
-        temporary = _beside(folder)
+        temporary = _temporary_of(folder)
         self._words, self._base = {}, ""
         if self._writes:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -62,7 +62,7 @@ class LastSent:
 
     def write_delta(self, folder: Path, version: int) -> Written | None:
         """Write a delta to the last version. Collective; returns and raises as ``write_whole``."""
-        temporary, file = _beside(folder), None
+        temporary, file = _temporary_of(folder), None
         base, changes, failures = self._base, dict[str, Header](), list[OSError]()
         self._base = ""
         try:
@@ -138,7 +138,7 @@ def words_of(tensor: torch.Tensor) -> Words:
     return on_host.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
 
 
-def _beside(folder: Path) -> Path:
+def _temporary_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}")
 
 

@@ -86,7 +86,7 @@ class Buckets:
         return self.entries[index][0].owner
 
     def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
-        """Full tensors of a bucket, in plan order. Collective of all stages, or of its own."""
+        """Full tensors of a bucket, in plan order. Collective of all stages, or of the bucket's stage."""
         tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation)
         return {name: tensors[name] for name in self._plan[index].names}
 

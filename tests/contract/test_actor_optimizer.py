@@ -89,7 +89,7 @@ def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
     if layer_specs.has_transformer_engine():
         pytest.skip("TransformerEngine is here")
     assert layer_specs.chosen_implementation(None) == layer_specs.chosen_implementation("local") == "local"
-    with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*leave the setting out"):
+    with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*omit the setting"):
         layer_specs.chosen_implementation("transformer_engine")
     narrow = ActorSettings("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
     sparse = SimpleNamespace(fields={"num_moe_experts": 8})

@@ -88,7 +88,7 @@ def test_a_value_of_another_model_is_named_with_both_values(change, theirs):
 def test_experts_where_the_model_has_none_are_named():
     dense = GLM | {"architectures": ["Qwen3ForCausalLM"]}
     (problem,) = problems({"num_experts": 8}, family("Qwen3ForCausalLM"), dense)
-    assert "--num-experts 8" in problem and "has no such thing" in problem
+    assert "--num-experts 8" in problem and "has no such setting" in problem
 
 
 def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_its_shape():

@@ -48,21 +48,21 @@ def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
     file.write_bytes(whole[:-1])
     missing, short = file_problems(sharded)
     assert "1 of 2 files of weights are missing, model-0.safetensors first; fetch the model again" in missing
-    assert short == f"{file}: has {len(whole) - 1} bytes, and {len(whole)} by its own header; fetch the model again"
+    assert short == f"{file}: has {len(whole) - 1} bytes instead of {len(whole)} (by its header); fetch the model again"
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
 def test_what_is_no_file_of_weights_is_named(single, content):
-    """Empty, cut off in its header, or the pointer that git leaves in place of a large file."""
+    """Empty, truncated in its header, or a Git LFS pointer instead of the file."""
     (single / SINGLE).write_bytes(content)
     (problem,) = file_problems(single)
-    assert problem.startswith(f"{single / SINGLE}: is no safetensors file")
+    assert problem.startswith(f"{single / SINGLE}: is not a safetensors file")
 
 
 @pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_an_index_that_is_none_is_named(sharded, index):
     (sharded / INDEX).write_text(index)
-    with pytest.raises(WeightError, match="is no index of weights"):
+    with pytest.raises(WeightError, match="is not a weight index"):
         tensor_files(sharded)
 
 

@@ -1,0 +1,186 @@
+"""The passes of one rank over the micro-batches of a batch: log-probs, or gradients of the loss.
+
+Input: batches of samples, and the wrapped model. Output: log-probs by micro-batch and sample, or
+accumulated gradients and the metrics of the loss.
+
+Every method is collective: call it on every rank, in the same order. ``rlpost.actor.step`` runs a
+single pass; this module packs the samples and connects the pass with routing replay and multi-token
+prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from rlpost.actor import device, parallel, step
+from rlpost.actor.mtp import LossOf, MtpTraining, shifted
+from rlpost.actor.packing import (
+    PackedMicroBatch,
+    RowLayout,
+    as_trained,
+    joined_columns,
+    log_prob_micro_batches,
+    pack,
+    unpack,
+)
+from rlpost.actor.report import global_metrics
+from rlpost.actor.routing_replay import RoutingReplay
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.stop_points import StopPoints
+from rlpost.columns import FloatColumn
+from rlpost.types import MicroBatch, TrainBatch
+
+Logprobs = list[list[FloatColumn]]
+"""Log-probs of the response tokens, per micro-batch and per sample."""
+
+
+class Passes:
+    """Runs the passes of one rank."""
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        settings: ActorSettings,
+        *,
+        num_valid: int,
+        row_layout: RowLayout,
+        routing: RoutingReplay,
+        mtp: MtpTraining | None,
+        stop_points: StopPoints,
+    ) -> None:
+        """Connect the parts of a pass.
+
+        Args:
+            model: wrapped chunks of this rank.
+            settings: those of the actor.
+            num_valid: columns of this rank's logits that are tokens.
+            row_layout: layout of packed rows.
+            routing: routing replay of the same chunks.
+            mtp: None without training of multi-token prediction.
+            stop_points: where a pass can be interrupted.
+        """
+        self._model = model
+        self._settings = settings
+        self._num_valid = num_valid
+        self._row_layout = row_layout
+        self._routing = routing
+        self._mtp = mtp
+        self._stop_points = stop_points
+
+    def logprobs(self, batch: TrainBatch, *, records_routes: bool) -> Logprobs:
+        """Compute log-probs of all response tokens; forward only.
+
+        Args:
+            batch: this rank's micro-batches.
+            records_routes: whether routing replay records the experts of this pass.
+
+        Returns:
+            Log-probs by micro-batch and sample; empty on all pipeline stages but the last.
+
+        Raises:
+            Interrupted: at one of the stop points.
+        """
+        micro_batches = log_prob_micro_batches(batch)
+        packed = self._pack(micro_batches)
+        loss = self._micro_batch_loss(batch)
+
+        def collect(
+            index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
+        ) -> tuple[torch.Tensor, list[FloatColumn]]:
+            logprobs_R, _ = loss.logprobs(logits, micro_batch)
+            return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
+
+        self._set_mode(training=False)
+        recorded = micro_batches if records_routes else ()
+        with torch.no_grad(), self._routing.passing(is_training=False, micro_batches=recorded):
+            found = step.run(
+                self._model,
+                packed,
+                loss_of=collect,
+                forward_only=True,
+                stop_points=self._stop_points,
+                routing=self._routing,
+            )
+        return as_trained(found, batch)
+
+    def gradients(
+        self, batch: TrainBatch, old_logprobs: Logprobs | None, ref_logprobs: Logprobs | None
+    ) -> dict[str, float]:
+        """Accumulate the gradients of the loss. Clear them before.
+
+        Args:
+            batch: this rank's micro-batches.
+            old_logprobs: None for those of this pass: the ratio is 1 and only its gradient counts.
+            ref_logprobs: None without the KL divergence from the reference.
+
+        Returns:
+            The metrics of the loss and of routing, equal on every rank.
+
+        Raises:
+            Interrupted: at one of the stop points; some gradients may be accumulated.
+        """
+        packed = self._pack(batch.micro_batches)
+        old = _held(old_logprobs, packed)
+        ref = _held(ref_logprobs, packed)
+        loss = self._micro_batch_loss(batch)
+
+        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
+            return loss.loss(micro_batch, old[index], ref[index], logits)
+
+        loss_of = self._with_mtp(policy_loss, loss, batch)
+        self._set_mode(training=True)
+        try:
+            with self._routing.passing(is_training=True):
+                stats = step.run(
+                    self._model,
+                    packed,
+                    loss_of=loss_of,
+                    forward_only=False,
+                    stop_points=self._stop_points,
+                    routing=self._routing,
+                )
+        finally:
+            if self._mtp is not None:
+                self._mtp.finish()
+        return global_metrics(stats) | self._routing.metrics()
+
+    def _with_mtp(self, policy_loss: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
+        """Add the loss of multi-token prediction, if it is trained."""
+        if self._mtp is None:
+            return policy_loss
+        # Without routes: the router of the layer is not replayed.
+        later = [pack(shifted(micro), self._row_layout).to(device.current()) for micro in batch.micro_batches]
+        return self._mtp.add_to(policy_loss, loss, later)
+
+    def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
+        return step.MicroBatchLoss(
+            self._settings, num_valid=self._num_valid, num_samples=batch.num_samples, num_tokens=batch.num_tokens
+        )
+
+    def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
+        packed = [self._routing.attached(pack(micro, self._row_layout), micro) for micro in micro_batches]
+        return [each.to(device.current()) for each in packed]
+
+    def _set_mode(self, *, training: bool) -> None:
+        for chunk in self._model:
+            chunk.train(training)
+
+
+def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
+    """Values of all response tokens, combined from all context-parallel ranks."""
+    whole = torch.zeros(sum(packed.response_lengths), dtype=values_R.dtype, device=values_R.device)
+    whole[packed.held] = values_R
+    if parallel.context_parallel_group().size() > 1:
+        dist.all_reduce(whole, group=parallel.context_parallel_group())
+    return whole
+
+
+def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list[torch.Tensor | None]:
+    """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
+    if not logprobs:
+        return [None] * len(packed)
+    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
+    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]
